@@ -1,0 +1,100 @@
+"""Every exception that graftlab raises on purpose.
+
+::
+
+    GraftError
+    |-- FilterError(ValueError)           a filter expression cannot be compiled
+    |-- PlanError(ValueError)             a plan, or a part of it, is not usable
+    |-- TransformError                    a transform cannot be loaded, or its result cannot be used
+    |-- TagError(ValueError)              a tap was called with tags that it cannot have
+    |-- GraftOverlapError(RuntimeError)   one tap matches both b2t and t2b
+    |-- ShippingError(TypeError)          a function or value cannot travel to the ranks
+    |-- DependencyError(ImportError)      an optional package is needed here and is not installed
+    `-- SessionError(RuntimeError)
+        |-- LaunchError                   the ranks could not be started
+        |-- SessionBusyError              a run is still going on
+        |-- SessionClosedError            the session, or a rank that is needed, is gone
+        `-- RunError                      a function raised, or a rank died, during a run
+
+    GraftWarning(UserWarning)             something was skipped or done in another way than asked
+"""
+
+from __future__ import annotations
+
+
+class GraftError(Exception):
+    """The root of graftlab's own exceptions."""
+
+
+class FilterError(GraftError, ValueError):
+    """A filter expression cannot be compiled.
+
+    ``expression`` is the text that was refused and ``position`` the 0-based offset of the fault in it.
+    """
+
+    def __init__(self, message: str, expression: str = "", position: int = 0) -> None:
+        super().__init__(message, expression, position)
+        self.message = message
+        self.expression = expression
+        self.position = position
+
+    def __str__(self) -> str:
+        if not self.expression:
+            return self.message
+        # One line of context is enough to see the fault, however much was pasted.
+        start = max(0, self.position - 60)
+        line = self.expression[start : self.position + 60].replace("\n", " ")
+        caret = " " * (self.position - start) + "^"
+        return f"{self.message} (at position {self.position})\n    {line}\n    {caret}"
+
+
+class PlanError(GraftError, ValueError):
+    """A plan, or a part of it, is not usable."""
+
+
+class TransformError(GraftError):
+    """A transform cannot be loaded, or what it returned cannot overwrite the target."""
+
+
+class TagError(GraftError, ValueError):
+    """A tap was called with tags that it cannot have."""
+
+
+class GraftOverlapError(GraftError, RuntimeError):
+    """One tap matches both the ``b2t`` and the ``t2b`` filter, so neither side would be the sender."""
+
+
+class ShippingError(GraftError, TypeError):
+    """A function or a value cannot travel between the notebook and the ranks."""
+
+
+class DependencyError(GraftError, ImportError):
+    """An optional package is needed here and is not installed."""
+
+
+class SessionError(GraftError, RuntimeError):
+    """The session cannot do what was asked."""
+
+
+class LaunchError(SessionError):
+    """The ranks could not be started."""
+
+
+class SessionBusyError(SessionError):
+    """A run is still going on, so the ranks cannot take another."""
+
+
+class SessionClosedError(SessionError):
+    """The session is closed, or a rank that is needed is gone."""
+
+
+class RunError(SessionError):
+    """A function raised, or a rank died, during a run. ``failures`` maps ``"target[1]"`` to what happened there."""
+
+    def __init__(self, message: str, failures: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+
+
+class GraftWarning(UserWarning):
+    """Something was skipped, or done in another way than asked; the run goes on."""
