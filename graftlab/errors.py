@@ -25,6 +25,10 @@ from __future__ import annotations
 class GraftError(Exception):
     """The root of graftlab's own exceptions."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message is written for the reader, the frames inside graftlab are not."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class FilterError(GraftError, ValueError):
     """A filter expression cannot be compiled.

@@ -1,0 +1,116 @@
+"""graftlab: find where two implementations of one PyTorch model part ways, and whether that place is the cause.
+
+What model code needs (``tap``, ``tags``, ``step``, ``watch``, ``here``) is here at once; what notebooks need is
+imported when it is first used, so that taps can stay in code that ships.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from graftlab.errors import (
+    DependencyError,
+    FilterError,
+    GraftError,
+    GraftOverlapError,
+    GraftWarning,
+    LaunchError,
+    PlanError,
+    RunError,
+    SessionBusyError,
+    SessionClosedError,
+    SessionError,
+    ShippingError,
+    TagError,
+    TransformError,
+)
+from graftlab.taps import Here, here, step, tags, tap
+
+if TYPE_CHECKING:
+    from graftlab import plots
+    from graftlab.frames import load_run
+    from graftlab.plan import GraftPlan
+    from graftlab.run import Run
+    from graftlab.session import Session, launch
+    from graftlab.transforms import GraftTransformInput
+    from graftlab.watching import Watch, watch
+
+try:
+    __version__ = version(__name__)
+except PackageNotFoundError:
+    # A source tree on the path, without an installation.
+    __version__ = "0+unknown"
+
+_LAZY = {
+    "GraftPlan": "graftlab.plan",
+    "GraftTransformInput": "graftlab.transforms",
+    "Run": "graftlab.run",
+    "Session": "graftlab.session",
+    "Watch": "graftlab.watching",
+    "launch": "graftlab.session",
+    "load_run": "graftlab.frames",
+    "watch": "graftlab.watching",
+}
+
+__all__ = [
+    "DependencyError",
+    "FilterError",
+    "GraftError",
+    "GraftOverlapError",
+    "GraftPlan",
+    "GraftTransformInput",
+    "GraftWarning",
+    "Here",
+    "LaunchError",
+    "PlanError",
+    "Run",
+    "RunError",
+    "Session",
+    "SessionBusyError",
+    "SessionClosedError",
+    "SessionError",
+    "ShippingError",
+    "TagError",
+    "TransformError",
+    "Watch",
+    "here",
+    "launch",
+    "load_ipython_extension",
+    "load_run",
+    "plots",
+    "step",
+    "tags",
+    "tap",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plots":
+        return importlib.import_module("graftlab.plots")
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'graftlab' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise DependencyError(
+            f"graftlab.{name} needs torch, which is not installed; `pip install torch` brings it"
+        ) from error
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext graftlab``: registers the magics."""
+    from graftlab.notebook.magics import load
+
+    load(shell)

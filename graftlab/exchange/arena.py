@@ -1,0 +1,88 @@
+"""A sender's shared memory: one anonymous segment that every receiver maps once.
+
+The segment has no name, so nothing can stay behind: the kernel frees it with the last process that holds it. It is
+as large as the machine's memory but only the pages that were written exist, and first-fit keeps reusing the low ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import tempfile
+import warnings
+
+import torch
+
+ALIGNMENT = 64
+PAGE = 4096
+
+
+def create_segment() -> tuple[int, int]:
+    """A new anonymous segment: its file descriptor and its size in bytes. Raises OSError when there can be none."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("graftlab", os.MFD_CLOEXEC)
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="graftlab-")
+        os.unlink(path)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, size
+
+
+class Arena:
+    """A mapping of a segment. The first page tells where its owner is (:mod:`.whereabouts`); the rest holds tensors."""
+
+    def __init__(self, descriptor: int, size: int, *, writable: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=access)
+        with warnings.catch_warnings():
+            # Receivers map read-only on purpose, and nothing here ever writes through such a window.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def window(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The bytes at ``offset`` seen as a contiguous tensor, without a copy."""
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._bytes[offset : offset + nbytes].view(dtype).view(shape)
+
+
+class Allocator:
+    """First fit over the data part of a segment; neighbouring holes are joined when memory is given back."""
+
+    def __init__(self, size: int) -> None:
+        self._holes = [(PAGE, size - PAGE)]
+        self._taken: dict[int, int] = {}
+        self.bytes_in_use = 0
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free stretch, or None when no hole is large enough."""
+        need = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        for index, (offset, size) in enumerate(self._holes):
+            if size < need:
+                continue
+            if size == need:
+                del self._holes[index]
+            else:
+                self._holes[index] = (offset + need, size - need)
+            self._taken[offset] = need
+            self.bytes_in_use += need
+            return offset
+        return None
+
+    def give_back(self, offset: int) -> None:
+        size = self._taken.pop(offset)
+        self.bytes_in_use -= size
+        index = bisect.bisect(self._holes, (offset, 0))
+        if index < len(self._holes) and self._holes[index][0] == offset + size:
+            size += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == offset:
+            offset, before = self._holes[index - 1]
+            self._holes[index - 1] = (offset, before + size)
+        else:
+            self._holes.insert(index, (offset, size))

@@ -1,0 +1,143 @@
+"""What every exchange promises, and the values that pass through one.
+
+A tensor travels under its address: the :class:`TapKey` of the tap that showed it. Whoever implements
+:class:`Exchange` keeps these promises:
+
+1. A receiver never gets a tensor of another tap, step or occurrence.
+2. A sender does not wait for its receivers while its buffer budget lasts.
+3. Nobody waits forever: a peer that ends the step, or dies, frees the waiters at once; otherwise the time limit does.
+4. Tensors arrive bit-exact.
+5. A receiver sees one contribution for each sending rank that published, in rank order.
+6. When a process dies, the others are free within two seconds and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from graftlab.errors import GraftError
+
+Side = Literal["baseline", "target"]
+Direction = Literal["b2t", "t2b"]
+
+OTHER_SIDE: dict[Side, Side] = {"baseline": "target", "target": "baseline"}
+
+
+class TapKey(NamedTuple):
+    """The address of one tensor: equal on both sides exactly when the two taps mean the same value."""
+
+    step: int
+    name: str
+    tags: tuple[tuple[str, object], ...]
+    recompute_status: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the graft world. ``world_size`` counts the ranks of its own side."""
+
+    side: Side
+    rank: int
+    world_size: int
+    other_world_size: int
+
+    @property
+    def world_rank(self) -> int:
+        """Index among all ranks of both sides: the baseline's first, then the target's."""
+        return self.rank if self.side == "baseline" else self.other_world_size + self.rank
+
+    @property
+    def label(self) -> str:
+        return f"{self.side}[{self.rank}]"
+
+    def everyone(self) -> list[Place]:
+        """All places of the graft world, in world-rank order, mine included."""
+        mine, others = self.world_size, self.other_world_size
+        baseline, target = (mine, others) if self.side == "baseline" else (others, mine)
+        return [Place("baseline", rank, baseline, target) for rank in range(baseline)] + [
+            Place("target", rank, target, baseline) for rank in range(target)
+        ]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a rank needs to know of a run: who takes part (world ranks), and where the step numbers begin."""
+
+    run: int
+    first_step: int
+    participants: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank whose plan changes everybody follows: the baseline's rank 0 where it takes part."""
+        return min(self.participants)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one sending rank published under a key.
+
+    ``tensor`` may be a read-only window into the exchange's memory: it is valid until :meth:`Receipt.release`, and
+    writing to it is not allowed.
+    """
+
+    rank: int
+    tensor: torch.Tensor
+    extras: object
+
+
+@dataclass
+class Receipt:
+    """What :meth:`Exchange.receive` brought: contributions in rank order, and why the other senders have none."""
+
+    contributions: list[Contribution]
+    absent: dict[int, str] = field(default_factory=dict)
+    timed_out: bool = False
+    _release: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Give the senders their memory back. The contributions' tensors must not be used afterwards."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+        self.contributions = []
+
+
+class BufferFullError(GraftError):
+    """A sender's buffer stayed full for the whole time limit; the tensor was not published."""
+
+
+class Exchange(Protocol):
+    """Carries tensors under their keys between the ranks of two sides. One owner thread at a time."""
+
+    def begin_run(self, run: RunInfo) -> None:
+        """Take part in a run."""
+
+    def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: object = None) -> None:
+        """Offer a tensor to every receiver. ``memo`` comes back from :meth:`take_unmatched` if nobody asks for it.
+
+        Raises :class:`BufferFullError` when no room came free within the time limit.
+        """
+
+    def decline(self, key: TapKey) -> None:
+        """Say that this rank will publish nothing under the key, so that nobody waits for it."""
+
+    def receive(self, key: TapKey) -> Receipt:
+        """Wait until every sender has published, declined, ended the step or died, or the time limit is over."""
+
+    def end_step(self, step: int) -> None:
+        """Say that this rank will neither publish nor ask for anything of this step any more."""
+
+    def end_run(self) -> None:
+        """Say that this rank has ended all its steps of the run."""
+
+    def settled(self) -> bool:
+        """Whether every other participant has ended the run too, so that nothing of it is on its way any more."""
+
+    def take_unmatched(self) -> Sequence[object]:
+        """The memos of what was published, and is now known to have been asked for by nobody."""

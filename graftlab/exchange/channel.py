@@ -1,0 +1,131 @@
+"""Frames over a stream socket, with a send that never blocks.
+
+A socket holds a few hundred small frames; past that a blocking send would make a sender wait for a receiver that
+is busy computing. Here what does not fit is kept, and a thread, alive only while something is kept, hands it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections import deque
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK = 1 << 20
+
+
+class Channel:
+    """One end of a connection. Any thread may send; one thread at a time may receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._waiting: deque[memoryview] = deque()
+        self._flusher: threading.Thread | None = None
+        self._received = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, payload: bytes) -> None:
+        """Send one frame, now or as soon as the other end reads. A frame for an end that is gone is dropped."""
+        with self._sending:
+            if self.closed:
+                return
+            if len(payload) < 65536:
+                self._offer(memoryview(_LENGTH.pack(len(payload)) + payload))
+            else:
+                self._offer(memoryview(_LENGTH.pack(len(payload))))
+                self._offer(memoryview(payload))
+
+    def _offer(self, data: memoryview) -> None:
+        if not self._waiting:
+            data = self._write(data)
+        if data:
+            self._waiting.append(data)
+            if self._flusher is None:
+                self._flusher = threading.Thread(target=self._flush, name="graftlab-flush", daemon=True)
+                self._flusher.start()
+
+    def _write(self, data: memoryview) -> memoryview:
+        """Write what fits and return the rest."""
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                return data
+            except OSError:
+                # The other end is gone; its reader, or ours, has seen or will see the end of the stream.
+                self._waiting.clear()
+                return memoryview(b"")
+        return data
+
+    def _flush(self) -> None:
+        poller = select.poll()
+        try:
+            poller.register(self._socket, select.POLLOUT)
+        except (OSError, ValueError):
+            return
+        while True:
+            poller.poll()
+            with self._sending:
+                while self._waiting:
+                    rest = self._write(self._waiting[0])
+                    if rest:
+                        self._waiting[0] = rest
+                        break
+                    if self._waiting:
+                        self._waiting.popleft()
+                if not self._waiting or self.closed:
+                    self._flusher = None
+                    return
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything is handed to the socket; False when the time limit came first."""
+        flusher = self._flusher
+        if flusher is not None:
+            flusher.join(timeout)
+            return not flusher.is_alive()
+        return True
+
+    def receive(self) -> list[bytes]:
+        """Every whole frame that is there, without waiting. At the end of the stream ``closed`` becomes True."""
+        while not self.closed:
+            try:
+                data = self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.closed = True
+                break
+            self._received += data
+            if len(data) < _CHUNK:
+                break
+        frames: list[bytes] = []
+        start, end = 0, len(self._received)
+        while end - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if end - start - _LENGTH.size < length:
+                break
+            start += _LENGTH.size
+            frames.append(bytes(self._received[start : start + length]))
+            start += length
+        if start:
+            del self._received[:start]
+        return frames
+
+    def close(self) -> None:
+        with self._sending:
+            self.closed = True
+            self._waiting.clear()
+            # A reader in another thread sees the end of the stream before the descriptor goes away.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()

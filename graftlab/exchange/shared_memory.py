@@ -1,0 +1,433 @@
+"""The exchange between ranks of one host: tensors through shared memory, their addresses through sockets.
+
+Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies a tensor into its own segment once and
+sends each receiver a small frame with the key and the place; a receiver looks at the bytes where they are. What was
+received is given back in batches; what nobody asked for is free when the receivers end the step. A peer's death is
+the end of its socket's stream, which the kernel of the machine reports at once, whatever it died of.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import select
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graftlab.errors import ShippingError
+from graftlab.exchange.arena import Allocator, Arena
+from graftlab.exchange.base import BufferFullError, Contribution, Place, Receipt, RunInfo, TapKey
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.whereabouts import WhereaboutsPage
+
+logger = logging.getLogger(__name__)
+
+# First item of each frame between two ranks.
+_ENTRY, _DECLINE, _RELEASE, _STEP_END, _RUN_END, _ANNOUNCE = range(6)
+
+# Releases travel together: this many, or this share of the budget, whichever comes first.
+_RELEASE_COUNT = 64
+_RELEASE_SHARE = 8
+# How often a sender without room looks whether the receiver waits for it (see _wait_for_room).
+_ROOM_POLL = 0.02
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A published tensor as the receiver knows it."""
+
+    id: int
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    extras: bytes | None
+
+
+@dataclass
+class _Outgoing:
+    """A published tensor as its sender knows it: which receivers have not let go of it yet, and did any use it."""
+
+    step: int
+    offset: int | None
+    pending: set[int]
+    memo: object
+    used: bool = False
+
+
+@dataclass
+class _Peer:
+    """Another rank of the graft world, as seen from here."""
+
+    place: Place
+    channel: Channel
+    arena: Arena
+    page: WhereaboutsPage
+    in_run: bool = False
+    dead: bool = False
+    ended_step: int = -1
+    run_ended: bool = False
+    inbox: dict[TapKey, _Entry | None] = field(default_factory=dict)
+    to_release: list[int] = field(default_factory=list)
+    bytes_to_release: int = 0
+    announced: dict[int, bytes] = field(default_factory=dict)
+    last_announced: bytes | None = None
+
+    def has_answered(self, key: TapKey) -> bool:
+        return key in self.inbox or self.is_past(key.step)
+
+    def is_past(self, step: int) -> bool:
+        return self.dead or not self.in_run or self.run_ended or self.ended_step >= step
+
+    def has_announced(self, step: int) -> bool:
+        return step in self.announced or self.dead or self.run_ended
+
+    def why_absent(self) -> str:
+        label = self.place.label
+        if self.dead:
+            return f"{label} died"
+        if not self.in_run:
+            return f"{label} takes no part in this run"
+        return f"{label} ended the {'run' if self.run_ended else 'step'} without this tap"
+
+
+class SharedMemoryExchange:
+    """Implements :class:`graftlab.exchange.base.Exchange`; see there for the promises.
+
+    ``budget`` is in bytes and bounds what this rank has published and not been given back; ``timeout``, in seconds,
+    bounds every wait.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        arena: Arena,
+        peers: Mapping[int, tuple[Channel, Arena]],
+        *,
+        budget: int = 256 << 20,
+        timeout: float = 60.0,
+    ) -> None:
+        everyone = place.everyone()
+        self._place = place
+        self._arena = arena
+        self._budget = budget
+        self.timeout = timeout
+        self._allocator = Allocator(len(arena.map))
+        self._peers = {
+            rank: _Peer(everyone[rank], channel, their_arena, WhereaboutsPage(their_arena.map))
+            for rank, (channel, their_arena) in peers.items()
+        }
+        self._others = [peer for _, peer in sorted(self._peers.items()) if peer.place.side != place.side]
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._next_id = 0
+        self._unmatched: list[object] = []
+        self._warned_full = False
+        self._poller = select.poll()
+        self._by_descriptor: dict[int, _Peer] = {}
+        for peer in self._peers.values():
+            self._by_descriptor[peer.channel.fileno()] = peer
+            self._poller.register(peer.channel.fileno(), select.POLLIN)
+        # The grafter sets this to write the whereabouts page: it alone knows the tap.
+        self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
+        self._ended_step = -1
+
+    # ---- what runs do -------------------------------------------------------------------------------------------
+
+    def begin_run(self, run: RunInfo) -> None:
+        self._ended_step = run.first_step - 1
+        for rank, peer in self._peers.items():
+            peer.in_run = rank in run.participants
+            peer.run_ended = False
+            peer.ended_step = run.first_step - 1
+            peer.inbox.clear()
+            peer.announced.clear()
+            peer.last_announced = None
+
+    def end_step(self, step: int) -> None:
+        self._ended_step = step
+        for peer in self._others:
+            self._send_releases(peer)
+            if peer.in_run:
+                self._send(peer, (_STEP_END, step))
+            peer.inbox = {key: entry for key, entry in peer.inbox.items() if key.step > step}
+        self._pump(0)
+
+    def end_run(self) -> None:
+        for peer in self._others:
+            self._send_releases(peer)
+        for peer in self._peers.values():
+            if peer.in_run:
+                self._send(peer, (_RUN_END,))
+            peer.inbox.clear()
+        self._pump(0)
+
+    def settled(self) -> bool:
+        return all(peer.run_ended or peer.dead for peer in self._peers.values() if peer.in_run)
+
+    def settle(self, wake: int) -> bool:
+        """Read what the peers send until the run is over everywhere, or ``wake`` (a descriptor) becomes readable."""
+        self._poller.register(wake, select.POLLIN)
+        try:
+            while not self.settled():
+                if wake in self._pump(None):
+                    return False
+            return True
+        finally:
+            self._poller.unregister(wake)
+
+    def take_unmatched(self) -> list[object]:
+        taken, self._unmatched = self._unmatched, []
+        return taken
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+
+    def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: object = None) -> None:
+        packed = self._pack_extras(key, extras)
+        if len(self._outgoing) > 4 * _RELEASE_COUNT:
+            self._pump(0)
+        nbytes = tensor.numel() * tensor.element_size()
+        offset = self._make_room(key, nbytes) if nbytes else None
+        # Only now: a receiver may have ended the step, or died, while this rank waited for room.
+        receivers = [peer for peer in self._others if not peer.is_past(key.step)]
+        if not receivers:
+            if offset is not None:
+                self._allocator.give_back(offset)
+            self._unmatched.append(memo)
+            return
+        shape = tuple(tensor.shape)
+        if offset is not None:
+            self._arena.window(offset, nbytes, tensor.dtype, shape).copy_(tensor)
+        self._next_id += 1
+        ranks = {peer.place.world_rank for peer in receivers}
+        self._outgoing[self._next_id] = _Outgoing(key.step, offset, ranks, memo)
+        entry = (self._next_id, offset or 0, nbytes, tensor.dtype, shape, packed)
+        frame = pickle.dumps((_ENTRY, tuple(key), entry), protocol=pickle.HIGHEST_PROTOCOL)
+        for peer in receivers:
+            peer.channel.send(frame)
+
+    def _pack_extras(self, key: TapKey, extras: object) -> bytes | None:
+        if extras is None:
+            return None
+        try:
+            return pickle.dumps(extras, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise ShippingError(
+                f"gl.tap({key.name!r}) on {self._place.label}: the extras cannot be pickled ({error}); "
+                f"pass tensors, numbers, strings, or containers of them"
+            ) from error
+
+    def decline(self, key: TapKey) -> None:
+        for peer in self._others:
+            if not peer.is_past(key.step):
+                self._send(peer, (_DECLINE, tuple(key)))
+
+    def _make_room(self, key: TapKey, nbytes: int) -> int:
+        if self._is_full_for(nbytes):
+            self._pump(0)
+        if self._is_full_for(nbytes):
+            self._wait_for_room(key, nbytes)
+        offset = self._allocator.take(nbytes)
+        if offset is None:
+            raise BufferFullError(
+                f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not "
+                f"fit into what its segment has left"
+            )
+        return offset
+
+    def _is_full_for(self, nbytes: int) -> bool:
+        # A tensor larger than the whole budget goes when nothing else is in the buffer.
+        in_use = self._allocator.bytes_in_use
+        return in_use > 0 and in_use + nbytes > self._budget
+
+    def _wait_for_room(self, key: TapKey, nbytes: int) -> None:
+        deadline = time.monotonic() + self.timeout
+        self.on_wait(sorted({rank for outgoing in self._outgoing.values() for rank in outgoing.pending}))
+        try:
+            while self._is_full_for(nbytes):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise BufferFullError(
+                        f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: its buffer of "
+                        f"{self._budget >> 20} MiB stayed full for {self.timeout:g} s; {self.where_peers_are()}"
+                    )
+                before = self._who_waits_for_me()
+                quiet = not self._pump(min(remaining, _ROOM_POLL))
+                if quiet and before & self._who_waits_for_me():
+                    # A receiver waits for a later tap of this rank and will not ask for what is in the buffer before
+                    # it has got it: waiting for room would be waiting for each other.
+                    if not self._warned_full:
+                        self._warned_full = True
+                        logger.warning(
+                            "%s exceeds its buffer budget of %d MiB: a receiver waits for a later tap and has not asked "
+                            "for what is in the buffer; filters that match only taps of both sides avoid this",
+                            self._place.label,
+                            self._budget >> 20,
+                        )
+                    return
+        finally:
+            self.on_wait([])
+
+    def _who_waits_for_me(self) -> set[tuple[int, float]]:
+        """Receivers that wait for this rank, each with the moment its wait began."""
+        me = self._place.world_rank
+        looks = ((peer, peer.page.read()) for peer in self._others if peer.in_run and not peer.dead)
+        return {(peer.place.world_rank, look.since) for peer, look in looks if me in look.awaits}
+
+    # ---- receiving ----------------------------------------------------------------------------------------------
+
+    def receive(self, key: TapKey) -> Receipt:
+        senders = self._others
+        if not all(peer.has_answered(key) for peer in senders):
+            self._pump(0)
+        timed_out = not (all(peer.has_answered(key) for peer in senders) or self._wait_for(key))
+        contributions: list[Contribution] = []
+        absent: dict[int, str] = {}
+        taken: list[tuple[_Peer, _Entry]] = []
+        for peer in senders:
+            rank, label = peer.place.rank, peer.place.label
+            if key not in peer.inbox:
+                absent[rank] = (
+                    peer.why_absent()
+                    if peer.is_past(key.step)
+                    else f"{label} did not reach this tap within {self.timeout:g} s: {peer.page.read()}"
+                )
+                continue
+            entry = peer.inbox.pop(key)
+            if entry is None:
+                absent[rank] = f"{label} did not send this tap"
+                continue
+            taken.append((peer, entry))
+            window = peer.arena.window(entry.offset, entry.nbytes, entry.dtype, entry.shape)
+            extras = None if entry.extras is None else pickle.loads(entry.extras)
+            contributions.append(Contribution(rank, window, extras))
+        return Receipt(contributions, absent, timed_out, lambda: self._give_back(taken))
+
+    def _give_back(self, taken: list[tuple[_Peer, _Entry]]) -> None:
+        for peer, entry in taken:
+            peer.to_release.append(entry.id)
+            peer.bytes_to_release += entry.nbytes
+            large = peer.bytes_to_release * _RELEASE_SHARE >= self._budget
+            if large or len(peer.to_release) >= _RELEASE_COUNT:
+                self._send_releases(peer)
+
+    def _wait_for(self, key: TapKey) -> bool:
+        for peer in self._others:
+            self._send_releases(peer)
+        deadline = time.monotonic() + self.timeout
+        self.on_wait([peer.place.world_rank for peer in self._others if not peer.has_answered(key)])
+        try:
+            while not all(peer.has_answered(key) for peer in self._others):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                self._pump(remaining)
+            return True
+        finally:
+            self.on_wait([])
+
+    def where_peers_are(self) -> str:
+        """One line on every rank of the other side, for messages."""
+        return "; ".join(f"{peer.place.label}: {'died' if peer.dead else peer.page.read()}" for peer in self._others)
+
+    # ---- what the leader says, and what followers hear ----------------------------------------------------------
+
+    def announce(self, step: int, message: bytes) -> None:
+        """Tell every participant something about a step before it begins."""
+        for peer in self._peers.values():
+            if peer.in_run:
+                self._send(peer, (_ANNOUNCE, step, message))
+
+    def announcement(self, leader: int, step: int) -> bytes | None:
+        """What the leader announced for this step, or last of all if it has ended its run or died.
+
+        None when it announced nothing within the time limit, or ended without ever announcing.
+        """
+        peer = self._peers[leader]
+        deadline = time.monotonic() + self.timeout
+        self._pump(0)
+        if not peer.has_announced(step):
+            self.on_wait([leader])
+            try:
+                while not peer.has_announced(step):
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        return None
+                    self._pump(remaining)
+            finally:
+                self.on_wait([])
+        for old in [old for old in peer.announced if old < step]:
+            peer.last_announced = peer.announced.pop(old)
+        return peer.announced.get(step, peer.last_announced)
+
+    # ---- the wire -----------------------------------------------------------------------------------------------
+
+    def _send(self, peer: _Peer, message: tuple[object, ...]) -> None:
+        peer.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def _send_releases(self, peer: _Peer) -> None:
+        if peer.to_release:
+            self._send(peer, (_RELEASE, peer.to_release))
+            peer.to_release = []
+            peer.bytes_to_release = 0
+
+    def _pump(self, timeout: float | None) -> set[int]:
+        """Read whatever has come, waiting up to ``timeout`` seconds for the first of it (None: for ever).
+
+        Returns the descriptors that had something.
+        """
+        ready = {fd for fd, _ in self._poller.poll(None if timeout is None else max(0.0, timeout) * 1000)}
+        for descriptor in ready:
+            peer = self._by_descriptor.get(descriptor)
+            if peer is None:
+                continue
+            for frame in peer.channel.receive():
+                self._handle(peer, pickle.loads(frame))
+            if peer.channel.closed:
+                peer.dead = True
+                self._poller.unregister(descriptor)
+                del self._by_descriptor[descriptor]
+                self._let_go_all(peer, None)
+        return ready
+
+    def _handle(self, peer: _Peer, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind in (_ENTRY, _DECLINE):
+            key = TapKey(*message[1])
+            # What comes for a step that has ended here is freed by the end-of-step frame that is on its way back.
+            if key.step > self._ended_step:
+                peer.inbox[key] = _Entry(*message[2]) if kind == _ENTRY else None
+        elif kind == _RELEASE:
+            for outgoing_id in message[1]:
+                self._let_go(outgoing_id, peer, used=True)
+        elif kind == _STEP_END:
+            peer.ended_step = max(peer.ended_step, message[1])
+            self._let_go_all(peer, message[1])
+        elif kind == _RUN_END:
+            peer.run_ended = True
+            self._let_go_all(peer, None)
+        else:
+            peer.announced[message[1]] = message[2]
+
+    def _let_go(self, outgoing_id: int, peer: _Peer, *, used: bool) -> None:
+        outgoing = self._outgoing.get(outgoing_id)
+        if outgoing is None:
+            return
+        outgoing.used |= used
+        outgoing.pending.discard(peer.place.world_rank)
+        if not outgoing.pending:
+            del self._outgoing[outgoing_id]
+            if outgoing.offset is not None:
+                self._allocator.give_back(outgoing.offset)
+            if not outgoing.used:
+                self._unmatched.append(outgoing.memo)
+
+    def _let_go_all(self, peer: _Peer, step: int | None) -> None:
+        """The peer asks for nothing more of this step and earlier ones (None: of any)."""
+        rank = peer.place.world_rank
+        for outgoing_id, outgoing in list(self._outgoing.items()):
+            if rank in outgoing.pending and (step is None or outgoing.step <= step):
+                self._let_go(outgoing_id, peer, used=False)

@@ -1,0 +1,415 @@
+"""Filter expressions: a line of Python over a tap's tags, checked once and turned into a predicate.
+
+    search('attn', name) and layer < 4 and step == 0
+
+Nothing is ever evaluated as code. The text is parsed to a syntax tree, every node of the tree has to be on the
+list below, and the tree becomes nested closures over the mapping of tags:
+
+* a name is a tag; a tag that is absent is ``None``;
+* constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
+* ``and``, ``or``, ``not`` and ``a if test else b``;
+* ``==``, ``!=``, ``is``, ``is not`` as in Python; ``<``, ``<=``, ``>``, ``>=``, ``in`` and ``not in`` as in Python too, but
+  false when either side is ``None`` or when the two sides cannot be compared that way;
+* ``+``, ``-``, ``*``, ``/``, ``//`` and ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
+* ``search(pattern, value)``, ``match(...)`` and ``fullmatch(...)``: the functions of `re`, as true or false; false for
+  ``None``, and values other than text are matched as ``str(value)``.
+
+What is not on the list is refused when the filter is made, with the place in the text. A filter that was made
+never raises on a rank, whatever the tags hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import numbers
+import operator
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from graftlab.errors import FilterError
+
+Tags = Mapping[str, object]
+Evaluate = Callable[[Tags], Any]
+Compare = Callable[[Any, Any], bool]
+Find = Callable[[str], object]
+
+HELPERS = ("search", "match", "fullmatch")
+"""The functions that a filter may call; their names cannot be used as tags."""
+
+MAX_LENGTH = 10_000
+"""Characters in an expression. A longer one is a paste into the wrong field."""
+
+MAX_DEPTH = 100
+"""Levels of nesting, so that a filter that compiles cannot exhaust the stack of the rank that asks it."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A compiled filter expression: immutable, equal and hashable by its text, pickled as its text.
+
+    ``text`` is the expression as it was written and ``names`` the tags that it mentions. A blank text matches
+    nothing. Raises `FilterError`, with the position of the fault, for a text that is not a filter expression.
+    """
+
+    text: str
+    names: frozenset[str] = field(init=False, compare=False)
+    _evaluate: Evaluate = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        evaluate, names = _compile(self.text)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_evaluate", evaluate)
+
+    def matches(self, tags: Tags) -> bool:
+        """Whether ``tags`` satisfy the expression. Never raises."""
+        return _truth(self._evaluate(tags))
+
+    def __reduce__(self) -> tuple[type[Filter], tuple[str]]:
+        return Filter, (self.text,)
+
+    def __repr__(self) -> str:
+        return f"Filter({self.text!r})"
+
+
+def compile_filter(expression: str | None) -> Filter:
+    """Compile a filter expression; ``None`` and blank text give a filter that matches nothing.
+
+    >>> compile_filter("search('attn', name) and layer < 4").matches({"name": "attn_out", "layer": 3})
+    True
+
+    Raises `FilterError` (a `ValueError`) that says what was found, where, and what to write instead.
+    """
+    if expression is not None and not isinstance(expression, str):
+        kind = type(expression).__name__
+        raise FilterError(f"a filter is text, not {kind}; write it in quotes, for example \"name == 'attn_out'\"")
+    return Filter(expression or "")
+
+
+# -- from text to a checked tree --------------------------------------------------------------------------------------
+
+_STRING_COMMENT_OR_BRACKET = re.compile(
+    r"""
+    '{3}(?:\\.|(?!'{3}).)*'{3} | "{3}(?:\\.|(?!"{3}).)*"{3}
+    | '(?:\\.|[^'\\\r\n])*' | "(?:\\.|[^"\\\r\n])*"
+    | \#[^\r\n]*
+    | [()\[\]{}'"]
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+def _compile(text: str) -> tuple[Evaluate, frozenset[str]]:
+    if not text.strip():
+        return _nothing, frozenset()
+    _check_characters(text)
+    _check_brackets(text)
+    # The parentheses let an expression run over several lines; the text's own brackets are balanced, so it cannot
+    # take the closing one. The newline ends a comment on the last line.
+    compiler = _Compiler(text, f"({text}\n)")
+    try:
+        with warnings.catch_warnings():
+            # '\\d' in a pattern that is not a raw string is deprecated in Python, and what everybody writes.
+            warnings.simplefilter("ignore")
+            root = ast.parse(compiler.source, mode="eval").body
+            if isinstance(root, ast.Tuple) and compiler.offset(root) < 0:
+                if not root.elts:
+                    return _nothing, frozenset()  # nothing but a comment
+                compiler.refuse(root, "a comma makes a tuple, which always matches; write 'and' or 'or'")
+            return compiler.build(root), frozenset(compiler.names)
+    except FilterError:
+        raise
+    except SyntaxError as error:
+        raise compiler.syntax_error(error) from None
+    except (RecursionError, MemoryError, ValueError):
+        raise FilterError("the expression is nested too deeply; split it up", text, 0) from None
+
+
+def _nothing(tags: Tags) -> bool:
+    return False
+
+
+def _check_characters(text: str) -> None:
+    if len(text) > MAX_LENGTH:
+        found = f"the expression has {len(text)} characters, and a filter at most {MAX_LENGTH}"
+        raise FilterError(f"{found}; write a condition such as layer < 4", text, MAX_LENGTH)
+    if "\0" in text:
+        raise FilterError("the expression holds a null character; delete it", text, text.index("\0"))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise FilterError("the expression holds half a surrogate pair; delete it", text, error.start) from None
+
+
+def _check_brackets(text: str) -> None:
+    """Refuse unbalanced brackets, which Python reports differently in each release, and rarely where they are."""
+    opened: list[tuple[str, int]] = []
+    for found in _STRING_COMMENT_OR_BRACKET.finditer(text):
+        lexeme, position = found.group(), found.start()
+        fault = ""
+        if lexeme in ("'", '"'):
+            fault = f"this string is never closed; write {lexeme} at its end"
+        elif lexeme in _CLOSERS:
+            opened.append((lexeme, position))
+            if len(opened) > MAX_DEPTH:
+                fault = f"more than {MAX_DEPTH} brackets within each other; split the expression up"
+        elif lexeme in _CLOSERS.values():
+            opener = opened.pop()[0] if opened else ""
+            if not opener:
+                fault = f"this {lexeme} closes nothing; delete it, or open it before"
+            elif lexeme != _CLOSERS[opener]:
+                fault = f"this {lexeme} closes a {opener}; write {_CLOSERS[opener]}"
+        if fault:
+            raise FilterError(fault, text, position)
+    if opened:
+        opener, position = opened[-1]
+        raise FilterError(f"this {opener} is never closed; write {_CLOSERS[opener]}", text, position)
+
+
+# -- from the tree to closures -----------------------------------------------------------------------------------
+
+_NO_COMPREHENSION = "comprehensions are not allowed; write the values out, as in layer in (1, 2, 3)"
+_REFUSED: dict[type[ast.AST], str] = {
+    ast.Attribute: "attributes are not allowed; name a tag, and test its text with search('pattern', tag)",
+    ast.Subscript: "indexing is not allowed; compare the whole tag, or give the part as a tag of its own",
+    ast.Lambda: "lambda is not allowed; write the condition itself",
+    ast.ListComp: _NO_COMPREHENSION,
+    ast.SetComp: _NO_COMPREHENSION,
+    ast.DictComp: _NO_COMPREHENSION,
+    ast.GeneratorExp: _NO_COMPREHENSION,
+    ast.NamedExpr: "':=' is not allowed; write '==' to compare",
+    ast.JoinedStr: "f-strings are not allowed; write a plain string",
+    ast.Starred: "'*' in front of a value is not allowed; write the values out",
+    ast.Dict: "dicts are not allowed; write a tuple, list or set",
+    ast.Pow: "'**' is not allowed; write the number itself",
+    ast.MatMult: "'@' is not allowed; write '*' to multiply",
+    ast.LShift: "'<<' is not allowed; write '<' to compare",
+    ast.RShift: "'>>' is not allowed; write '>' to compare",
+    ast.BitAnd: "'&' is not allowed; write 'and'",
+    ast.BitOr: "'|' is not allowed; write 'or'",
+    ast.BitXor: "'^' is not allowed; write '!='",
+    ast.Invert: "'~' is not allowed; write 'not'",
+}
+# What other languages write, and Python's word for it.
+_FOREIGN = {"&&": "and", "||": "or", "!": "not", "=": "=="}
+_USAGE = "search('pattern', tag), match('pattern', tag) or fullmatch('pattern', tag)"
+
+
+class _Compiler:
+    """Turns the nodes of one expression into closures, and knows where in the text each node stands."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text = text
+        self.source = source  # the text behind one added character
+        self.names: set[str] = set()
+        self._line_starts = [0, *(found.end() for found in re.finditer(r"\r\n?|\n", source))]
+
+    def offset(self, node: ast.AST) -> int:
+        """Where ``node`` starts in the text, in characters (`ast` counts UTF-8 bytes); -1 is the added character."""
+        start = self._line_starts[getattr(node, "lineno", 1) - 1]
+        column = getattr(node, "col_offset", 0)
+        # A character has at least one byte, so these characters hold all the bytes that count.
+        return start + len(self.source[start : start + column].encode()[:column].decode(errors="ignore")) - 1
+
+    def refuse(self, node: ast.AST, message: str) -> NoReturn:
+        position = self.offset(node)
+        raise FilterError(message, self.text, position if position >= 0 else self._first_character())
+
+    def syntax_error(self, error: SyntaxError) -> FilterError:
+        line = min(max(error.lineno or 1, 1), len(self._line_starts)) - 1
+        position = self._line_starts[line] + max(error.offset or 1, 1) - 2
+        position = min(max(position, self._first_character()), len(self.text))
+        if not self.text[position:].strip():
+            return FilterError("the expression ends too early; finish it", self.text, len(self.text.rstrip()))
+        for start in range(max(position - 2, 0), position + 1):
+            for foreign, word in _FOREIGN.items():
+                if re.match(rf"(?<![=!<>]){re.escape(foreign)}(?!=)", self.text[start:]):
+                    return FilterError(f"{foreign!r} is not an operator here; write {word!r}", self.text, start)
+        message = f"not a Python expression ({error.msg}); write a condition such as layer < 4"
+        return FilterError(message, self.text, position)
+
+    def _first_character(self) -> int:
+        return len(self.text) - len(self.text.lstrip())
+
+    def build(self, node: ast.expr, depth: int = 0) -> Evaluate:
+        if depth > MAX_DEPTH:
+            self.refuse(node, f"more than {MAX_DEPTH} levels of nesting; split the expression up")
+        build = getattr(self, f"_build_{type(node).__name__}", None)
+        if build is None:
+            default = f"{type(node).__name__} is not allowed; write a condition such as layer < 4"
+            self.refuse(node, _REFUSED.get(type(node), default))
+        evaluate: Evaluate = build(node, depth + 1)
+        return evaluate
+
+    def _build_Name(self, node: ast.Name, depth: int) -> Evaluate:
+        name = node.id
+        if name in HELPERS:
+            self.refuse(node, f"{name} is a helper, not a tag; write {name}('pattern', tag)")
+        self.names.add(name)
+        return lambda tags: tags.get(name)
+
+    def _build_Constant(self, node: ast.Constant, depth: int) -> Evaluate:
+        value = node.value
+        if value is not None and not isinstance(value, str | int | float):
+            self.refuse(node, f"{value!r} is not allowed; write text, an int, a float, True, False or None")
+        return lambda tags: value
+
+    def _build_collection(self, node: ast.Tuple | ast.List | ast.Set, depth: int) -> Evaluate:
+        items = [self.build(item, depth) for item in node.elts]
+        kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
+
+        def collect(tags: Tags) -> Any:
+            try:
+                return kind([item(tags) for item in items])
+            except TypeError:  # an unhashable value in a set
+                return None
+
+        return collect
+
+    _build_Tuple = _build_List = _build_Set = _build_collection
+
+    def _build_BoolOp(self, node: ast.BoolOp, depth: int) -> Evaluate:
+        *parts, last = [self.build(value, depth) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)  # the truth at which `or`, respectively `and`, looks no further
+
+        def decide(tags: Tags) -> Any:
+            for part in parts:
+                value = part(tags)
+                if _truth(value) is decisive:
+                    return value
+            return last(tags)
+
+        return decide
+
+    def _build_IfExp(self, node: ast.IfExp, depth: int) -> Evaluate:
+        test, body, otherwise = (self.build(part, depth) for part in (node.test, node.body, node.orelse))
+        return lambda tags: body(tags) if _truth(test(tags)) else otherwise(tags)
+
+    def _build_Compare(self, node: ast.Compare, depth: int) -> Evaluate:
+        first = self.build(node.left, depth)
+        operands = [self.build(operand, depth) for operand in node.comparators]
+        links = list(zip((_COMPARISONS[type(op)] for op in node.ops), operands, strict=True))
+
+        def compare(tags: Tags) -> bool:
+            left = first(tags)
+            for holds, operand in links:
+                right = operand(tags)
+                if not holds(left, right):
+                    return False
+                left = right
+            return True
+
+        return compare
+
+    def _build_UnaryOp(self, node: ast.UnaryOp, depth: int) -> Evaluate:
+        if isinstance(node.op, ast.Invert):
+            self.refuse(node, _REFUSED[ast.Invert])
+        operand = self.build(node.operand, depth)
+        if isinstance(node.op, ast.Not):
+            return lambda tags: not _truth(operand(tags))
+        sign = operator.neg if isinstance(node.op, ast.USub) else operator.pos
+        return lambda tags: _calculate(sign, operand(tags))
+
+    def _build_BinOp(self, node: ast.BinOp, depth: int) -> Evaluate:
+        if type(node.op) not in _ARITHMETIC:
+            self.refuse(node, _REFUSED[type(node.op)])
+        apply, left, right = _ARITHMETIC[type(node.op)], self.build(node.left, depth), self.build(node.right, depth)
+        return lambda tags: _calculate(apply, left(tags), right(tags))
+
+    def _build_Call(self, node: ast.Call, depth: int) -> Evaluate:
+        if not isinstance(node.func, ast.Name):
+            self.refuse(node.func, f"only a helper can be called; write {_USAGE}")
+        helper = node.func.id
+        if helper not in HELPERS:
+            close = difflib.get_close_matches(helper, HELPERS, n=1)
+            instead = f"did you mean {close[0]!r}?" if close else f"write {_USAGE}"
+            self.refuse(node, f"{helper!r} is not a helper, and tags cannot be called; {instead}")
+        if node.keywords:
+            self.refuse(node.keywords[0], f"keyword arguments are not allowed; write {helper}('pattern', tag)")
+        arguments = [self.build(argument, depth) for argument in node.args]
+        if len(arguments) != 2:
+            self.refuse(node, f"{len(arguments)} arguments, not a pattern and a tag; write {helper}('pattern', tag)")
+        pattern, value = arguments
+        if isinstance(node.args[0], ast.Constant):
+            find = self._compiled_pattern(node.args[0], helper)
+            return lambda tags: _finds(lambda: find, value(tags))
+        return lambda tags: _finds(lambda: getattr(re.compile(pattern(tags)), helper), value(tags))
+
+    def _compiled_pattern(self, node: ast.Constant, helper: str) -> Find:
+        if not isinstance(node.value, str):
+            self.refuse(node, f"the pattern is {node.value!r}, not text; write {helper}('pattern', tag)")
+        try:
+            find: Find = getattr(re.compile(node.value), helper)
+        except (re.error, OverflowError, RecursionError) as error:
+            self.refuse(node, f"bad pattern ({error}); mend it, or write a backslash before a special character")
+        return find
+
+
+# -- what the closures do with values: none of it raises --------------------------------------------------------------
+
+
+def _truth(value: object) -> bool:
+    try:
+        return bool(value)
+    except Exception:  # an array with several elements, say: it is no answer, so it does not match
+        return False
+
+
+def _guarded(compare: Compare, if_it_raises: bool = False) -> Compare:
+    def holds(left: Any, right: Any) -> bool:
+        try:
+            return bool(compare(left, right))
+        except Exception:  # a tag can hold anything, so its comparison can raise anything
+            return if_it_raises
+
+    return holds
+
+
+def _unless_absent(compare: Compare) -> Compare:
+    holds = _guarded(compare)
+    return lambda left, right: left is not None and right is not None and holds(left, right)
+
+
+_COMPARISONS: dict[type[ast.cmpop], Compare] = {
+    ast.Eq: _guarded(operator.eq),
+    ast.NotEq: _guarded(operator.ne, if_it_raises=True),
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Lt: _unless_absent(operator.lt),
+    ast.LtE: _unless_absent(operator.le),
+    ast.Gt: _unless_absent(operator.gt),
+    ast.GtE: _unless_absent(operator.ge),
+    ast.In: _unless_absent(lambda item, items: item in items),
+    ast.NotIn: _unless_absent(lambda item, items: item not in items),
+}
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _calculate(apply: Callable[..., Any], *operands: object) -> Any:
+    if not all(isinstance(operand, numbers.Number) for operand in operands):
+        return None
+    try:
+        return apply(*operands)
+    except Exception:  # division by zero, overflow, or a class of numbers without this operation
+        return None
+
+
+def _finds(compiled: Callable[[], Find], value: object) -> bool:
+    if value is None:
+        return False
+    try:
+        return compiled()(value if isinstance(value, str) else str(value)) is not None
+    except Exception:  # a pattern from a tag that is not a regex, or a value whose str() raises
+        return False

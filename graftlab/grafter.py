@@ -1,0 +1,475 @@
+"""The grafter: what happens to one tap's tensor, from the plan's decision to the row.
+
+One grafter lives in each rank. It owns the rank's step and the plan in force, and is the only user of the exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils.module_tracker import ModuleTracker
+
+from graftlab.diffs import DiffStats, measure
+from graftlab.errors import GraftOverlapError, GraftWarning, ShippingError, TagError, TransformError
+from graftlab.exchange.base import BufferFullError, Direction, Place, Receipt, RunInfo, TapKey
+from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.kept import KeptPairs
+from graftlab.overwrite import overwrite, replacement_for
+from graftlab.plan import GraftPlan, Verdict
+from graftlab.rows import COLUMNS, RESERVED_TAGS, Row
+from graftlab.transforms import GraftTransformInput, Outcome, Transform, dtype_name, run_transform, user_traceback
+
+logger = logging.getLogger(__name__)
+
+Tags = tuple[tuple[str, Any], ...]
+
+# Tag sets that never repeat (a request id, say) must not fill the memory.
+_MEMO_LIMIT = 100_000
+
+# Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
+_tracker = ModuleTracker()
+
+
+def recompute_status() -> str:
+    """``"recompute"`` while activation checkpointing runs a forward again inside the backward pass.
+
+    Hooks and custom backward functions run there too, but without grad mode.
+    """
+    return "recompute" if _tracker.is_bw and torch.is_grad_enabled() else "original"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the plan in force says of one distinct tag set, worked out once."""
+
+    verdict: Verdict
+    sends: bool
+    tags: dict[str, Any]
+    name: str
+    key_tags: Tags
+
+
+class Grafter:
+    """Decides, sends, receives, transforms, measures, overwrites and records.
+
+    ``emit`` takes each row. Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the
+    threads that run the model, one at a time.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        exchange: SharedMemoryExchange,
+        page: WhereaboutsPage,
+        ambient: ContextVar[Tags],
+        emit: Callable[[Row], None],
+        kept: KeptPairs,
+    ) -> None:
+        self.place = place
+        self.kept = kept
+        self._exchange = exchange
+        self._page = page
+        self._ambient = ambient
+        self._emit = emit
+        self._lock = threading.RLock()
+        self._plan = GraftPlan()
+        self._offered = self._plan
+        self._transform: Transform | None = None
+        self._run: RunInfo | None = None
+        self._step = -1
+        self._order = 0
+        self._last_tap = ""
+        # None outside a run that has both sides: then a tap is left alone without a look at the plan.
+        self._decisions: dict[Any, Decision | None] | None = None
+        self._occurrences: Counter[tuple[Any, ...]] = Counter()
+        self._warned: set[tuple[str, str]] = set()
+        exchange.on_wait = self._on_wait
+
+    # ---- runs, steps and plans ----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> GraftPlan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def next_step(self) -> int:
+        """The first step number that nothing has used yet."""
+        return self._step + 1
+
+    def offer_plan(self, plan: GraftPlan) -> None:
+        """A newer plan, in force from the next step. Any thread; never waits for a tap."""
+        self._offered = plan
+
+    def adopt_offered_plan(self) -> None:
+        """Put the newest plan in force, if no run is going on."""
+        with self._lock:
+            if self._run is None:
+                self._adopt(self._offered)
+                self._write_page("idle")
+
+    def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
+        """The first step of a run begins, under this plan on every rank."""
+        with self._lock:
+            self._exchange.begin_run(run)
+            self._run = run
+            self._step = run.first_step
+            if plan.version >= self._offered.version:
+                self._offered = plan
+            self._adopt(plan)
+            self._begin_step()
+
+    def step(self) -> None:
+        """One step ends and the next begins, with the plan that the leader says."""
+        with self._lock:
+            run = self._run
+            if run is None:
+                return
+            self._end_step()
+            self._step += 1
+            if self.place.world_rank == run.leader:
+                plan = self._offered
+                changed = plan.version != self._plan.version
+                self._exchange.announce(self._step, pickle.dumps((plan.version, plan if changed else None)))
+                self._adopt(plan)
+                self._begin_step()
+                return
+            message = self._exchange.announcement(run.leader, self._step)
+            if message is None:
+                # Filtering with another plan than the other side would pair the wrong taps; better none at all.
+                self._record_timeout_of_leader(run)
+                self._begin_step()
+                self._decisions = None
+                return
+            version, changed_plan = pickle.loads(message)
+            if changed_plan is not None and version != self._plan.version:
+                self._adopt(changed_plan)
+            self._begin_step()
+
+    def end_run(self) -> None:
+        """The last step of the run ends. Rows of what nobody asked for may still come: see :meth:`record_unmatched`."""
+        with self._lock:
+            self._end_step()
+            self._exchange.end_run()
+            self._decisions = None
+
+    def close_run(self) -> None:
+        """The run is over on every rank."""
+        with self._lock:
+            self.record_unmatched()
+            self._run = None
+            self._adopt(self._offered)
+            self._write_page("idle")
+
+    def record_unmatched(self) -> None:
+        for memo in self._exchange.take_unmatched():
+            if isinstance(memo, dict):
+                self._emit(memo)
+
+    def _adopt(self, plan: GraftPlan) -> None:
+        if plan.version != self._plan.version:
+            self._plan = plan
+            self._transform = _load(plan)
+            self._decisions = None if self._decisions is None else {}
+
+    def _begin_step(self) -> None:
+        assert self._run is not None
+        others = {p.world_rank for p in self.place.everyone() if p.side != self.place.side}
+        two_sided = not others.isdisjoint(self._run.participants)
+        self._occurrences.clear()
+        if not two_sided:
+            self._decisions = None
+        elif self._decisions is None or "step" in self._plan.mentions:
+            self._decisions = {}
+        self._write_page("running")
+
+    def _end_step(self) -> None:
+        self._exchange.end_step(self._step)
+        self.record_unmatched()
+
+    def _record_timeout_of_leader(self, run: RunInfo) -> None:
+        leader = self.place.everyone()[run.leader].label
+        decision = Decision(Verdict(), False, self._tags_of("gl.step", ()), "gl.step", ())
+        row = self._row(decision, 0, "timeout", time.perf_counter())
+        row["error"] = (
+            f"{leader}, which says the plan of each step, did not begin step {self._step} within "
+            f"{self._exchange.timeout:g} s; no tap of this step is compared here. {self._exchange.where_peers_are()}"
+        )
+        logger.warning("%s: %s", self.place.label, row["error"])
+        self._emit(row)
+
+    # ---- one tap ------------------------------------------------------------------------------------------------
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
+        decisions = self._decisions
+        if decisions is None:
+            return value
+        memo = (name, self._ambient.get(), *tags.items())
+        try:
+            decision = decisions[memo]
+        except KeyError:
+            decision = self._decide(decisions, memo, name, tags)
+        except TypeError:
+            # Some tag's value cannot be hashed, so the decision cannot be remembered.
+            decision = self._decide(None, memo, name, tags)
+        if decision is None:
+            return value
+        return self._wanted(decision, name, value, extras, replace)
+
+    def _decide(
+        self, decisions: dict[Any, Decision | None] | None, memo: Any, name: str, tags: Mapping[str, Any]
+    ) -> Decision | None:
+        if not isinstance(name, str) or not name:
+            raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
+        taken = RESERVED_TAGS.intersection(tags)
+        if taken:
+            raise TagError(
+                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
+            )
+        given = tuple({**dict(self._ambient.get()), **tags}.items())
+        full = self._tags_of(name, given)
+        plan = self._plan
+        verdict = plan.judge(full)
+        decision: Decision | None = None
+        # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
+        if verdict != Verdict() or plan.rank_dependent:
+            sends = verdict.direction == ("b2t" if self.place.side == "baseline" else "t2b")
+            key_tags = tuple(sorted((k, _comparable(v)) for k, v in given if not k.endswith("_rank")))
+            decision = Decision(verdict, sends, full, plan.rewrite(self.place.side, name), key_tags)
+        if decisions is not None and "recompute_status" not in plan.mentions:
+            if len(decisions) >= _MEMO_LIMIT:
+                decisions.clear()
+            decisions[memo] = decision
+        return decision
+
+    def _current(self, decision: Decision) -> dict[str, Any]:
+        """The tags of this very call: a decision outlives the step in which it was made."""
+        return {**decision.tags, "step": self._step, "recompute_status": recompute_status()}
+
+    def _tags_of(self, name: str, given: Tags) -> dict[str, Any]:
+        return {
+            "name": name,
+            "step": self._step,
+            "side": self.place.side,
+            "rank": self.place.rank,
+            "recompute_status": recompute_status(),
+            **dict(given),
+        }
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
+        verdict = decision.verdict
+        if verdict.overlap:
+            raise GraftOverlapError(
+                f"tap {name!r} matches both b2t and t2b on {self.place.label}, tags {self._current(decision)}; "
+                f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
+            )
+        with self._lock:
+            began = time.perf_counter()
+            status = recompute_status()
+            self._order += 1
+            counted = (decision.name, decision.key_tags, status)
+            occurrence = self._occurrences[counted]
+            self._occurrences[counted] += 1
+            key = TapKey(self._step, decision.name, decision.key_tags, status, occurrence)
+            if verdict.direction is None:
+                if self._plan.rank_dependent:
+                    self._exchange.decline(key)
+                return value
+            self._last_tap = name
+            shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+            own = self._tensor_of(name, shown)
+            if own is None:
+                self._exchange.decline(key)
+                return value
+            self._write_page("running")
+            row = self._row(decision, occurrence, "unmatched", began)
+            row["shape"], row["dtype"] = list(own.shape), dtype_name(own.dtype)
+            if decision.sends:
+                self._publish(key, own, extras, row)
+                return value
+            if self._plan.rank_dependent:
+                self._exchange.decline(key)
+            receipt = self._exchange.receive(key)
+            try:
+                # A DTensor can only be overwritten through its local shard, in place.
+                result = self._take(row, verdict, own, receipt, replace and own is shown)
+            finally:
+                receipt.release()
+            row["seconds"] = time.perf_counter() - began
+            self._emit(row)
+            return value if result is None or own is not value else result
+
+    def _tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
+        """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
+        if not isinstance(shown, torch.Tensor):
+            self._warn_once(name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
+            return None
+        local = shown.to_local() if hasattr(shown, "to_local") else shown
+        if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.device.type == "meta":
+            self._warn_once(name, f"a {shown.layout} tensor on {shown.device} cannot travel; the tap is skipped")
+            return None
+        return local
+
+    def _warn_once(self, name: str, what: str) -> None:
+        if (name, what) not in self._warned:
+            self._warned.add((name, what))
+            warnings.warn(f"gl.tap({name!r}) on {self.place.label}: {what}", GraftWarning, stacklevel=5)
+
+    def _publish(self, key: TapKey, own: torch.Tensor, extras: Any, row: Row) -> None:
+        try:
+            self._exchange.publish(key, own.detach(), extras, memo=row)
+        except BufferFullError as full:
+            row["status"], row["error"] = "timeout", str(full)
+            logger.warning("%s", full)
+            self._exchange.decline(key)
+            self._emit(row)
+        except ShippingError:
+            self._exchange.decline(key)
+            raise
+
+    def _take(
+        self, row: Row, verdict: Verdict, own: torch.Tensor, receipt: Receipt, replace: bool
+    ) -> torch.Tensor | None:
+        """From what was received to the row and the overwritten tensor; None leaves the value alone."""
+        contributions = receipt.contributions
+        row["senders"] = [contribution.rank for contribution in contributions]
+        if receipt.absent and (contributions or receipt.timed_out):
+            row["note"] = "; ".join(receipt.absent.values())
+        if not contributions:
+            row["status"] = "timeout" if receipt.timed_out else "missing"
+            row["error"] = "; ".join(receipt.absent.values())
+            return None
+        assert verdict.direction is not None
+        graft_input = GraftTransformInput(
+            tags=row["tags"],
+            received_list=[contribution.tensor for contribution in contributions],
+            received_extras_list=[contribution.extras for contribution in contributions],
+            target=own.detach(),
+            direction=verdict.direction,
+            recv_rank=self.place.rank,
+            recv_world_size=self.place.world_size,
+            senders=row["senders"],
+        )
+        try:
+            outcome = run_transform(self._transform, graft_input)
+        except (Exception, SystemExit) as error:
+            row["status"] = "failed"
+            row["error"] = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
+            logger.error("%s: the transform failed at tap %r: %s", self.place.label, row["name"], row["error"])
+            return None
+        return self._apply(row, verdict, own, outcome, replace)
+
+    def _apply(
+        self, row: Row, verdict: Verdict, own: torch.Tensor, outcome: Outcome, replace: bool
+    ) -> torch.Tensor | None:
+        mine, theirs = own.detach(), outcome.value
+        baseline, target = (theirs, mine) if verdict.direction == "b2t" else (mine, theirs)
+        stats = measure(baseline, target)
+        row.update(asdict(stats))
+        row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
+        if verdict.keep:
+            row["note"] = self.kept.add(row["tags"], baseline, target) or row["note"]
+        if not verdict.graft:
+            row["status"] = "compared"
+            return None
+        row["status"] = "grafted"
+        before = _describe(mine) if logger.isEnabledFor(logging.INFO) else ""
+        if replace:
+            result = replacement_for(own, theirs)
+        else:
+            result, note = overwrite(own, theirs)
+            if note:
+                row["note"] = note
+                self._warn_once(row["name"], note)
+        if before:
+            self._log_graft(row, verdict.direction, before, _describe(theirs), stats)
+        return result
+
+    def _log_graft(self, row: Row, direction: Direction | None, before: str, after: str, stats: DiffStats) -> None:
+        logger.info(
+            "%s grafted %s at tap %r step %d: %s overridden by %s from ranks %s; "
+            "rel_diff=%.3e max_abs=%.3e mean_abs=%.3e",
+            self.place.label,
+            direction,
+            row["name"],
+            row["step"],
+            before,
+            after,
+            row["senders"],
+            stats.rel_diff,
+            stats.max_abs,
+            stats.mean_abs,
+        )
+
+    def _row(self, decision: Decision, occurrence: int, status: str, began: float) -> Row:
+        row: Row = dict.fromkeys(COLUMNS)
+        row.update(
+            run=self._run.run if self._run else None,
+            step=self._step,
+            order=self._order,
+            name=decision.tags["name"],
+            tags=self._current(decision),
+            direction=decision.verdict.direction,
+            side=self.place.side,
+            rank=self.place.rank,
+            status=status,
+            senders=[],
+            plan_version=self._plan.version,
+            occurrence=occurrence,
+            seconds=time.perf_counter() - began,
+        )
+        return row
+
+    # ---- where this rank is -------------------------------------------------------------------------------------
+
+    def _on_wait(self, awaits: Collection[int]) -> None:
+        self._write_page("waiting" if awaits else "running", awaits)
+
+    def _write_page(self, state: str, awaits: Collection[int] = ()) -> None:
+        self._page.write(
+            state,
+            step=self._step,
+            plan_version=self._plan.version,
+            taps=self._order,
+            tap=self._last_tap,
+            awaits=awaits,
+        )
+
+
+def _load(plan: GraftPlan) -> Transform | None:
+    """The plan's transform. One that loads in the notebook but not here fails at each tap, not the whole run."""
+    try:
+        return plan.load_transform()
+    except Exception as error:
+        cause = error
+
+        def fails(graft_input: GraftTransformInput) -> torch.Tensor:
+            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
+
+        return fails
+
+
+def _comparable(value: Any) -> Any:
+    """A tag's value as it travels in a key: simple values as they are, anything else by its repr."""
+    return value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Shape, dtype, device and the first values, for the log."""
+    head = tensor.detach().reshape(-1)[:4].tolist()
+    values = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in head)
+    more = ", ..." if tensor.numel() > 4 else ""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} [{values}{more}]"

@@ -1,0 +1,1 @@
+"""What needs a notebook: the magics, and the widgets."""

@@ -1,0 +1,147 @@
+"""The plan: which taps are compared, grafted and kept, by which transform; one immutable, versioned value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from graftlab.errors import PlanError
+from graftlab.exchange.base import Direction, Side
+from graftlab.filters import Filter, compile_filter
+from graftlab.transforms import Transform, TransformSpec
+
+FILTERS = ("b2t", "t2b", "compare", "keep")
+
+
+class Unset(Enum):
+    """Tells "not given" from None, which means "matches nothing"."""
+
+    UNSET = 0
+
+
+UNSET = Unset.UNSET
+Rename = tuple[tuple[Side, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan says of one tap: which way its tensor goes (None: nowhere), whether it overwrites and is kept."""
+
+    direction: Direction | None = None
+    graft: bool = False
+    keep: bool = False
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
+class GraftPlan:
+    """Filters, transform and name rewriting in force, the same on both sides.
+
+    ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
+    of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
+    nothing. ``rename`` is a tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of
+    that side before taps are paired.
+
+    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable.
+    """
+
+    b2t: str | None = None
+    t2b: str | None = None
+    compare: str | None = "True"
+    keep: str | None = None
+    transform: TransformSpec | None = None
+    rename: Rename = field(default=())
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        # Compiled now, so that what cannot be compiled is refused here and not on a rank.
+        _ = self._filters, self._renames
+
+    def edit(
+        self,
+        *,
+        b2t: str | Unset | None = UNSET,
+        t2b: str | Unset | None = UNSET,
+        compare: str | Unset | None = UNSET,
+        keep: str | Unset | None = UNSET,
+        transform: str | Transform | TransformSpec | Unset | None = UNSET,
+        rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
+    ) -> GraftPlan:
+        """The plan that follows this one, with what is given changed and the version one higher."""
+        changes: dict[str, Any] = {
+            name: text
+            for name, text in (("b2t", b2t), ("t2b", t2b), ("compare", compare), ("keep", keep))
+            if text is not UNSET
+        }
+        if transform is not UNSET:
+            changes["transform"] = None if transform is None else TransformSpec.of(transform)
+        if rename is not UNSET:
+            changes["rename"] = _flat_rename(rename or {})
+        return replace(self, **changes, version=self.version + 1)
+
+    @cached_property
+    def _filters(self) -> dict[str, Filter]:
+        return {name: compile_filter(getattr(self, name)) for name in FILTERS}
+
+    @cached_property
+    def _renames(self) -> dict[Side, list[tuple[re.Pattern[str], str]]]:
+        compiled: dict[Side, list[tuple[re.Pattern[str], str]]] = {"baseline": [], "target": []}
+        for side, pattern, replacement in self.rename:
+            if side not in compiled:
+                raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
+            try:
+                expression = re.compile(pattern)
+                # Group references are only checked when something matches; a template check refuses them now.
+                re.compile(f"{pattern}|").sub(replacement, "")
+            except (re.error, IndexError) as error:
+                raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
+            compiled[side].append((expression, replacement))
+        return compiled
+
+    @cached_property
+    def mentions(self) -> frozenset[str]:
+        """Every tag that some filter looks at."""
+        return frozenset().union(*(filter_.names for filter_ in self._filters.values()))
+
+    @cached_property
+    def rank_dependent(self) -> bool:
+        """Whether ranks of one side may decide differently about the same tap."""
+        return any(name in ("rank", "side") or name.endswith("_rank") for name in self.mentions)
+
+    def judge(self, tags: Mapping[str, object]) -> Verdict:
+        """Decide about a tap with these tags."""
+        hit = {name: filter_.matches(tags) for name, filter_ in self._filters.items()}
+        if hit["b2t"] and hit["t2b"]:
+            return Verdict(overlap=True)
+        if hit["b2t"] or hit["t2b"]:
+            return Verdict("b2t" if hit["b2t"] else "t2b", graft=True, keep=hit["keep"])
+        if hit["compare"] or hit["keep"]:
+            return Verdict("b2t", keep=hit["keep"])
+        return Verdict()
+
+    def rewrite(self, side: Side, name: str) -> str:
+        """The name under which this side's tap is paired."""
+        for pattern, replacement in self._renames[side]:
+            name = pattern.sub(replacement, name)
+        return name
+
+    def load_transform(self) -> Transform | None:
+        return None if self.transform is None else self.transform.load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled parts stay here; the other end compiles its own from the text.
+        fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "version")
+        return {name: self.__dict__[name] for name in fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
+    if not isinstance(rename, Mapping) or not all(isinstance(rules, Mapping) for rules in rename.values()):
+        raise PlanError("rename maps a side to {regex: replacement}, e.g. {'target': {r'^model\\.': ''}}")
+    return tuple((side, pattern, text) for side, rules in rename.items() for pattern, text in rules.items())

@@ -1,0 +1,1 @@
+"""Processes and the wire between them: the notebook's side, the rank's side, and what they say to each other."""

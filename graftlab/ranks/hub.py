@@ -1,0 +1,84 @@
+"""The notebook's ear: one thread that reads what every rank sends, and hands it on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from graftlab.ranks.launcher import RankProcess
+from graftlab.ranks.messages import unpack
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Called on the hub's thread; must not wait for anything."""
+
+    def on_rows(self, lines: Sequence[bytes]) -> None:
+        """Encoded rows, in the order in which their rank sent them."""
+
+    def on_message(self, rank: RankProcess, message: object) -> None: ...
+
+    def on_gone(self, rank: RankProcess) -> None:
+        """The rank's process has ended, or will at once."""
+
+
+class Hub:
+    """Reads until :meth:`stop`."""
+
+    def __init__(self, ranks: Sequence[RankProcess], listener: Listener) -> None:
+        self._ranks = {rank.channel.fileno(): rank for rank in ranks}
+        self._listener = listener
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._listen, name="graftlab-hub", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read what has come, and end the thread."""
+        if self._thread.is_alive():
+            os.write(self._wake_write, b"x")
+            self._thread.join(5.0)
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        for descriptor in (*self._ranks, self._wake_read):
+            poller.register(descriptor, select.POLLIN)
+        stopping = False
+        while not stopping:
+            ready = [descriptor for descriptor, _ in poller.poll()]
+            stopping = self._wake_read in ready
+            for descriptor in list(self._ranks) if stopping else ready:
+                rank = self._ranks.get(descriptor)
+                if rank is None:
+                    continue
+                try:
+                    self._read(rank)
+                except Exception:
+                    # A fault in one listener must not make the notebook deaf for all ranks.
+                    logger.exception("graftlab could not handle what %s sent", rank.label)
+                if rank.channel.closed:
+                    poller.unregister(descriptor)
+                    del self._ranks[descriptor]
+                    rank.alive = False
+                    self._listener.on_gone(rank)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _read(self, rank: RankProcess) -> None:
+        rows: list[bytes] = []
+        for frame in rank.channel.receive():
+            message = unpack(frame)
+            if isinstance(message, bytes):
+                rows.append(message)
+                continue
+            # Order matters: a run is over only when its rows are in.
+            if rows:
+                self._listener.on_rows(rows)
+                rows = []
+            self._listener.on_message(rank, message)
+        if rows:
+            self._listener.on_rows(rows)

@@ -1,0 +1,284 @@
+"""Starting and ending the ranks: the notebook's side of the processes.
+
+All ranks are started from one long-lived thread of the kernel, by a forkserver that has imported torch already. What
+they share is made here and handed over as open descriptors: memory without a name, sockets without an address. So there
+is nothing that another user could open, and nothing that could stay behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import multiprocessing.forkserver
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.multiprocessing
+
+from graftlab.errors import LaunchError
+from graftlab.exchange.arena import PAGE, create_segment
+from graftlab.exchange.base import Place
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.ranks.devices import Seat, assign
+from graftlab.ranks.messages import Hello, Output, Shutdown, pack, unpack
+from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec, enter
+
+logger = logging.getLogger(__name__)
+
+StartMethod = Literal["forkserver", "spawn"]
+
+_WORKER = "graftlab.ranks.worker"
+# Ranks belong to the thread that started them as far as the system's parent-death signals go, so it must not end.
+_starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to start the ranks; budgets are in bytes a rank, ``timeout`` in seconds."""
+
+    baseline: int
+    target: int
+    device: str | None = None
+    backend: str | None = None
+    timeout: float = 60.0
+    start_method: StartMethod = "forkserver"
+    buffer_budget: int = 256 << 20
+    keep_budget: int = 256 << 20
+
+
+class RankProcess:
+    """One rank as the notebook sees it."""
+
+    def __init__(
+        self, place: Place, seat: Seat, process: BaseProcess, channel: Channel, segment: int, log: Path, stacks: Path
+    ) -> None:
+        self.place = place
+        self.seat = seat
+        self.channel = channel
+        self.log = log
+        self.stacks_file = stacks
+        self.pid: int | None = None
+        self.alive = True
+        self._process = process
+        self._page = WhereaboutsPage(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+    @property
+    def label(self) -> str:
+        return self.place.label
+
+    def whereabouts(self) -> Whereabouts:
+        return self._page.read()
+
+    def signal(self, number: int) -> None:
+        if self.alive and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the process to end; False when it has not within ``timeout`` seconds."""
+        self._process.join(timeout)
+        return self._process.exitcode is not None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(5.0)
+
+    def how_it_ended(self) -> str:
+        """In words, such as ``"killed by SIGKILL"``."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
+            return "closed its connection"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines that the rank wrote to its log."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[RankProcess]:
+    """Start every rank and wait until each has said hello.
+
+    ``folder`` gets the logs; ``private`` is a folder only the user can enter, for the groups' rendezvous. Raises
+    :class:`LaunchError` with the log's tail when a rank dies or is not ready in time; then none is left.
+    """
+    if options.baseline < 1 or options.target < 1:
+        raise LaunchError(f"each side needs at least one rank, not baseline={options.baseline} target={options.target}")
+    places = Place("baseline", 0, options.baseline, options.target).everyone()
+    seats = assign(places, options.device, options.backend)
+    return _starter.submit(_launch, options, folder, private, places, seats).result()
+
+
+def warm_up() -> None:
+    """Start the forkserver, which imports torch, before the first launch needs it. Returns at once."""
+    _starter.submit(_prepare_forkserver)
+
+
+def _prepare_forkserver() -> None:
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([_WORKER])
+    with _hidden_main():
+        multiprocessing.forkserver.ensure_running()
+
+
+def _launch(
+    options: LaunchOptions, folder: Path, private: Path, places: list[Place], seats: list[Seat]
+) -> list[RankProcess]:
+    if options.start_method == "forkserver":
+        _prepare_forkserver()
+    context: Any = torch.multiprocessing.get_context(options.start_method)
+    segments: list[int] = []
+    links: dict[tuple[int, int], socket.socket] = {}
+    ranks: list[RankProcess] = []
+    try:
+        try:
+            sizes = []
+            for _ in places:
+                descriptor, size = create_segment()
+                segments.append(descriptor)
+                sizes.append(size)
+            for one in range(len(places)):
+                for other in range(one):
+                    links[one, other], links[other, one] = socket.socketpair()
+        except OSError as error:
+            raise LaunchError(
+                f"shared memory and sockets for {len(places)} ranks cannot be made: {error}; "
+                f"fewer ranks, or higher limits (ulimit -n, -f, -v), may help"
+            ) from error
+        threads = max(1, (os.cpu_count() or 1) // len(places))
+        for place, seat in zip(places, seats, strict=True):
+            log = folder / "logs" / f"{place.side}-{place.rank}.log"
+            stacks = log.with_suffix(".stacks")
+            spec = RankSpec(
+                place=place,
+                device=seat.device,
+                backend=seat.backend,
+                notes=seat.notes,
+                store=str(private / f"{place.side}.store"),
+                log=str(log),
+                stacks=str(stacks),
+                segment_size=sizes[0],
+                timeout=options.timeout,
+                buffer_budget=options.buffer_budget,
+                keep_budget=options.keep_budget,
+                threads=threads,
+                environ=_environment(),
+                sys_path=list(sys.path),
+                cwd=os.getcwd(),
+            )
+            ours, theirs = socket.socketpair()
+            with theirs, _hidden_main():
+                process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
+                process.start()
+            me = place.world_rank
+            handed = [*segments, *(links[me, other].fileno() for other in range(len(places)) if other != me)]
+            _send_descriptors(ours, handed)
+            ranks.append(RankProcess(place, seat, process, Channel(ours), segments[me], log, stacks))
+        _await_hellos(ranks, options.timeout)
+        return ranks
+    except BaseException as error:
+        end_ranks(ranks, patience=0)
+        if isinstance(error, OSError):
+            raise LaunchError(f"the ranks could not be started: {error}") from error
+        raise
+    finally:
+        for descriptor in segments:
+            os.close(descriptor)
+        for link in links.values():
+            link.close()
+
+
+def _environment() -> dict[str, str]:
+    environ = dict(os.environ)
+    # One host: collectives need no more than the loopback interface, and nobody else should reach them.
+    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    return environ
+
+
+def _send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
+    for start in range(0, len(descriptors), FDS_A_MESSAGE):
+        socket.send_fds(connection, [b"d"], descriptors[start : start + FDS_A_MESSAGE])
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's script anew in every rank.
+
+    Functions travel by value, so ranks never need it; without this, a script that has no main guard launches itself.
+    """
+    main_module = sys.modules.get("__main__")
+    hidden = {name: getattr(main_module, name) for name in ("__spec__", "__file__") if hasattr(main_module, name)}
+    try:
+        if "__spec__" in hidden:
+            main_module.__spec__ = None  # type: ignore[union-attr]
+        if "__file__" in hidden:
+            del main_module.__file__  # type: ignore[union-attr]
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main_module, name, value)
+
+
+def _await_hellos(ranks: list[RankProcess], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    poller = select.poll()
+    expected = {rank.channel.fileno(): rank for rank in ranks}
+    for descriptor in expected:
+        poller.register(descriptor, select.POLLIN)
+    while expected:
+        remaining = deadline - time.monotonic()
+        ready = poller.poll(max(0.0, remaining) * 1000)
+        if not ready and remaining <= 0:
+            late = next(iter(expected.values()))
+            raise LaunchError(
+                f"{', '.join(rank.label for rank in expected.values())} not ready within {timeout:g} s; "
+                f"pass a larger timeout if that is too short. The log of {late.label} ({late.log}) ends:\n"
+                f"{late.log_tail()}"
+            )
+        for descriptor, _ in ready:
+            rank = expected[descriptor]
+            for frame in rank.channel.receive():
+                message = unpack(frame)
+                if isinstance(message, Hello):
+                    rank.pid = message.pid
+                    poller.unregister(descriptor)
+                    del expected[descriptor]
+                elif isinstance(message, Output):
+                    logger.info("%s: %s", rank.label, message.text.rstrip())
+            if rank.channel.closed:
+                raise LaunchError(
+                    f"{rank.label} died while starting ({rank.how_it_ended()}). Its log ({rank.log}) ends:\n"
+                    f"{rank.log_tail()}"
+                )
+
+
+def end_ranks(ranks: list[RankProcess], patience: float = 2.0) -> None:
+    """End every rank: ask, wait ``patience`` seconds in all, then kill what is left."""
+    for rank in ranks:
+        rank.channel.send(pack(Shutdown()))
+    deadline = time.monotonic() + patience
+    for rank in ranks:
+        if not rank.join(max(0.0, deadline - time.monotonic())):
+            rank.kill()
+        rank.alive = False
+        rank.channel.close()

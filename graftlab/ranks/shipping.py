@@ -1,0 +1,188 @@
+"""Functions and values on their way between the notebook and the ranks.
+
+A function of a notebook cell travels by value, together with the cell's source, so that a traceback on a rank shows
+the cell's lines. What cannot travel is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import linecache
+import logging
+import pickle
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from graftlab.errors import GraftWarning, ShippingError
+
+logger = logging.getLogger(__name__)
+
+# A captured value of this size is nearly always a mistake (a tensor or frame in a global), and it goes to every rank.
+LARGE = 16 << 20
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle that remembers whose source to send along."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.sources: dict[str, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            filename = obj.__code__.co_filename
+            cached = linecache.cache.get(filename)
+            # Entries with a modification time are files, which the rank can read itself.
+            if cached is not None and len(cached) == 4 and cached[1] is None:
+                self.sources[filename] = "".join(cached[2])
+        return super().reducer_override(obj)
+
+
+class _ResultPacker(_Packer):
+    """Tensors leave a rank as plain CPU tensors of just their own bytes; a view leaves its storage behind."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
+            local = obj.to_local() if hasattr(obj, "to_local") else obj
+            plain = local.detach().resolve_conj().resolve_neg().to("cpu").contiguous().as_subclass(torch.Tensor)
+            if plain is not obj and plain.untyped_storage().nbytes() > plain.nbytes:
+                plain = plain.clone()
+            data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+            return _tensor_from_bytes, (data, plain.dtype, tuple(plain.shape))
+        return super().reducer_override(obj)
+
+
+def _tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _pack(value: Any, packer: type[_Packer]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = packer(buffer)
+    pickler.dump(value)
+    return pickle.dumps((pickler.sources, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _unpack(blob: bytes) -> Any:
+    sources, body = pickle.loads(blob)
+    for filename, source in sources.items():
+        install_source(filename, source)
+    return pickle.loads(body)
+
+
+def install_source(filename: str, source: str) -> None:
+    """Make tracebacks show the lines of a source that is no file."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
+
+def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
+    """A function as bytes, by value where it is not importable. Raises :class:`ShippingError` naming what cannot go."""
+    return _pack_or_name(function, what)
+
+
+def unpack_function(blob: bytes) -> Callable[..., Any]:
+    function: Callable[..., Any] = _unpack(blob)
+    return function
+
+
+def pack_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str = "the function"
+) -> bytes:
+    """A function with its arguments. Raises :class:`ShippingError` naming what cannot go."""
+    return _pack_or_name((function, args, dict(kwargs)), what)
+
+
+def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    function, args, kwargs = _unpack(blob)
+    return function, args, kwargs
+
+
+def pack_result(value: Any) -> bytes:
+    """What a rank's function returned. What cannot travel arrives as a :class:`Unshipped` that shows its repr."""
+    try:
+        return _pack(value, _ResultPacker)
+    except Exception as error:
+        return _pack(Unshipped(type(value).__qualname__, repr(value)[:2000], str(error)), _ResultPacker)
+
+
+def unpack_result(blob: bytes) -> Any:
+    try:
+        return _unpack(blob)
+    except Exception as error:
+        return Unshipped("unknown", "<a value that cannot be loaded in the notebook>", str(error))
+
+
+class Unshipped:
+    """Stands for a value that stayed on its rank because it cannot be pickled; ``why`` says what was in the way."""
+
+    def __init__(self, kind: str, text: str, why: str) -> None:
+        self.kind, self.text, self.why = kind, text, why
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _pack_or_name(value: Any, what: str) -> bytes:
+    try:
+        blob = _pack(value, _Packer)
+    except Exception as error:
+        culprit = _culprit(value, what, set())
+        raise ShippingError(
+            f"{culprit or what} cannot be sent to the ranks: {error}. Create it on the ranks instead (in a %%graft "
+            f"cell, or inside the function), or pass what it is made from"
+        ) from error
+    if len(blob) > LARGE:
+        biggest = max(_parts(value, what), key=lambda part: _size(part[1]), default=(what, None))[0]
+        warnings.warn(
+            f"{what} takes {len(blob) >> 20} MiB along to every rank, most of it in {biggest}; "
+            f"create large values on the ranks instead",
+            GraftWarning,
+            stacklevel=4,
+        )
+    return blob
+
+
+def _parts(value: Any, what: str) -> list[tuple[str, Any]]:
+    """What a value drags along, by the names its author gave."""
+    if isinstance(value, types.FunctionType):
+        seen = inspect.getclosurevars(value)
+        captured = {**seen.globals, **seen.nonlocals}
+        return [(f"variable {name!r} used by {value.__name__}()", part) for name, part in captured.items()]
+    if isinstance(value, tuple) and len(value) == 3 and callable(value[0]) and isinstance(value[2], dict):
+        function, args, kwargs = value
+        named = [(f"positional argument {index}", arg) for index, arg in enumerate(args)]
+        named += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
+        return [(what, function), *named]
+    if isinstance(value, dict):
+        return [(f"{what}[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"{what}[{index}]", part) for index, part in enumerate(value)]
+    return []
+
+
+def _culprit(value: Any, what: str, seen: set[int]) -> str | None:
+    """The name of the innermost part that cannot be pickled."""
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    for name, part in _parts(value, what):
+        if _size(part) < 0:
+            return _culprit(part, name, seen) or name
+    return None
+
+
+def _size(value: Any) -> int:
+    """Bytes of the pickled value; -1 when it cannot be pickled."""
+    try:
+        return len(_pack(value, _Packer))
+    except Exception as error:
+        logger.debug("not picklable: %s", error)
+        return -1

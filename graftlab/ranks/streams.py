@@ -1,0 +1,56 @@
+"""A rank's stdout and stderr: to its log at once, and line by line to the notebook."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+# A progress bar may never end its line; what is this long goes on its way all the same.
+_LONGEST = 1 << 16
+
+
+class LabelledStream(io.TextIOBase):
+    """Writes through to ``log``, and gives ``send`` whole lines only, each thread's apart, so that none is torn."""
+
+    def __init__(self, log: TextIO, send: Callable[[str], None]) -> None:
+        self._log = log
+        self._send = send
+        self._lock = threading.Lock()
+        self._unfinished: dict[int, str] = {}
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    def write(self, text: str) -> int:
+        thread = threading.get_ident()
+        with self._lock:
+            self._log.write(text)
+            pending = self._unfinished.pop(thread, "") + text
+            whole, newline, rest = pending.rpartition("\n")
+            if len(rest) > _LONGEST:
+                whole, newline, rest = pending, "\n", ""
+            if rest:
+                self._unfinished[thread] = rest
+        if newline:
+            self._send(whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def flush_lines(self) -> None:
+        """Send unfinished lines too: whoever began them has ended."""
+        with self._lock:
+            unfinished, self._unfinished = self._unfinished, {}
+        for text in unfinished.values():
+            self._send(text + "\n")
+        self._log.flush()

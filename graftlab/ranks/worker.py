@@ -1,0 +1,305 @@
+"""A rank: the process that runs one side's code, and nothing else.
+
+The model runs on its main thread. A second thread, the desk, talks to the notebook: it takes plans, answers questions
+while the model computes, and ends the process at once when the notebook is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import logging
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+import graftlab
+from graftlab import taps
+from graftlab.exchange.arena import Arena
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.grafter import Grafter
+from graftlab.kept import KeptPairs
+from graftlab.ranks import shipping
+from graftlab.ranks.messages import (
+    Failure,
+    Hello,
+    Output,
+    PlanUpdate,
+    Query,
+    Reply,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    Shutdown,
+    Work,
+    pack,
+    pack_row,
+    unpack,
+)
+from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
+from graftlab.ranks.streams import LabelledStream
+from graftlab.transforms import user_traceback
+
+
+def main(spec: RankSpec, connection: socket.socket) -> None:
+    """The life of a rank. The connection carries the descriptors of memory and sockets first, then messages."""
+    # Its own session: the stop button's SIGINT goes to the notebook's process group and must not end the ranks.
+    os.setsid()
+    _redirect_output(spec.log)
+    faulthandler.enable()
+    stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    channel = None
+    try:
+        descriptors = _receive_descriptors(connection, 2 * len(spec.place.everyone()) - 1)
+        channel = Channel(connection)
+        _settle_in(spec)
+        rank = Rank(spec, channel, descriptors)
+        channel.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
+    except BaseException:
+        # The notebook shows the tail of this log when a rank dies before its hello.
+        traceback.print_exc()
+        raise
+    rank.serve()
+    channel.drain(5.0)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Collective libraries may keep threads that wait for peers that are gone already; nothing here needs them.
+    os._exit(0)
+
+
+def _redirect_output(log: str) -> None:
+    log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
+    os.close(log_descriptor)
+    os.close(nothing)
+    # stdio of a forked process may be anything its parent had; these are the descriptors above.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _receive_descriptors(connection: socket.socket, count: int) -> list[int]:
+    connection.setblocking(True)
+    descriptors: list[int] = []
+    while len(descriptors) < count:
+        data, received, _, _ = socket.recv_fds(connection, 1, FDS_A_MESSAGE)
+        if not data:
+            raise EOFError("the notebook was gone before this rank had started")
+        descriptors += received
+    return descriptors
+
+
+def _settle_in(spec: RankSpec) -> None:
+    """Make this process what the notebook is: same folder, import path and environment; and join the side's group."""
+    place = spec.place
+    os.environ.clear()
+    os.environ.update(spec.environ)
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.rank),
+        LOCAL_WORLD_SIZE=str(place.world_size),
+    )
+    sys.path[:] = spec.sys_path
+    os.chdir(spec.cwd)
+    torch.set_num_threads(spec.threads)
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        spec.backend,
+        store=FileStore(spec.store, place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=spec.timeout),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger(graftlab.__name__)
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+
+
+class Rank:
+    """What a rank holds between runs: its grafter, its namespace, and its line to the notebook."""
+
+    def __init__(self, spec: RankSpec, channel: Channel, descriptors: list[int]) -> None:
+        self._channel = channel
+        self._place = place = spec.place
+        everyone = [other.world_rank for other in place.everyone()]
+        segments, sockets = descriptors[: len(everyone)], descriptors[len(everyone) :]
+        arenas = {}
+        for world_rank, descriptor in zip(everyone, segments, strict=True):
+            arenas[world_rank] = Arena(descriptor, spec.segment_size, writable=world_rank == place.world_rank)
+            os.close(descriptor)
+        own = arenas.pop(place.world_rank)
+        channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
+        peers = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
+        self._exchange = SharedMemoryExchange(place, own, peers, budget=spec.buffer_budget, timeout=spec.timeout)
+        self._kept = KeptPairs(spec.keep_budget)
+        self.grafter = Grafter(
+            place,
+            self._exchange,
+            WhereaboutsPage(own.map),
+            taps.ambient,
+            lambda row: channel.send(pack_row(row)),
+            self._kept,
+        )
+        # Cells run in a real __main__, so that dataclasses and pickle find what they define.
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        self._vars = module.__dict__
+        self._vars.update(gl=graftlab, torch=torch)
+        here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._vars)
+        taps.activate(self.grafter, here)
+        self._jobs: queue.SimpleQueue[RunRequest | PlanUpdate | Shutdown] = queue.SimpleQueue()
+        self._stop_read, self._stop_write = os.pipe()
+        self._stopping = False
+        self._running = False
+        self._streams = [LabelledStream(stream, self._print) for stream in (sys.stdout, sys.stderr)]
+        sys.stdout, sys.stderr = self._streams
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        threading.Thread(target=self._desk, name="graftlab-desk", daemon=True).start()
+
+    def _print(self, text: str) -> None:
+        self._channel.send(pack(Output(text)))
+
+    def _on_interrupt(self, *_: object) -> None:
+        # session.interrupt() ends the user's code, never the rank.
+        if self._running:
+            raise KeyboardInterrupt
+
+    # ---- the desk: its own thread -------------------------------------------------------------------------------
+
+    def _desk(self) -> None:
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN)
+        while True:
+            poller.poll()
+            for frame in self._channel.receive():
+                message = unpack(frame)
+                if isinstance(message, PlanUpdate):
+                    self.grafter.offer_plan(message.plan)
+                    self._jobs.put(message)
+                elif isinstance(message, RunRequest):
+                    self._jobs.put(message)
+                elif isinstance(message, Query):
+                    self._answer(message)
+                elif isinstance(message, Shutdown):
+                    self._stopping = True
+                    os.write(self._stop_write, b"x")
+                    self._jobs.put(message)
+            if self._channel.closed:
+                # The notebook is gone, by whatever death: nobody would ever collect what this rank computes.
+                os._exit(1)
+
+    def _answer(self, query: Query) -> None:
+        try:
+            if query.topic == "stacks":
+                value: Any = _stacks()
+            elif query.topic == "kept_names":
+                value = self._kept.names()
+            else:
+                name, tags = query.arguments
+                pair = self._kept.find(name, tags)
+                value = None if pair is None else shipping.pack_result((pair.baseline, pair.target))
+            reply = Reply(query.number, value)
+        except Exception as error:
+            reply = Reply(query.number, None, f"{type(error).__name__}: {error}")
+        self._channel.send(pack(reply))
+
+    # ---- the main thread ----------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Run what is asked for, one run after the other, until the shutdown."""
+        self.grafter.adopt_offered_plan()
+        while not self._stopping:
+            job = self._jobs.get()
+            if isinstance(job, PlanUpdate):
+                self.grafter.adopt_offered_plan()
+            elif isinstance(job, RunRequest):
+                self._run(job)
+
+    def _run(self, request: RunRequest) -> None:
+        run = request.info.run
+        result, failure = None, None
+        self.grafter.begin_run(request.info, request.plan)
+        try:
+            self._running = True
+            value = self._work(request.work)
+            self._running = False
+            result = shipping.pack_result(value)
+        except BaseException as error:
+            self._running = False
+            failure = _failure(error)
+        for stream in self._streams:
+            stream.flush_lines()
+        self.grafter.end_run()
+        self._channel.send(pack(RunDone(run, result, failure)))
+        if self._exchange.settle(self._stop_read):
+            self.grafter.close_run()
+            self._channel.send(pack(RunSettled(run, self.grafter.next_step)))
+
+    def _work(self, work: Work) -> Any:
+        if work.kind == "call":
+            assert isinstance(work.body, bytes)
+            function, args, kwargs = shipping.unpack_call(work.body)
+            return function(*args, **kwargs)
+        assert isinstance(work.body, str)
+        shipping.install_source(work.filename, work.body)
+        if work.kind == "eval":
+            return eval(compile(work.body.strip(), work.filename, "eval"), self._vars)
+        return self._execute_cell(work.body, work.filename)
+
+    def _execute_cell(self, source: str, filename: str) -> Any:
+        """Execute a cell; like a notebook, its value is that of a last line that is an expression."""
+        tree = ast.parse(source, filename)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, filename, "exec"), self._vars)
+        if not isinstance(last, ast.Expr):
+            return None
+        return eval(compile(ast.Expression(last.value), filename, "eval"), self._vars)
+
+
+def _failure(error: BaseException) -> Failure:
+    pickled = None
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        # The text says it all; the object only lets the notebook raise the same class.
+        pickled = None
+    message = str(error)
+    if isinstance(error, SystemExit):
+        message = f"the code called exit({error.code!r}); the rank goes on"
+    return Failure(type(error).__name__, message, user_traceback(error), pickled)
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)

@@ -1,0 +1,194 @@
+"""A run: functions going on both sides at once, and what came of it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from graftlab.errors import GraftError, RunError
+from graftlab.exchange.base import Side
+from graftlab.ranks import shipping
+from graftlab.ranks.launcher import RankProcess
+from graftlab.ranks.messages import Failure, RunDone
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What ranks print is shown by whoever waits; until then this many pieces are held (the logs have all of it).
+_HELD_OUTPUT = 10_000
+
+
+class Run:
+    """One call on the ranks of one or both sides. ``number`` is the value of the rows' ``run`` column.
+
+    :meth:`wait` raises what went wrong; the rows that were made until then are there all the same.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ranks: list[RankProcess],
+        frame: Callable[[int], pd.DataFrame],
+        write: Callable[[str], object],
+    ) -> None:
+        self.number = number
+        self._ranks = ranks
+        self._frame = frame
+        self._write = write
+        self._changed = threading.Condition()
+        self._done: dict[int, RunDone] = {}
+        self._deaths: dict[int, str] = {}
+        self._settled: set[int] = set()
+        self._output: deque[tuple[str, str]] = deque(maxlen=_HELD_OUTPUT)
+        self._results: dict[int, Any] = {}
+
+    # ---- what the hub reports -----------------------------------------------------------------------------------
+
+    def note_output(self, rank: RankProcess, text: str) -> None:
+        with self._changed:
+            self._output.append((rank.label, text))
+            self._changed.notify_all()
+
+    def note_done(self, rank: RankProcess, done: RunDone) -> None:
+        with self._changed:
+            self._done[rank.place.world_rank] = done
+            self._changed.notify_all()
+
+    def note_settled(self, rank: RankProcess) -> None:
+        with self._changed:
+            self._settled.add(rank.place.world_rank)
+            self._changed.notify_all()
+
+    def note_death(self, rank: RankProcess, how: str) -> None:
+        with self._changed:
+            if rank.place.world_rank not in self._settled:
+                self._deaths[rank.place.world_rank] = how
+                self._settled.add(rank.place.world_rank)
+                self._changed.notify_all()
+
+    # ---- what people ask ----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended, and every row of this run has arrived."""
+        return len(self._settled) == len(self._ranks)
+
+    @property
+    def participants(self) -> list[RankProcess]:
+        return list(self._ranks)
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait until the run is over, showing what the ranks print; returns the run itself.
+
+        Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
+        interrupt (the stop button) ends the wait, not the run.
+        """
+        try:
+            with self._changed:
+                while True:
+                    output, over = list(self._output), self.done
+                    self._output.clear()
+                    self._changed.release()
+                    try:
+                        self._show(output)
+                    finally:
+                        self._changed.acquire()
+                    if over and not self._output:
+                        break
+                    if not self._output and not self._changed.wait_for(self._has_news, timeout):
+                        raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
+        except KeyboardInterrupt:
+            self._write(
+                f"\nThe wait for run {self.number} ended; the ranks go on. run.wait() waits again, "
+                f"session.interrupt() stops the code on the ranks.\n"
+            )
+            raise
+        self._raise_failures()
+        return self
+
+    def _has_news(self) -> bool:
+        return bool(self._output) or self.done
+
+    def _show(self, output: list[tuple[str, str]]) -> None:
+        for label, text in output:
+            self._write("".join(f"{label} | {line}\n" for line in text.splitlines()))
+
+    def where(self) -> str:
+        """One line on where each rank is that has not ended."""
+        return "; ".join(
+            f"{rank.label}: {rank.whereabouts()}" for rank in self._ranks if rank.place.world_rank not in self._settled
+        )
+
+    @property
+    def baseline(self) -> list[Any]:
+        """What the baseline's ranks returned, in rank order; None for a rank that has not (yet)."""
+        return self._results_of("baseline")
+
+    @property
+    def target(self) -> list[Any]:
+        """What the target's ranks returned, in rank order; None for a rank that has not (yet)."""
+        return self._results_of("target")
+
+    def _results_of(self, side: Side) -> list[Any]:
+        results = []
+        for rank in self._ranks:
+            world_rank = rank.place.world_rank
+            if rank.place.side != side:
+                continue
+            done = self._done.get(world_rank)
+            if done is not None and done.result is not None and world_rank not in self._results:
+                self._results[world_rank] = shipping.unpack_result(done.result)
+            results.append(self._results.get(world_rank))
+        return results
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows of this run so far, one a tap a receiving rank, in execution order."""
+        return self._frame(self.number)
+
+    @property
+    def failures(self) -> dict[str, Failure | str]:
+        """What went wrong, by rank: an exception, or in words how a rank died."""
+        found: dict[str, Failure | str] = {}
+        for rank in self._ranks:
+            world_rank = rank.place.world_rank
+            done = self._done.get(world_rank)
+            if done is not None and done.failure is not None:
+                found[rank.label] = done.failure
+            elif world_rank in self._deaths:
+                found[rank.label] = self._deaths[world_rank]
+        return found
+
+    def _raise_failures(self) -> None:
+        failures = self.failures
+        if not failures:
+            return
+        parts, first = [], None
+        for label, failure in failures.items():
+            if isinstance(failure, str):
+                parts.append(f"{label} died: {failure}")
+                continue
+            parts.append(f"{label} raised {failure.kind}: {failure.message}\n{failure.traceback}")
+            first = first or _original(failure)
+        text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
+        raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
+
+    def __repr__(self) -> str:
+        if not self.done:
+            return f"<Run {self.number}: going on; {self.where()}>"
+        failed = ", ".join(self.failures)
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
+
+
+def _original(failure: Failure) -> BaseException | None:
+    """The exception itself, where it can travel and is one of graftlab's own or of Python's."""
+    if failure.pickled is None:
+        return None
+    try:
+        error = pickle.loads(failure.pickled)
+    except Exception as problem:
+        return GraftError(f"{failure.kind}: {failure.message} (the exception itself cannot be loaded here: {problem})")
+    return error if isinstance(error, BaseException) else None

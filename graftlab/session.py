@@ -1,0 +1,450 @@
+"""The session: what a notebook holds while two implementations run side by side."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from graftlab.errors import LaunchError, SessionBusyError, SessionClosedError, SessionError
+from graftlab.exchange.base import RunInfo, Side
+from graftlab.frames import RowStore, to_frame
+from graftlab.plan import UNSET, GraftPlan, Unset
+from graftlab.ranks import shipping
+from graftlab.ranks.hub import Hub
+from graftlab.ranks.launcher import LaunchOptions, RankProcess, StartMethod, end_ranks, launch_ranks
+from graftlab.ranks.messages import Output, PlanUpdate, Query, Reply, RunDone, RunRequest, RunSettled, Work, pack
+from graftlab.run import Run
+from graftlab.transforms import Transform, TransformSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from graftlab.session_plots import SessionPlots
+
+logger = logging.getLogger(__name__)
+
+HOME_VARIABLE = "GRAFTLAB_HOME"
+# How long a rank may take to answer a question that needs no waiting.
+_ANSWER_TIMEOUT = 5.0
+
+Callee = Callable[..., Any] | str
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def launch(
+    baseline: int = 1,
+    target: int = 1,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    plan: GraftPlan | None = None,
+    timeout: float = 60.0,
+    start_method: StartMethod = "forkserver",
+    folder: str | Path | None = None,
+    buffer_budget: int = 256 << 20,
+    keep_budget: int = 256 << 20,
+) -> Session:
+    """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
+
+    ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
+    backend of each side's own default process group. ``timeout``, in seconds, bounds the start, every wait of a tap
+    and the groups' collectives. ``folder`` is where this session's rows and logs go (default: a new folder under
+    ``$GRAFTLAB_HOME`` or ``~/.graftlab``). ``buffer_budget`` and ``keep_budget`` are bytes a rank, for tensors on their
+    way and for pairs that the plan keeps.
+
+    Raises :class:`LaunchError`, with the log's tail where a rank died.
+    """
+    options = LaunchOptions(baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget)
+    return Session(options, plan or GraftPlan(), _make_folder(folder))
+
+
+class Session:
+    """Live ranks of both sides, the plan in force, and every row so far. Made by :func:`launch`.
+
+    Methods may be called from any thread (widgets do).
+    """
+
+    def __init__(self, options: LaunchOptions, plan: GraftPlan, folder: Path) -> None:
+        self.folder = folder
+        self.options = options
+        self._lock = threading.RLock()
+        self._plans = [plan]
+        self._rows = RowStore(folder)
+        self._runs: list[Run] = []
+        self._cells = itertools.count(1)
+        self._questions = itertools.count(1)
+        self._answers: dict[int, queue.SimpleQueue[Reply]] = {}
+        self._next_step = 0
+        self._closed = False
+        # Only the user can enter it; it holds what the side's groups need to find each other.
+        self._private = Path(_make_private_folder())
+        try:
+            self._ranks = launch_ranks(options, folder, self._private)
+        except BaseException:
+            self._rows.close()
+            shutil.rmtree(self._private, ignore_errors=True)
+            raise
+        self._hub = Hub(self._ranks, self)
+        _open_sessions.add(self)
+        self._publish(plan)
+        for rank in self._ranks:
+            for note in rank.seat.notes:
+                logger.warning("%s: %s", rank.label, note)
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Call ``baseline`` on the baseline's ranks and ``target`` on the target's, both at once, and wait.
+
+        Each is a function, which is called with ``args`` and ``kwargs``, or an expression, which is evaluated where
+        ``%%graft`` cells run. A side that is None stays idle. The run begins a new step.
+
+        Raises :class:`RunError` when the code raised or a rank died, :class:`SessionBusyError` while another run is
+        going on, :class:`ShippingError` when a function or an argument cannot be sent.
+        """
+        return self.start(baseline, target, args=args, kwargs=kwargs).wait()
+
+    def start(
+        self,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Like :meth:`run`, without waiting: see :attr:`Run.done` and :meth:`Run.wait`."""
+        if baseline is None and target is None:
+            raise SessionError("session.run: give baseline=, target= or both something to call")
+        works: dict[int, Work] = {}
+        for side, callee in (("baseline", baseline), ("target", target)):
+            if callee is None:
+                continue
+            work = self._work_of(side, callee, tuple(args), kwargs or {})
+            works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
+        return self._begin(works)
+
+    def execute(self, source: str, on: str = "both") -> Run:
+        """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
+
+        ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``.
+        """
+        work = Work("exec", source, f"<graft cell {next(self._cells)}>")
+        return self._begin({rank.place.world_rank: work for rank in self.select(on)}).wait()
+
+    def select(self, on: str) -> list[RankProcess]:
+        """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means."""
+        chosen = [rank for rank in self._ranks if on in ("both", rank.place.side, rank.label)]
+        if not chosen:
+            labels = ", ".join(rank.label for rank in self._ranks)
+            raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
+        return chosen
+
+    def _work_of(self, side: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
+        if isinstance(callee, str):
+            if args or kwargs:
+                raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
+            return Work("eval", callee, f"<graft cell {next(self._cells)}>")
+        if not callable(callee):
+            raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
+        return Work("call", shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
+
+    def _begin(self, works: dict[int, Work]) -> Run:
+        with self._lock:
+            self._require_open()
+            if self._runs and not self._runs[-1].done:
+                raise SessionBusyError(
+                    f"run {self._runs[-1].number} is still going on ({self._runs[-1].where()}); wait for it with "
+                    f"run.wait(), or stop its code with session.interrupt()"
+                )
+            ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
+            for rank in ranks:
+                if not rank.alive:
+                    raise SessionClosedError(
+                        f"{rank.label} {rank.how_it_ended()} and cannot run anything; close this session and launch "
+                        f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                    )
+            run = Run(len(self._runs), ranks, self.frame_of, lambda text: sys.stdout.write(text))
+            self._runs.append(run)
+            info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
+            for rank in ranks:
+                rank.channel.send(pack(RunRequest(info, self.plan, works[rank.place.world_rank])))
+            return run
+
+    @property
+    def runs(self) -> list[Run]:
+        return list(self._runs)
+
+    # ---- rows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All rows so far, one a tap a receiving rank; see :func:`graftlab.frames.to_frame`."""
+        return to_frame(self._rows.rows())
+
+    def frame_of(self, number: int) -> pd.DataFrame:
+        """The rows of one run."""
+        return to_frame(row for row in self._rows.rows() if row["run"] == number)
+
+    @property
+    def plot(self) -> SessionPlots:
+        """Figures of this session: ``session.plot.divergence()``, ``session.plot.heatmap("attn_out", layer=3)``, ..."""
+        from graftlab.session_plots import SessionPlots
+
+        return SessionPlots(self)
+
+    def tensors(self, name: str, *, rank: int | None = None, **tags: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest pair ``(baseline, target)`` of a tap that the plan's ``keep`` filter held, on the CPU.
+
+        ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
+        :class:`SessionError` that lists what is kept when there is none.
+        """
+        # Taps are received by the target's ranks, but for those that are grafted t2b.
+        receivers = sorted(self._ranks, key=lambda r: (r.place.side == "baseline", r.place.rank))
+        for process in receivers:
+            if process.alive and rank in (None, process.place.rank):
+                packed = self._ask(process, "kept", name, tags)
+                if packed is not None:
+                    pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
+                    return pair
+        kept = dict.fromkeys(n for p in receivers if p.alive for n in self._ask(p, "kept_names"))
+        wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
+        raise SessionError(
+            f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. "
+            f"Set session.edit(keep=...) to a filter that matches the tap, and run again"
+        )
+
+    # ---- the plan -----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> GraftPlan:
+        """The newest plan: in force at the next step of a run that is going on, at once otherwise."""
+        return self._plans[-1]
+
+    @property
+    def plans(self) -> list[GraftPlan]:
+        """Every plan of this session, oldest first."""
+        return list(self._plans)
+
+    def edit(
+        self,
+        *,
+        b2t: str | Unset | None = UNSET,
+        t2b: str | Unset | None = UNSET,
+        compare: str | Unset | None = UNSET,
+        keep: str | Unset | None = UNSET,
+        transform: str | Transform | TransformSpec | Unset | None = UNSET,
+        rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
+    ) -> GraftPlan:
+        """Publish a new plan with what is given changed; see :class:`graftlab.GraftPlan`. Returns it.
+
+        A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
+        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`) and the plan in force stays.
+        """
+        with self._lock:
+            self._require_open()
+            plan = self.plan.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transform, rename=rename)
+            self._plans.append(plan)
+            self._publish(plan)
+            return plan
+
+    def _publish(self, plan: GraftPlan) -> None:
+        message = pack(PlanUpdate(plan))
+        for rank in self._ranks:
+            rank.channel.send(message)
+
+    # ---- the ranks ----------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> list[RankProcess]:
+        return list(self._ranks)
+
+    def status(self) -> pd.DataFrame:
+        """One line a rank: where it is at this moment, read from shared memory, so that a hanging rank shows too."""
+        lines = []
+        for rank in self._ranks:
+            look = rank.whereabouts()
+            lines.append(
+                {
+                    "side": rank.place.side,
+                    "rank": rank.place.rank,
+                    "pid": rank.pid,
+                    "device": rank.seat.device,
+                    "backend": rank.seat.backend,
+                    "state": look.state if rank.alive else f"gone: {rank.how_it_ended()}",
+                    "step": look.step,
+                    "plan_version": look.plan_version,
+                    "taps": look.taps,
+                    "last_tap": look.tap,
+                    "awaits": ", ".join(self._ranks[other].label for other in look.awaits),
+                    "note": "; ".join(rank.seat.notes),
+                }
+            )
+        return pd.DataFrame(lines)
+
+    def stacks(self) -> dict[str, str]:
+        """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits."""
+        return {rank.label: self._stack_of(rank) for rank in self._ranks if rank.alive}
+
+    def _stack_of(self, rank: RankProcess) -> str:
+        try:
+            return str(self._ask(rank, "stacks"))
+        except SessionError:
+            # Its desk gets no turn, so some C code holds the interpreter: ask the signal handler, which needs none.
+            before = rank.stacks_file.stat().st_size
+            rank.signal(signal.SIGUSR1)
+            deadline = time.monotonic() + _ANSWER_TIMEOUT
+            while time.monotonic() < deadline:
+                if rank.stacks_file.stat().st_size > before and not rank.join(0.05):
+                    break
+                rank.join(0.05)
+            with open(rank.stacks_file, encoding="utf-8", errors="replace") as file:
+                file.seek(before)
+                return file.read() or f"{rank.label} did not answer within {_ANSWER_TIMEOUT:g} s"
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.
+
+        Code that waits inside a collective cannot be interrupted: it ends with its group's time limit, or with
+        :meth:`close`.
+        """
+        for rank in self._ranks:
+            if rank.whereabouts().state in ("running", "waiting"):
+                rank.signal(signal.SIGINT)
+
+    def log(self, on: str, lines: int = 50) -> str:
+        """The tail of the logs of these ranks; see :meth:`select`."""
+        tails = [f"--- {rank.label}: {rank.log}\n{rank.log_tail(lines)}" for rank in self.select(on)]
+        return "\n".join(tails)
+
+    def close(self) -> None:
+        """End every rank; rows and logs stay in ``folder``. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        busy = bool(self._runs) and not self._runs[-1].done
+        end_ranks(self._ranks, patience=0.5 if busy else 2.0)
+        self._hub.stop()
+        for rank in self._ranks:
+            self.on_gone(rank)
+        self._rows.close()
+        shutil.rmtree(self._private, ignore_errors=True)
+        _open_sessions.discard(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{sum(rank.alive for rank in self._ranks)} ranks alive"
+        return (
+            f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self._runs)} runs, "
+            f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError("this session is closed; launch another with gl.launch(...) or %graft up")
+
+    def _ask(self, rank: RankProcess, topic: Any, *arguments: Any) -> Any:
+        self._require_open()
+        number = next(self._questions)
+        answer = self._answers[number] = queue.SimpleQueue()
+        try:
+            rank.channel.send(pack(Query(number, topic, arguments)))
+            reply = answer.get(timeout=_ANSWER_TIMEOUT)
+        except queue.Empty:
+            raise SessionError(
+                f"{rank.label} did not answer within {_ANSWER_TIMEOUT:g} s ({rank.whereabouts()})"
+            ) from None
+        finally:
+            del self._answers[number]
+        if reply.error is not None:
+            raise SessionError(f"{rank.label}: {reply.error}")
+        return reply.value
+
+    # ---- what the hub reports, on its thread --------------------------------------------------------------------
+
+    def on_rows(self, lines: Sequence[bytes]) -> None:
+        self._rows.append(lines)
+
+    def on_message(self, rank: RankProcess, message: object) -> None:
+        if isinstance(message, Output):
+            if self._runs:
+                self._runs[-1].note_output(rank, message.text)
+        elif isinstance(message, RunDone):
+            self._runs[message.run].note_done(rank, message)
+        elif isinstance(message, RunSettled):
+            self._next_step = max(self._next_step, message.next_step)
+            self._runs[message.run].note_settled(rank)
+        elif isinstance(message, Reply):
+            waiting = self._answers.get(message.number)
+            if waiting is not None:
+                waiting.put(message)
+
+    def on_gone(self, rank: RankProcess) -> None:
+        for run in self._runs[-1:]:
+            if rank in run.participants and not run.done:
+                how = "the session was closed" if self._closed else rank.how_it_ended()
+                run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+
+
+def _make_folder(folder: str | Path | None) -> Path:
+    """The session's run folder, made if need be. Raises LaunchError when it cannot be."""
+    if folder is None:
+        home = Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
+        path = home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+        source = f"set {HOME_VARIABLE} to a folder you can write to"
+    else:
+        path, source = Path(folder).expanduser(), "pass another folder="
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+        (path / "session.json").write_text(json.dumps({"started": time.time(), "kernel": os.getpid()}))
+    except OSError as error:
+        raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}; {source}") from error
+    return path
+
+
+def _make_private_folder() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="graftlab-")
+    except OSError as error:
+        raise LaunchError(
+            f"no private folder can be made under {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to one you can "
+            f"write to"
+        ) from error
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        session.close()

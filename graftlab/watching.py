@@ -1,0 +1,120 @@
+"""``watch``: taps on every module's output, without a change to the model's code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from graftlab import taps
+from graftlab.filters import compile_filter
+
+# What the root module's own output is called: its name in named_modules is empty.
+ROOT = "output"
+# Outputs nest a few levels; whatever goes deeper is a cache or a graph, not an output.
+_MAX_DEPTH = 6
+
+Chooser = str | Callable[[str], bool] | None
+
+
+class Watch:
+    """A handle on the hooks that :func:`watch` put in; usable in ``with``. ``names`` lists the modules' taps."""
+
+    def __init__(self, handles: list[RemovableHandle], names: list[str]) -> None:
+        self._handles = handles
+        self.names = names
+
+    def remove(self) -> None:
+        """Take the hooks out again; the model is then as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<graftlab.Watch on {len(self._handles)} modules>"
+
+
+def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exclude: Chooser = None) -> Watch:
+    """Tap the output of every module of ``model``, in execution order.
+
+    A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``.
+    Tensors inside an output are named ``name[0]`` (tuples, lists) and ``name.key`` (dicts, dataclasses, Hugging Face
+    ``ModelOutput``). A graft replaces the tensor in the output; nothing is written into the one the module made.
+
+    ``include`` and ``exclude`` choose modules: a filter expression over ``name`` and ``type`` (the class name), such as
+    ``"search('attn', name) or type == 'LayerNorm'"``, or a function of the name.
+
+    Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
+    wanted, unwanted = _chooser(include, default=True), _chooser(exclude, default=False)
+    handles, names = [], []
+    for path, module in model.named_modules():
+        name = prefix + (path or ROOT)
+        kind = type(module).__name__
+        if wanted(name, kind) and not unwanted(name, kind):
+            handles.append(module.register_forward_hook(_hook(name)))
+            names.append(name)
+    return Watch(handles, names)
+
+
+def _chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
+    if choice is None:
+        return lambda name, kind: default
+    if callable(choice):
+        function = choice
+        return lambda name, kind: bool(function(name))
+    filter_ = compile_filter(choice)
+    return lambda name, kind: filter_.matches({"name": name, "type": kind})
+
+
+def _hook(name: str) -> Callable[[torch.nn.Module, Any, Any], Any]:
+    def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if taps.grafter() is None:
+            return None
+        replaced = _tap_inside(name, output, _MAX_DEPTH)
+        # None tells torch to keep the very object that the module returned.
+        return None if replaced is output else replaced
+
+    return tap_output
+
+
+def _tap_inside(name: str, value: Any, depth: int) -> Any:
+    """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
+    if isinstance(value, torch.Tensor):
+        grafter = taps.grafter()
+        return value if grafter is None else grafter.tap(name, value, None, {}, replace=True)
+    if depth == 0:
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [_tap_inside(f"{name}[{index}]", item, depth - 1) for index, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        entries = {key: _tap_inside(f"{name}.{key}", item, depth - 1) for key, item in value.items()}
+        changed = {key: new for key, new in entries.items() if new is not value[key]}
+        if not changed:
+            return value
+        # A copy keeps the class, and whatever a ModelOutput holds beside its entries.
+        replaced = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
+        for key, new in changed.items():
+            replaced[key] = new
+        return replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), depth - 1) for f in fields}
+        changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
