@@ -1,0 +1,15 @@
+"""Small reference transformers with taps, plain and tensor-parallel, for demonstrations and tests."""
+
+from __future__ import annotations
+
+from .tensor_parallel import TensorParallelTransformer
+from .transformer import Attend, ModelConfig, RMSNorm, Transformer, causal_attention
+
+__all__ = [
+    "Attend",
+    "ModelConfig",
+    "RMSNorm",
+    "TensorParallelTransformer",
+    "Transformer",
+    "causal_attention",
+]
