@@ -51,6 +51,7 @@ _LAZY = {
     "Watch": "graftlab.watching",
     "launch": "graftlab.session",
     "load_run": "graftlab.frames",
+    "plots": "graftlab.plots",
     "watch": "graftlab.watching",
 }
 
@@ -88,19 +89,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plots":
-        return importlib.import_module("graftlab.plots")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'graftlab' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise DependencyError(
-            f"graftlab.{name} needs torch, which is not installed; `pip install torch` brings it"
-        ) from error
+        _explain_missing_torch(f"graftlab.{name}", error)
+        raise
+    # plots is a module itself, the others are found in one.
+    value = found if name == "plots" else getattr(found, name)
     globals()[name] = value  # found at once from now on
     return value
 
@@ -111,6 +109,14 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext graftlab``: registers the magics."""
-    from graftlab.notebook.magics import load
-
+    try:
+        from graftlab.notebook.magics import load
+    except ModuleNotFoundError as error:
+        _explain_missing_torch("%load_ext graftlab", error)
+        raise
     load(shell)
+
+
+def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:
+    if error.name == "torch":
+        raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` brings it") from error

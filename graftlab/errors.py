@@ -16,10 +16,14 @@
         |-- SessionClosedError            the session, or a rank that is needed, is gone
         `-- RunError                      a function raised, or a rank died, during a run
 
+    WaitInterrupted(KeyboardInterrupt)    the stop button ended a wait; what was waited for goes on
     GraftWarning(UserWarning)             something was skipped or done in another way than asked
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class GraftError(Exception):
@@ -100,5 +104,22 @@ class RunError(SessionError):
         self.failures = failures or {}
 
 
+class WaitInterrupted(KeyboardInterrupt):
+    """The stop button ended a wait; what was waited for goes on, and the message says how to get back to it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Short, as for :class:`GraftError`: whoever pressed stop knows where."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
 class GraftWarning(UserWarning):
     """Something was skipped, or done in another way than asked; the run goes on."""
+
+
+def warn(message: str) -> None:
+    """Show a :class:`GraftWarning` that points at the user's own line, however far up it is."""
+    level, frame = 1, sys._getframe()
+    # torch lies between where modules call hooks and where compiled code is left.
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("graftlab", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, GraftWarning, stacklevel=level)

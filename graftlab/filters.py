@@ -8,11 +8,11 @@ list below, and the tree becomes nested closures over the mapping of tags:
 * a name is a tag; a tag that is absent is ``None``;
 * constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
 * ``and``, ``or``, ``not`` and ``a if test else b``;
-* ``==``, ``!=``, ``is``, ``is not`` as in Python; ``<``, ``<=``, ``>``, ``>=``, ``in`` and ``not in`` as in Python too, but
-  false when either side is ``None`` or when the two sides cannot be compared that way;
-* ``+``, ``-``, ``*``, ``/``, ``//`` and ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
-* ``search(pattern, value)``, ``match(...)`` and ``fullmatch(...)``: the functions of `re`, as true or false; false for
-  ``None``, and values other than text are matched as ``str(value)``.
+* ``==``, ``!=``, ``is``, ``is not`` as in Python;
+* ``<``, ``<=``, ``>``, ``>=``, ``in``, ``not in``: false when either side is ``None``, or when they do not compare;
+* ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
+* ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, as true
+  or false; false for ``None``, and other values than text are matched as ``str(value)``.
 
 What is not on the list is refused when the filter is made, with the place in the text. A filter that was made
 never raises on a rank, whatever the tags hold.
@@ -195,7 +195,8 @@ _REFUSED: dict[type[ast.AST], str] = {
     ast.Invert: "'~' is not allowed; write 'not'",
 }
 # What other languages write, and Python's word for it.
-_FOREIGN = {"&&": "and", "||": "or", "!": "not", "=": "=="}
+_FOREIGN_OPERATOR = re.compile(r"&&|\|\||(?<![=!<>:])=(?!=)|!(?!=)")
+_OWN_OPERATOR = {"&&": "and", "||": "or", "=": "==", "!": "not"}
 _USAGE = "search('pattern', tag), match('pattern', tag) or fullmatch('pattern', tag)"
 
 
@@ -225,10 +226,13 @@ class _Compiler:
         position = min(max(position, self._first_character()), len(self.text))
         if not self.text[position:].strip():
             return FilterError("the expression ends too early; finish it", self.text, len(self.text.rstrip()))
-        for start in range(max(position - 2, 0), position + 1):
-            for foreign, word in _FOREIGN.items():
-                if re.match(rf"(?<![=!<>]){re.escape(foreign)}(?!=)", self.text[start:]):
-                    return FilterError(f"{foreign!r} is not an operator here; write {word!r}", self.text, start)
+        strings_blanked = _STRING_COMMENT_OR_BRACKET.sub(lambda found: " " * len(found.group()), self.text)
+        foreign = _FOREIGN_OPERATOR.search(strings_blanked)
+        if foreign:
+            message = f"{foreign.group()!r} is not an operator here; write {_OWN_OPERATOR[foreign.group()]!r}"
+            return FilterError(message, self.text, foreign.start())
+        if "comma" in error.msg:  # Python's guess at what is missing would make a tuple
+            return FilterError("two values side by side; write 'and' or 'or' between them", self.text, position)
         message = f"not a Python expression ({error.msg}); write a condition such as layer < 4"
         return FilterError(message, self.text, position)
 
@@ -322,7 +326,7 @@ class _Compiler:
 
     def _build_Call(self, node: ast.Call, depth: int) -> Evaluate:
         if not isinstance(node.func, ast.Name):
-            self.refuse(node.func, f"only a helper can be called; write {_USAGE}")
+            self.refuse(node.func, _REFUSED.get(type(node.func), f"only a helper can be called; write {_USAGE}"))
         helper = node.func.id
         if helper not in HELPERS:
             close = difflib.get_close_matches(helper, HELPERS, n=1)

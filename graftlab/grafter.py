@@ -9,7 +9,6 @@ import logging
 import pickle
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
@@ -20,14 +19,14 @@ import torch
 from torch.utils.module_tracker import ModuleTracker
 
 from graftlab.diffs import DiffStats, measure
-from graftlab.errors import GraftOverlapError, GraftWarning, ShippingError, TagError, TransformError
+from graftlab.errors import GraftOverlapError, ShippingError, TagError, TransformError, warn
 from graftlab.exchange.base import BufferFullError, Direction, Place, Receipt, RunInfo, TapKey
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.kept import KeptPairs
 from graftlab.overwrite import overwrite, replacement_for
 from graftlab.plan import GraftPlan, Verdict
-from graftlab.rows import COLUMNS, RESERVED_TAGS, Row
+from graftlab.rows import COLUMNS, RESERVED_TAGS, Row, plain
 from graftlab.transforms import GraftTransformInput, Outcome, Transform, dtype_name, run_transform, user_traceback
 
 logger = logging.getLogger(__name__)
@@ -124,6 +123,7 @@ class Grafter:
         with self._lock:
             self._exchange.begin_run(run)
             self._run = run
+            self._last_tap = ""
             self._step = run.first_step
             if plan.version >= self._offered.version:
                 self._offered = plan
@@ -141,20 +141,22 @@ class Grafter:
             if self.place.world_rank == run.leader:
                 plan = self._offered
                 changed = plan.version != self._plan.version
-                self._exchange.announce(self._step, pickle.dumps((plan.version, plan if changed else None)))
+                self._exchange.announce(self._step, pickle.dumps(plan if changed else None))
                 self._adopt(plan)
                 self._begin_step()
                 return
-            message = self._exchange.announcement(run.leader, self._step)
-            if message is None:
+            messages = self._exchange.announcements(run.leader, self._step)
+            if messages is None:
                 # Filtering with another plan than the other side would pair the wrong taps; better none at all.
                 self._record_timeout_of_leader(run)
                 self._begin_step()
                 self._decisions = None
                 return
-            version, changed_plan = pickle.loads(message)
-            if changed_plan is not None and version != self._plan.version:
-                self._adopt(changed_plan)
+            # None at all: the leader has ended its run, so whoever goes on does so under the plan in force.
+            for message in messages:
+                changed_plan = pickle.loads(message)
+                if changed_plan is not None:
+                    self._adopt(changed_plan)
             self._begin_step()
 
     def end_run(self) -> None:
@@ -246,7 +248,7 @@ class Grafter:
         # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
         if verdict != Verdict() or plan.rank_dependent:
             sends = verdict.direction == ("b2t" if self.place.side == "baseline" else "t2b")
-            key_tags = tuple(sorted((k, _comparable(v)) for k, v in given if not k.endswith("_rank")))
+            key_tags = tuple(sorted((k, plain(v)) for k, v in given if not k.endswith("_rank")))
             decision = Decision(verdict, sends, full, plan.rewrite(self.place.side, name), key_tags)
         if decisions is not None and "recompute_status" not in plan.mentions:
             if len(decisions) >= _MEMO_LIMIT:
@@ -305,19 +307,24 @@ class Grafter:
             receipt = self._exchange.receive(key)
             try:
                 # A DTensor can only be overwritten through its local shard, in place.
-                result = self._take(row, verdict, own, receipt, replace and own is shown)
+                replaced = shown if replace and not hasattr(shown, "to_local") else None
+                result = self._take(row, verdict, own, receipt, replaced)
             finally:
                 receipt.release()
             row["seconds"] = time.perf_counter() - began
             self._emit(row)
-            return value if result is None or own is not value else result
+            goes_on = result is not None and result is not own and (own is value or replaced is not None)
+            return result if goes_on else value
 
     def _tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
         if not isinstance(shown, torch.Tensor):
             self._warn_once(name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
             return None
-        local = shown.to_local() if hasattr(shown, "to_local") else shown
+        local: Any = shown.to_local() if hasattr(shown, "to_local") else shown
+        if hasattr(local, "trigger_wait"):
+            # The result of a collective that may still be on its way; the plain tensor shares its memory.
+            local = local.wait()
         if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.device.type == "meta":
             self._warn_once(name, f"a {shown.layout} tensor on {shown.device} cannot travel; the tap is skipped")
             return None
@@ -326,7 +333,7 @@ class Grafter:
     def _warn_once(self, name: str, what: str) -> None:
         if (name, what) not in self._warned:
             self._warned.add((name, what))
-            warnings.warn(f"gl.tap({name!r}) on {self.place.label}: {what}", GraftWarning, stacklevel=5)
+            warn(f"gl.tap({name!r}) on {self.place.label}: {what}")
 
     def _publish(self, key: TapKey, own: torch.Tensor, extras: Any, row: Row) -> None:
         try:
@@ -341,9 +348,13 @@ class Grafter:
             raise
 
     def _take(
-        self, row: Row, verdict: Verdict, own: torch.Tensor, receipt: Receipt, replace: bool
+        self, row: Row, verdict: Verdict, own: torch.Tensor, receipt: Receipt, replaced: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """From what was received to the row and the overwritten tensor; None leaves the value alone."""
+        """From what was received to the row and the grafted tensor; None leaves the value alone.
+
+        With ``replaced``, the value as the model sees it, a graft makes a new tensor in its place; otherwise it is
+        written into ``own``.
+        """
         contributions = receipt.contributions
         row["senders"] = [contribution.rank for contribution in contributions]
         if receipt.absent and (contributions or receipt.timed_out):
@@ -351,6 +362,10 @@ class Grafter:
         if not contributions:
             row["status"] = "timeout" if receipt.timed_out else "missing"
             row["error"] = "; ".join(receipt.absent.values())
+            return None
+        if receipt.unreadable:
+            row["status"], row["error"] = "failed", "; ".join(receipt.unreadable.values())
+            logger.error("%s: tap %r failed: %s", self.place.label, row["name"], row["error"])
             return None
         assert verdict.direction is not None
         graft_input = GraftTransformInput(
@@ -365,19 +380,14 @@ class Grafter:
         )
         try:
             outcome = run_transform(self._transform, graft_input)
+            mine, theirs = graft_input.target, outcome.value
+            baseline, target = (theirs, mine) if verdict.direction == "b2t" else (mine, theirs)
+            stats = measure(baseline, target)
         except (Exception, SystemExit) as error:
             row["status"] = "failed"
             row["error"] = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
             logger.error("%s: the transform failed at tap %r: %s", self.place.label, row["name"], row["error"])
             return None
-        return self._apply(row, verdict, own, outcome, replace)
-
-    def _apply(
-        self, row: Row, verdict: Verdict, own: torch.Tensor, outcome: Outcome, replace: bool
-    ) -> torch.Tensor | None:
-        mine, theirs = own.detach(), outcome.value
-        baseline, target = (theirs, mine) if verdict.direction == "b2t" else (mine, theirs)
-        stats = measure(baseline, target)
         row.update(asdict(stats))
         row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
         if verdict.keep:
@@ -387,8 +397,8 @@ class Grafter:
             return None
         row["status"] = "grafted"
         before = _describe(mine) if logger.isEnabledFor(logging.INFO) else ""
-        if replace:
-            result = replacement_for(own, theirs)
+        if replaced is not None:
+            result = replacement_for(replaced, theirs)
         else:
             result, note = overwrite(own, theirs)
             if note:
@@ -460,11 +470,6 @@ def _load(plan: GraftPlan) -> Transform | None:
             raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
 
         return fails
-
-
-def _comparable(value: Any) -> Any:
-    """A tag's value as it travels in a key: simple values as they are, anything else by its repr."""
-    return value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
 
 
 def _describe(tensor: torch.Tensor) -> str:

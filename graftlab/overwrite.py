@@ -24,7 +24,7 @@ class _Transplant(torch.autograd.Function):
 
 
 def replacement_for(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """A new tensor with the received values (own's shape, dtype and device) and own's place in the autograd graph."""
+    """A new tensor with the received values (own's dtype and device) and own's place in the autograd graph."""
     value = received.to(device=own.device, dtype=own.dtype, copy=True)
     if own.requires_grad and torch.is_grad_enabled():
         replaced: torch.Tensor = _Transplant.apply(own, value)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from typing import Any
 
 STATUSES = ("compared", "grafted", "failed", "missing", "timeout", "unmatched")
@@ -26,9 +27,30 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
+def plain(value: object) -> str | int | float | bool | None:
+    """A tag's value as it travels in keys and rows, which must not need its class: text, a number, or its repr."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value  # type: ignore[return-value]
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of an enum is its name
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return repr(value)
+
+
 def encode(row: Row) -> bytes:
     """One line of JSON without the newline. What JSON does not have is written as its repr."""
-    return json.dumps(row, default=repr, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    try:
+        return _line(row)
+    except (TypeError, ValueError, RecursionError):
+        # A dict whose keys are not text, or a value that holds itself. Only tags, being the caller's, have such.
+        return _line({**row, "tags": {name: plain(value) for name, value in row["tags"].items()}})
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, default=plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def decode(line: bytes) -> Row:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from graftlab.errors import GraftError, RunError
+from graftlab.errors import GraftError, RunError, WaitInterrupted
 from graftlab.exchange.base import Side
 from graftlab.ranks import shipping
 from graftlab.ranks.launcher import RankProcess
@@ -84,8 +85,9 @@ class Run:
         """Wait until the run is over, showing what the ranks print; returns the run itself.
 
         Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
-        interrupt (the stop button) ends the wait, not the run.
+        interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._changed:
                 while True:
@@ -98,14 +100,16 @@ class Run:
                         self._changed.acquire()
                     if over and not self._output:
                         break
-                    if not self._output and not self._changed.wait_for(self._has_news, timeout):
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if not self._output:
+                        self._changed.wait_for(self._has_news, remaining)
+                    if remaining is not None and remaining <= 0 and not self.done:
                         raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
         except KeyboardInterrupt:
-            self._write(
-                f"\nThe wait for run {self.number} ended; the ranks go on. run.wait() waits again, "
-                f"session.interrupt() stops the code on the ranks.\n"
-            )
-            raise
+            raise WaitInterrupted(
+                f"the wait for run {self.number} ended; the ranks go on. session.runs[{self.number}].wait() waits "
+                f"again, session.interrupt() stops the code on the ranks"
+            ) from None
         self._raise_failures()
         return self
 
@@ -166,13 +170,17 @@ class Run:
         failures = self.failures
         if not failures:
             return
-        parts, first = [], None
+        # Ranks of one side mostly fail alike; what they have in common is said once.
+        alike: dict[str, list[str]] = {}
+        first = None
         for label, failure in failures.items():
             if isinstance(failure, str):
-                parts.append(f"{label} died: {failure}")
-                continue
-            parts.append(f"{label} raised {failure.kind}: {failure.message}\n{failure.traceback}")
-            first = first or _original(failure)
+                what = f"died: {failure}"
+            else:
+                what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
+                first = first or _original(failure)
+            alike.setdefault(what, []).append(label)
+        parts = [f"{', '.join(labels)} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
         raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
 

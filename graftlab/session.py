@@ -14,10 +14,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -142,7 +143,9 @@ class Session:
         for side, callee in (("baseline", baseline), ("target", target)):
             if callee is None:
                 continue
-            work = self._work_of(side, callee, tuple(args), kwargs or {})
+            # One expression for both sides is one piece of work, so that a mistake in it is told once.
+            if not (works and isinstance(callee, str) and callee == baseline):
+                work = self._work_of(side, callee, tuple(args), kwargs or {})
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
         return self._begin(works)
 
@@ -151,7 +154,7 @@ class Session:
 
         ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``.
         """
-        work = Work("exec", source, f"<graft cell {next(self._cells)}>")
+        work = self._source_work("exec", source, "the cell")
         return self._begin({rank.place.world_rank: work for rank in self.select(on)}).wait()
 
     def select(self, on: str) -> list[RankProcess]:
@@ -166,10 +169,19 @@ class Session:
         if isinstance(callee, str):
             if args or kwargs:
                 raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
-            return Work("eval", callee, f"<graft cell {next(self._cells)}>")
+            return self._source_work("eval", callee, "the expression")
         if not callable(callee):
             raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
         return Work("call", shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
+
+    def _source_work(self, kind: Literal["eval", "exec"], source: str, what: str) -> Work:
+        filename = f"<graft cell {next(self._cells)}>"
+        try:
+            compile(source.strip() if kind == "eval" else source, filename, kind, dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            shown = "".join(traceback.format_exception_only(error)).rstrip()
+            raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+        return Work(kind, source, filename)
 
     def _begin(self, works: dict[int, Work]) -> Run:
         with self._lock:
@@ -414,8 +426,10 @@ class Session:
     def on_gone(self, rank: RankProcess) -> None:
         for run in self._runs[-1:]:
             if rank in run.participants and not run.done:
-                how = "the session was closed" if self._closed else rank.how_it_ended()
-                run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+                if self._closed:
+                    run.note_death(rank, "the session was closed")
+                    continue
+                run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
 
 
 def _make_folder(folder: str | Path | None) -> Path:
@@ -438,8 +452,9 @@ def _make_private_folder() -> str:
     try:
         return tempfile.mkdtemp(prefix="graftlab-")
     except OSError as error:
+        # Without a usable folder for temporary files there is not even one to name.
         raise LaunchError(
-            f"no private folder can be made under {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to one you can "
+            f"no private folder can be made among the temporary files: {error}; set TMPDIR to a folder that you can "
             f"write to"
         ) from error
 

@@ -6,10 +6,11 @@ Outside a session every one of them returns at once, so that taps can stay in co
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from graftlab.errors import TagError
 from graftlab.rows import RESERVED_TAGS
@@ -24,6 +25,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ambient: ContextVar[Tags] = ContextVar("graftlab_tags", default=())
+# What ``ambient`` was outside of each ``with gl.tags(...)`` that is open in this thread or task, outermost first. Kept
+# here and not in the object, which several threads may have entered.
+_outside: ContextVar[tuple[Tags, ...]] = ContextVar("graftlab_tags_outside", default=())
 
 _grafter: Grafter | None = None
 _here: Here | None = None
@@ -78,44 +82,62 @@ class tags:
     ``with gl.tags(phase="decode"): ...`` or ``@gl.tags(phase="decode")``. With a function, which is given the decorated
     function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags win over outer
     ones, and a tap's own over both. Each thread, and each asyncio task, has its own.
+
+    Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which no decorator can follow.
     """
 
     def __init__(self, compute: Callable[..., dict[str, Any]] | None = None, /, **given: Any) -> None:
         self._compute = compute
         self._given = given
-        self._tokens: list[Token[Tags]] = []
         _refuse_reserved(given)
 
     def __enter__(self) -> tags:
         if self._compute is not None:
             raise TagError("gl.tags(function) needs the arguments of a call: use it as a decorator")
-        self._tokens.append(_push(self._given))
+        # Without a session nothing is touched, which also keeps a compiled graph whole.
+        if _grafter is not None:
+            before = ambient.get()
+            _outside.set((*_outside.get(), before))
+            ambient.set(tuple({**dict(before), **self._given}.items()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        ambient.reset(self._tokens.pop())
+        # Nothing is there when this process became a rank only after the entry.
+        if _grafter is not None and (outside := _outside.get()):
+            _outside.set(outside[:-1])
+            ambient.set(outside[-1])
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TagError(
+                f"gl.tags cannot decorate the generator {function.__qualname__}, which runs a piece at a time; "
+                f"write `with gl.tags(...)` around the taps in it"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def tagged_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+                if _grafter is None:
+                    return await function(*args, **kwargs)
+                with self._of_call(args, kwargs):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[P, R]", tagged_coroutine)
+
         @functools.wraps(function)
         def tagged(*args: P.args, **kwargs: P.kwargs) -> R:
             if _grafter is None:
                 return function(*args, **kwargs)
-            given = self._given
-            if self._compute is not None:
-                computed = self._compute(*args, **kwargs)
-                _refuse_reserved(computed)
-                given = {**computed, **given}
-            token = _push(given)
-            try:
+            with self._of_call(args, kwargs):
                 return function(*args, **kwargs)
-            finally:
-                ambient.reset(token)
 
         return tagged
 
-
-def _push(given: dict[str, Any]) -> Token[Tags]:
-    return ambient.set(tuple({**dict(ambient.get()), **given}.items()))
+    def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tags:
+        computed = {} if self._compute is None else self._compute(*args, **kwargs)
+        if not isinstance(computed, dict):
+            raise TagError(f"gl.tags: the function must return a dict of tags, not {type(computed).__name__}")
+        return tags(**{**computed, **self._given})
 
 
 def _refuse_reserved(given: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ class TransformSpec:
 
     kind: Literal["path", "source", "function"]
     text: str
-    blob: bytes = b""
+    blob: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, transform: str | Transform | TransformSpec) -> TransformSpec:

@@ -93,11 +93,15 @@ class Contribution:
 
 @dataclass
 class Receipt:
-    """What :meth:`Exchange.receive` brought: contributions in rank order, and why the other senders have none."""
+    """What :meth:`Exchange.receive` brought: contributions in rank order, and why the other senders have none.
+
+    ``unreadable`` says whose extras cannot be loaded on this rank, and why; their place holds None.
+    """
 
     contributions: list[Contribution]
     absent: dict[int, str] = field(default_factory=dict)
     timed_out: bool = False
+    unreadable: dict[int, str] = field(default_factory=dict)
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:

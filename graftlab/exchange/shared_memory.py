@@ -75,7 +75,6 @@ class _Peer:
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
     announced: dict[int, bytes] = field(default_factory=dict)
-    last_announced: bytes | None = None
 
     def has_answered(self, key: TapKey) -> bool:
         return key in self.inbox or self.is_past(key.step)
@@ -145,7 +144,6 @@ class SharedMemoryExchange:
             peer.ended_step = run.first_step - 1
             peer.inbox.clear()
             peer.announced.clear()
-            peer.last_announced = None
 
     def end_step(self, step: int) -> None:
         self._ended_step = step
@@ -200,7 +198,9 @@ class SharedMemoryExchange:
             return
         shape = tuple(tensor.shape)
         if offset is not None:
-            self._arena.window(offset, nbytes, tensor.dtype, shape).copy_(tensor)
+            # torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them.
+            source = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            self._arena.window(offset, nbytes, source.dtype, shape).copy_(source)
         self._next_id += 1
         ranks = {peer.place.world_rank for peer in receivers}
         self._outgoing[self._next_id] = _Outgoing(key.step, offset, ranks, memo)
@@ -286,6 +286,7 @@ class SharedMemoryExchange:
         timed_out = not (all(peer.has_answered(key) for peer in senders) or self._wait_for(key))
         contributions: list[Contribution] = []
         absent: dict[int, str] = {}
+        unreadable: dict[int, str] = {}
         taken: list[tuple[_Peer, _Entry]] = []
         for peer in senders:
             rank, label = peer.place.rank, peer.place.label
@@ -302,9 +303,14 @@ class SharedMemoryExchange:
                 continue
             taken.append((peer, entry))
             window = peer.arena.window(entry.offset, entry.nbytes, entry.dtype, entry.shape)
-            extras = None if entry.extras is None else pickle.loads(entry.extras)
+            try:
+                extras = None if entry.extras is None else pickle.loads(entry.extras)
+            except Exception as error:
+                # Loading runs what the sender's class says, or finds no such class here: the user's affair, not ours.
+                extras = None
+                unreadable[rank] = f"the extras of {label} cannot be loaded here: {type(error).__name__}: {error}"
             contributions.append(Contribution(rank, window, extras))
-        return Receipt(contributions, absent, timed_out, lambda: self._give_back(taken))
+        return Receipt(contributions, absent, timed_out, unreadable, lambda: self._give_back(taken))
 
     def _give_back(self, taken: list[tuple[_Peer, _Entry]]) -> None:
         for peer, entry in taken:
@@ -341,10 +347,11 @@ class SharedMemoryExchange:
             if peer.in_run:
                 self._send(peer, (_ANNOUNCE, step, message))
 
-    def announcement(self, leader: int, step: int) -> bytes | None:
-        """What the leader announced for this step, or last of all if it has ended its run or died.
+    def announcements(self, leader: int, step: int) -> list[bytes] | None:
+        """What the leader announced up to this step and nobody has asked for yet, oldest first.
 
-        None when it announced nothing within the time limit, or ended without ever announcing.
+        None when nothing for this step came within the time limit; what was missed comes with a later step's then. A
+        leader that has ended its run, or died, announces no more, and nobody waits for it.
         """
         peer = self._peers[leader]
         deadline = time.monotonic() + self.timeout
@@ -359,9 +366,7 @@ class SharedMemoryExchange:
                     self._pump(remaining)
             finally:
                 self.on_wait([])
-        for old in [old for old in peer.announced if old < step]:
-            peer.last_announced = peer.announced.pop(old)
-        return peer.announced.get(step, peer.last_announced)
+        return [peer.announced.pop(heard) for heard in sorted(peer.announced) if heard <= step]
 
     # ---- the wire -----------------------------------------------------------------------------------------------
 
@@ -379,7 +384,7 @@ class SharedMemoryExchange:
 
         Returns the descriptors that had something.
         """
-        ready = {fd for fd, _ in self._poller.poll(None if timeout is None else max(0.0, timeout) * 1000)}
+        ready = {fd for fd, _ in self.poll(timeout)}
         for descriptor in ready:
             peer = self._by_descriptor.get(descriptor)
             if peer is None:
@@ -392,6 +397,10 @@ class SharedMemoryExchange:
                 del self._by_descriptor[descriptor]
                 self._let_go_all(peer, None)
         return ready
+
+    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        """Wait until there is something to read. Apart because an exception raised in here loses nothing."""
+        return self._poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
 
     def _handle(self, peer: _Peer, message: tuple[Any, ...]) -> None:
         kind = message[0]

@@ -12,8 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from mmap import mmap
 
-_LAYOUT = struct.Struct("<QIqqqd64sH512s")
 _COUNTER = struct.Struct("<Q")
+_BODY = struct.Struct("<Iqqqd64sH512s")
+_END = _COUNTER.size + _BODY.size
 _STATES = ("starting", "idle", "running", "waiting")
 MAX_RANKS = 64 * 8
 
@@ -55,11 +56,7 @@ class WhereaboutsPage:
             bits |= 1 << world_rank
         name = tap.encode("utf-8", "replace")[:512]
         self._count += 2
-        _COUNTER.pack_into(self._page, 0, self._count - 1)
-        _LAYOUT.pack_into(
-            self._page,
-            0,
-            self._count - 1,
+        body = _BODY.pack(
             _STATES.index(state),
             step,
             plan_version,
@@ -69,14 +66,19 @@ class WhereaboutsPage:
             len(name),
             name,
         )
-        _COUNTER.pack_into(self._page, 0, self._count)
+        # Not pack_into: it blanks the place before it writes, and a page with a count of zero looks whole.
+        self._page[: _COUNTER.size] = _COUNTER.pack(self._count - 1)
+        self._page[_COUNTER.size : _END] = body
+        self._page[: _COUNTER.size] = _COUNTER.pack(self._count)
 
     def read(self) -> Whereabouts:
         for _ in range(1000):
-            count, state, step, version, taps, since, bits, length, name = _LAYOUT.unpack_from(self._page, 0)
-            if count % 2 == 0 and _COUNTER.unpack_from(self._page, 0)[0] == count:
+            count = self._page[: _COUNTER.size]
+            body = self._page[_COUNTER.size : _END]
+            if _COUNTER.unpack(count)[0] % 2 == 0 and self._page[: _COUNTER.size] == count:
                 break
         # After a thousand tries the writer died in the middle: half a page still says more than nothing.
+        state, step, version, taps, since, bits, length, name = _BODY.unpack(body)
         mask = int.from_bytes(bits, "little")
         awaits = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
         tap = name[:length].decode("utf-8", "ignore")

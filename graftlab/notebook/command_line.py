@@ -6,15 +6,21 @@ Expressions are taken from the line as they stand, so that their quotes and brac
 from __future__ import annotations
 
 import argparse
+import difflib
+import keyword
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
 FILTER_OPTIONS = ("--b2t", "--t2b", "--compare", "--keep")
 CELL_TARGETS = ("baseline", "target", "both", "transform")
+
+_STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+# An option's name, unless it stands in a string of an expression.
+_STRING_OR_OPTION = re.compile(rf"{_STRING}|(?:^|(?<=\s))(?P<option>--[a-zA-Z][\w-]*|-h)(?=\s|=|$)", re.DOTALL)
 
 
 class HelpShown(Exception):
@@ -37,20 +43,47 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. ``raw`` names the part of the line that is kept as it stands."""
+    """One subcommand. ``raw`` names the part of the line that is kept as it stands.
+
+    ``options`` and ``choices``, the values that an option can have, are what completion offers.
+    """
 
     parser: argparse.ArgumentParser
     raw: str | None = None
     summary: str = ""
     options: tuple[str, ...] = field(default=())
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"seconds, more than 0, are needed, not {text!r}")
+    return seconds
+
+
+def _variable(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name that a variable can have")
+    return text
 
 
 def _commands() -> dict[str, Command]:
     found: dict[str, Command] = {}
 
-    def command(name: str, summary: str, raw: str | None = None) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, raw: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
         parser = _Parser(
             prog=f"%graft {name}",
+            usage=usage,
             description=summary,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,13 +92,21 @@ def _commands() -> dict[str, Command]:
         return parser
 
     up = command("up", "Start the ranks; the session is also the notebook's variable `session`.")
-    up.add_argument("-b", "--baseline", type=int, default=1, help="baseline ranks (default 1)")
-    up.add_argument("-t", "--target", type=int, default=1, help="target ranks (default 1)")
+    up.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
+    up.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
     up.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPUs if there are any)")
     up.add_argument("--backend", help="collective backend of each side's group (default: nccl or gloo)")
-    up.add_argument("--timeout", type=float, default=60.0, help="seconds, for the start and every wait (default 60)")
+    up.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=60.0,
+        help="of the start, and of every wait of a tap or a collective (default 60)",
+    )
     up.add_argument("--start-method", choices=("forkserver", "spawn"), default="forkserver", help="of the ranks")
-    up.add_argument("-o", "--out", default="session", help="name of the variable that gets the session")
+    up.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", default="session", help="name of the session's variable"
+    )
 
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")
@@ -74,12 +115,15 @@ def _commands() -> dict[str, Command]:
 
     log = command("log", "Show the end of a rank's log.")
     log.add_argument("rank", nargs="?", default="both", help="baseline, target, both, or one such as target[1]")
-    log.add_argument("-n", "--lines", type=int, default=50, help="how many lines (default 50)")
+    log.add_argument("-n", "--lines", type=_count, metavar="N", default=50, help="how many lines (default 50)")
 
     run = command(
-        "run", "Evaluate an expression where the %%graft cells of each side ran, on both sides as one step.", raw="EXPR"
+        "run",
+        "Evaluate an expression where the %%graft cells of each side ran, on both sides as one step.",
+        raw="EXPR",
+        usage="%%graft run [-h] [-o NAME] EXPR",
     )
-    run.add_argument("-o", "--out", help="name of the variable that gets the Run")
+    run.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the Run")
 
     filter_ = command(
         "filter",
@@ -96,9 +140,9 @@ def _commands() -> dict[str, Command]:
     transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")
 
-    frame = command("frame", "Show the rows of the newest run as a frame.")
+    frame = command("frame", "Show the rows of the newest run that has any, as a frame.")
     frame.add_argument("--all", action="store_true", help="of all runs")
-    frame.add_argument("-o", "--out", help="name of the variable that gets the frame")
+    frame.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the frame")
 
     plot = command("plot", "Plot the newest run tap by tap, or one tap.")
     plot.add_argument("tag", nargs="?", metavar="TAG", help="a tap's name")
@@ -108,10 +152,13 @@ def _commands() -> dict[str, Command]:
         help="default: divergence, or history when a tap is given; heatmap, histogram and scatter need a kept pair",
     )
     plot.add_argument("--noise-floor", type=float, help="draws the line below which differences are rounding")
-    return {
-        name: Command(c.parser, c.raw, c.summary, tuple(o for a in c.parser._actions for o in a.option_strings))
-        for name, c in found.items()
-    }
+    return {name: _with_completion(command) for name, command in found.items()}
+
+
+def _with_completion(command: Command) -> Command:
+    options = {option: action for action in command.parser._actions for option in action.option_strings}
+    choices = {option: tuple(action.choices) for option, action in options.items() if action.choices}
+    return replace(command, options=tuple(options), choices=choices)
 
 
 COMMANDS = _commands()
@@ -135,7 +182,10 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
         raise HelpShown(overview())
     command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(f"%graft: there is no {name!r}\n{overview()}")
+        if name.partition("[")[0] in CELL_TARGETS:
+            raise UsageError(f"%graft: write %%graft {name}, with two %, on the first line of a cell")
+        hint = "".join(f"; did you mean {close!r}?" for close in difflib.get_close_matches(name, COMMANDS, n=1))
+        raise UsageError(f"%graft: there is no {name!r}{hint}\n{overview()}")
     if command.raw == "filters":
         return name, _parse_filters(command, rest)
     if command.raw == "EXPR":
@@ -145,28 +195,33 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
 
 def _split(name: str, text: str) -> list[str]:
     try:
-        return shlex.split(text)
+        return shlex.split(text, comments=True)
     except ValueError as error:
         raise UsageError(f"%graft {name}: {error}") from None
 
 
 def _parse_filters(command: Command, rest: str) -> argparse.Namespace:
-    pieces = re.split(r"(?:^|\s)(--?[a-zA-Z][\w-]*)(?=\s|=|$)", rest)
-    if pieces[0].strip():
-        command.parser.error(f"an expression needs its option first: {pieces[0].strip()!r}")
+    options = [found for found in _STRING_OR_OPTION.finditer(rest) if found["option"]]
+    before = rest[: options[0].start()] if options else rest
+    if before.strip():
+        command.parser.error(f"write one of {', '.join(FILTER_OPTIONS)} before the expression {before.strip()!r}")
     given: list[str] = []
-    for option, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        if option in FILTER_OPTIONS:
-            given.append(f"{option}={_unquoted(text.strip().removeprefix('=').strip())}")
-        else:
+    ends = [found.start() for found in options[1:]] + [len(rest)]
+    for found, end in zip(options, ends, strict=True):
+        option, text = found["option"], rest[found.end() : end].strip().removeprefix("=").strip()
+        if option not in FILTER_OPTIONS:
             given.append(option)
+        elif text:
+            given.append(f"{option}={_unquoted(text)}")
+        else:
+            command.parser.error(f'{option} needs an expression; "" is the one that matches nothing')
     return command.parser.parse_args(given)
 
 
 def _unquoted(text: str) -> str:
     """Without quotes around the whole, which belong to the command line and not to the expression."""
-    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" and text[0] not in text[1:-1]:
-        return text[1:-1]
+    if re.fullmatch(_STRING, text, re.DOTALL):
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
     return text
 
 
@@ -182,7 +237,8 @@ def _parse_expression(command: Command, rest: str) -> argparse.Namespace:
     arguments = command.parser.parse_args(words)
     if not text.strip():
         command.parser.error("an expression is needed, such as `%graft run forward(batch)`")
-    if text.lstrip().startswith("-o"):
-        command.parser.error("-o needs a name")
+    if re.match(r"-o\b|--\w", text.lstrip()):
+        # Python would read two minus signs, and complain about something else.
+        command.parser.parse_args(text.split()[:1])
     arguments.expression = text.strip()
     return arguments

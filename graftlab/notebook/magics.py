@@ -22,6 +22,8 @@ from graftlab.session import Session, launch
 def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion, and let figures show as pictures."""
     magics = GraftMagics(shell)
+    # After %reload_ext the session goes on.
+    magics.session = next((old.session for old in reversed(magics_of_completion) if old.shell is shell), None)
     shell.register_magics(magics)
     select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
     if shell.Completer is not None:
@@ -35,7 +37,7 @@ def load(shell: InteractiveShell) -> None:
 
 @magics_class
 class GraftMagics(Magics):
-    """``%graft`` and ``%%graft``. ``session`` is the one that ``%graft up`` made."""
+    """``%graft`` and ``%%graft``. ``session`` is the one that ``%graft up`` made, or the notebook's `session`."""
 
     session: Session | None = None
 
@@ -52,10 +54,19 @@ class GraftMagics(Magics):
             sys.stdout.write(help_.text + "\n")
             return None
 
+    def open_session(self) -> Session | None:
+        """The session that commands are for, if there is one that is open."""
+        own, variable = self.session, self._names().get("session")
+        if (own is None or own.closed) and isinstance(variable, Session):
+            # Made with gl.launch; whoever calls it `session` means this one.
+            own = self.session = variable
+        return None if own is None or own.closed else own
+
     def _open(self) -> Session:
-        if self.session is None or self.session.closed:
+        session = self.open_session()
+        if session is None:
             raise UsageError("%graft: no session is open; `%graft up -b 1 -t 2` starts one")
-        return self.session
+        return session
 
     def _cell(self, where: str, cell: str) -> None:
         if where in ("", "-h", "--help"):
@@ -66,7 +77,9 @@ class GraftMagics(Magics):
             return
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
-            raise UsageError(f"%%graft: {where!r} is no place to run a cell; write one of {labels}")
+            line = where.split(maxsplit=1)[0]
+            hint = f"; `%graft {line}`, with one %, is for a line" if line in command_line.COMMANDS else ""
+            raise UsageError(f"%%graft: {where!r} is no place to run a cell; write one of {labels}{hint}")
         run = session.execute(cell, where)
         for rank, value in _labelled(run):
             if value is not None:
@@ -74,9 +87,10 @@ class GraftMagics(Magics):
                 display(value)  # type: ignore[no-untyped-call]
 
     def _up(self, arguments: argparse.Namespace) -> Session:
-        if self.session is not None and not self.session.closed:
+        before = self.open_session()
+        if before is not None:
             sys.stdout.write("closing the session that was open\n")
-            self.session.close()
+            before.close()
         self.session = launch(
             arguments.baseline,
             arguments.target,
@@ -107,9 +121,10 @@ class GraftMagics(Magics):
         sys.stdout.write(self._open().log(arguments.rank, arguments.lines) + "\n")
 
     def _run(self, arguments: argparse.Namespace) -> Run:
-        run = self._open().run(arguments.expression, arguments.expression)
+        run = self._open().start(arguments.expression, arguments.expression)
+        # Before the wait: a run that fails, or is not waited for to its end, has rows too.
         self._assign(arguments.out, run)
-        return run
+        return run.wait()
 
     def _filter(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
@@ -117,13 +132,19 @@ class GraftMagics(Magics):
         return session.edit(**changes) if changes else session.plan
 
     def _transform(self, arguments: argparse.Namespace) -> Any:
-        name = arguments.name
-        found = None if name == "default" else self._names().get(name, name)
-        return self._open().edit(transform=found)
+        session, name = self._open(), arguments.name
+        if name not in self._names() and name != "default" and name.isidentifier():
+            raise UsageError(
+                f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
+                f"package.module.function"
+            )
+        return session.edit(transform=None if name == "default" else self._names().get(name, name))
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
-        session = self._open()
-        frame = session.frame if arguments.all or not session.runs else session.runs[-1].frame
+        frame = self._open().frame
+        if len(frame) and not arguments.all:
+            # Cells are runs too, mostly without rows.
+            frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
         self._assign(arguments.out, frame)
         return frame
 
@@ -138,11 +159,8 @@ class GraftMagics(Magics):
         return getattr(plot, kind)(arguments.tag)
 
     def _assign(self, name: str | None, value: object) -> None:
-        if not name:
-            return
-        if not name.isidentifier():
-            raise UsageError(f"%graft: {name!r} is not a name that a variable can have")
-        self._names()[name] = value
+        if name:
+            self._names()[name] = value
 
     def _names(self) -> dict[str, Any]:
         assert self.shell is not None
@@ -171,8 +189,8 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
         return SimpleMatcherResult(completions=[])
     token = "" if before.endswith(" ") else words[-1]
     previous = words[1:] if before.endswith(" ") else words[1:-1]
-    session = magics_of_completion[-1].session if magics_of_completion else None
-    ranks = [rank.label for rank in session.ranks] if session is not None and not session.closed else []
+    session = magics_of_completion[-1].open_session() if magics_of_completion else None
+    ranks = [rank.label for rank in session.ranks] if session is not None else []
     if words[0] == "%%graft":
         choices = [*command_line.CELL_TARGETS, *ranks] if not previous else []
     elif not previous:
@@ -180,7 +198,9 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
     else:
         command = command_line.COMMANDS.get(previous[0])
         choices = list(command.options) if command is not None else []
-        if previous[0] == "log":
+        if command is not None and previous[-1] in command.choices:
+            choices = list(command.choices[previous[-1]])
+        elif previous[0] == "log":
             choices += ["baseline", "target", "both", *ranks]
         elif previous[0] == "plot" and session is not None:
             choices += [str(name) for name in dict.fromkeys(session.frame["name"])]

@@ -18,11 +18,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.multiprocessing
 
@@ -62,7 +62,15 @@ class RankProcess:
     """One rank as the notebook sees it."""
 
     def __init__(
-        self, place: Place, seat: Seat, process: BaseProcess, channel: Channel, segment: int, log: Path, stacks: Path
+        self,
+        place: Place,
+        seat: Seat,
+        process: BaseProcess,
+        channel: Channel,
+        lifeline: socket.socket,
+        segment: int,
+        log: Path,
+        stacks: Path,
     ) -> None:
         self.place = place
         self.seat = seat
@@ -72,6 +80,7 @@ class RankProcess:
         self.pid: int | None = None
         self.alive = True
         self._process = process
+        self._lifeline = lifeline
         self._page = WhereaboutsPage(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
 
     @property
@@ -95,6 +104,12 @@ class RankProcess:
         self._process.kill()
         self._process.join(5.0)
 
+    def let_go(self) -> None:
+        """Close what ties the process to the notebook; a rank that were still there would end now."""
+        self.alive = False
+        self.channel.close()
+        self._lifeline.close()
+
     def how_it_ended(self) -> str:
         """In words, such as ``"killed by SIGKILL"``."""
         self._process.join(1.0)
@@ -110,9 +125,11 @@ class RankProcess:
         """The last lines that the rank wrote to its log."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return "(nothing: the process had not come as far as its log; see what the notebook itself printed)"
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
 
 
 def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[RankProcess]:
@@ -121,11 +138,27 @@ def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[Ra
     ``folder`` gets the logs; ``private`` is a folder only the user can enter, for the groups' rendezvous. Raises
     :class:`LaunchError` with the log's tail when a rank dies or is not ready in time; then none is left.
     """
-    if options.baseline < 1 or options.target < 1:
-        raise LaunchError(f"each side needs at least one rank, not baseline={options.baseline} target={options.target}")
+    for side, count in (("baseline", options.baseline), ("target", options.target)):
+        if not isinstance(count, int) or count < 1:
+            raise LaunchError(f"{side}={count!r}: each side needs a whole number of ranks, at least one")
+    if options.start_method not in get_args(StartMethod):
+        raise LaunchError(f"start_method={options.start_method!r}: ranks start by 'forkserver' or 'spawn'")
+    if not options.timeout > 0:
+        raise LaunchError(f"timeout={options.timeout!r}: give seconds, more than 0")
     places = Place("baseline", 0, options.baseline, options.target).everyone()
     seats = assign(places, options.device, options.backend)
-    return _starter.submit(_launch, options, folder, private, places, seats).result()
+    given_up, give_up = socket.socketpair()
+    with given_up, give_up:
+        launching = _starter.submit(_launch, options, folder, private, places, seats, given_up)
+        try:
+            return launching.result()
+        except BaseException:
+            # The stop button ends the wait here, not the launch over there; nobody would ever end those ranks.
+            give_up.send(b"x")
+            wait([launching])
+            if launching.exception() is None:
+                end_ranks(launching.result(), patience=0)
+            raise
 
 
 def warm_up() -> None:
@@ -135,15 +168,48 @@ def warm_up() -> None:
 
 def _prepare_forkserver() -> None:
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload([_WORKER])
-    with _hidden_main():
+    with _hidden_main(), _same_import_path():
         multiprocessing.forkserver.ensure_running()
 
 
+@contextlib.contextmanager
+def _same_import_path() -> Iterator[None]:
+    """Let a process that starts meanwhile import what this one imports.
+
+    Left alone, the forkserver of older Pythons looks into the current folder first, and nowhere that was put on
+    ``sys.path`` later: it would preload another graftlab than the notebook's, or none.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
+    wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _launch(
-    options: LaunchOptions, folder: Path, private: Path, places: list[Place], seats: list[Seat]
+    options: LaunchOptions,
+    folder: Path,
+    private: Path,
+    places: list[Place],
+    seats: list[Seat],
+    given_up: socket.socket,
 ) -> list[RankProcess]:
     if options.start_method == "forkserver":
-        _prepare_forkserver()
+        try:
+            _prepare_forkserver()
+        except OSError as error:
+            raise LaunchError(
+                f"the forkserver, which starts the ranks, cannot be started: {error}; its socket lies in the folder "
+                f"for temporary files, so set TMPDIR to one that exists and has a short path, or pass "
+                f"start_method='spawn'"
+            ) from error
     context: Any = torch.multiprocessing.get_context(options.start_method)
     segments: list[int] = []
     links: dict[tuple[int, int], socket.socket] = {}
@@ -185,14 +251,16 @@ def _launch(
                 cwd=os.getcwd(),
             )
             ours, theirs = socket.socketpair()
-            with theirs, _hidden_main():
-                process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
-                process.start()
-            me = place.world_rank
-            handed = [*segments, *(links[me, other].fileno() for other in range(len(places)) if other != me)]
-            _send_descriptors(ours, handed)
-            ranks.append(RankProcess(place, seat, process, Channel(ours), segments[me], log, stacks))
-        _await_hellos(ranks, options.timeout)
+            lifeline, their_lifeline = socket.socketpair()
+            with theirs, their_lifeline:
+                with _hidden_main():
+                    process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
+                    process.start()
+                me = place.world_rank
+                handed = [*segments, *(links[me, other].fileno() for other in range(len(places)) if other != me)]
+                _send_descriptors(ours, [*handed, their_lifeline.fileno()])
+            ranks.append(RankProcess(place, seat, process, Channel(ours), lifeline, segments[me], log, stacks))
+        _await_hellos(ranks, options.timeout, given_up)
         return ranks
     except BaseException as error:
         end_ranks(ranks, patience=0)
@@ -239,11 +307,11 @@ def _hidden_main() -> Iterator[None]:
             setattr(main_module, name, value)
 
 
-def _await_hellos(ranks: list[RankProcess], timeout: float) -> None:
+def _await_hellos(ranks: list[RankProcess], timeout: float, given_up: socket.socket) -> None:
     deadline = time.monotonic() + timeout
     poller = select.poll()
     expected = {rank.channel.fileno(): rank for rank in ranks}
-    for descriptor in expected:
+    for descriptor in (*expected, given_up.fileno()):
         poller.register(descriptor, select.POLLIN)
     while expected:
         remaining = deadline - time.monotonic()
@@ -256,6 +324,8 @@ def _await_hellos(ranks: list[RankProcess], timeout: float) -> None:
                 f"{late.log_tail()}"
             )
         for descriptor, _ in ready:
+            if descriptor == given_up.fileno():
+                raise LaunchError("nobody waits for these ranks any more")
             rank = expected[descriptor]
             for frame in rank.channel.receive():
                 message = unpack(frame)
@@ -280,5 +350,4 @@ def end_ranks(ranks: list[RankProcess], patience: float = 2.0) -> None:
     for rank in ranks:
         if not rank.join(max(0.0, deadline - time.monotonic())):
             rank.kill()
-        rank.alive = False
-        rank.channel.close()
+        rank.let_go()

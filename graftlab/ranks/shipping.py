@@ -6,20 +6,22 @@ the cell's lines. What cannot travel is named.
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
 import inspect
 import io
 import linecache
 import logging
 import pickle
 import types
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 import torch
 
-from graftlab.errors import GraftWarning, ShippingError
+from graftlab.errors import ShippingError, warn
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def install_source(filename: str, source: str) -> None:
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
     """A function as bytes, by value where it is not importable. Raises :class:`ShippingError` naming what cannot go."""
-    return _pack_or_name(function, what)
+    return _pack_or_name(function, [(what, function)], what)
 
 
 def unpack_function(blob: bytes) -> Callable[..., Any]:
@@ -97,7 +99,9 @@ def pack_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str = "the function"
 ) -> bytes:
     """A function with its arguments. Raises :class:`ShippingError` naming what cannot go."""
-    return _pack_or_name((function, args, dict(kwargs)), what)
+    parts = [(what, function), *((f"positional argument {index}", arg) for index, arg in enumerate(args))]
+    parts += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
+    return _pack_or_name((function, args, dict(kwargs)), parts, what)
 
 
 def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -130,53 +134,75 @@ class Unshipped:
         return self.text
 
 
-def _pack_or_name(value: Any, what: str) -> bytes:
+def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
+    """``parts`` are the parts of the value by name; ``what`` is the name of the whole."""
     try:
         blob = _pack(value, _Packer)
     except Exception as error:
-        culprit = _culprit(value, what, set())
         raise ShippingError(
-            f"{culprit or what} cannot be sent to the ranks: {error}. Create it on the ranks instead (in a %%graft "
-            f"cell, or inside the function), or pass what it is made from"
+            f"{_culprit(parts, {id(value)}) or what} cannot be sent to the ranks: {error}. Create it on the ranks "
+            f"instead (in a %%graft cell, or inside the function), or pass what it is made from"
         ) from error
     if len(blob) > LARGE:
-        biggest = max(_parts(value, what), key=lambda part: _size(part[1]), default=(what, None))[0]
-        warnings.warn(
-            f"{what} takes {len(blob) >> 20} MiB along to every rank, most of it in {biggest}; "
-            f"create large values on the ranks instead",
-            GraftWarning,
-            stacklevel=4,
+        biggest = _biggest(parts, len(blob), {id(value)})
+        warn(
+            f"{what} takes {len(blob) >> 20} MiB along to every rank{f', most of it in {biggest}' if biggest else ''}; "
+            f"create large values on the ranks instead"
         )
     return blob
+
+
+def _culprit(parts: list[tuple[str, Any]], seen: set[int]) -> str | None:
+    """The name of the innermost part that cannot be pickled."""
+    for name, part in parts:
+        if id(part) not in seen and _size(part) < 0:
+            seen.add(id(part))
+            return _culprit(_parts(part, name), seen) or name
+    return None
+
+
+def _biggest(parts: list[tuple[str, Any]], size: int, seen: set[int]) -> str | None:
+    """The name of the innermost part that is more than half of the whole."""
+    for name, part in parts:
+        if id(part) not in seen and (own := _size(part)) > size // 2:
+            seen.add(id(part))
+            return _biggest(_parts(part, name), own, seen) or name
+    return None
 
 
 def _parts(value: Any, what: str) -> list[tuple[str, Any]]:
     """What a value drags along, by the names its author gave."""
     if isinstance(value, types.FunctionType):
-        seen = inspect.getclosurevars(value)
-        captured = {**seen.globals, **seen.nonlocals}
-        return [(f"variable {name!r} used by {value.__name__}()", part) for name, part in captured.items()]
-    if isinstance(value, tuple) and len(value) == 3 and callable(value[0]) and isinstance(value[2], dict):
-        function, args, kwargs = value
-        named = [(f"positional argument {index}", arg) for index, arg in enumerate(args)]
-        named += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
-        return [(what, function), *named]
-    if isinstance(value, dict):
+        return [(f"variable {name!r} used by {value.__name__}()", part) for name, part in _captured(value)]
+    if isinstance(value, types.MethodType):
+        return [(f"{what}.__self__", value.__self__), *_parts(value.__func__, what)]
+    if isinstance(value, functools.partial):
+        return [(what, value.func), *_parts(value.args, f"{what}.args"), *_parts(value.keywords, f"{what}.keywords")]
+    if isinstance(value, Mapping):
         return [(f"{what}[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return [(f"{what}[{index}]", part) for index, part in enumerate(value)]
-    return []
+    if isinstance(value, type):
+        return [(f"{value.__name__}.{name}", part) for name, part in vars(value).items()]
+    attributes = [(f"{what}.{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    return [*attributes, (f"class {type(value).__name__}", type(value))]
 
 
-def _culprit(value: Any, what: str, seen: set[int]) -> str | None:
-    """The name of the innermost part that cannot be pickled."""
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    for name, part in _parts(value, what):
-        if _size(part) < 0:
-            return _culprit(part, name, seen) or name
-    return None
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Globals, closure variables and defaults, which travel with a function, by name."""
+    codes = [function.__code__]
+    for code in codes:
+        # A comprehension or an inner function is a constant of the code around it.
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in function.__globals__:
+                yield instruction.argval, function.__globals__[instruction.argval]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        if parameter.default is not parameter.empty:
+            yield name, parameter.default
 
 
 def _size(value: Any) -> int:

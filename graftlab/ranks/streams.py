@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TextIO
 
 # A progress bar may never end its line; what is this long goes on its way all the same.
 _LONGEST = 1 << 16
+
+
+def redirect_to(log: str) -> None:
+    """Make this process's standard streams, and those of what it starts, write to ``log``; there is nothing to read."""
+    log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
+    os.close(log_descriptor)
+    os.close(nothing)
+    # stdio of a forked process may be anything its parent had; these are the descriptors above.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 class LabelledStream(io.TextIOBase):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import fcntl
 import logging
 import os
 import pickle
@@ -55,26 +56,23 @@ from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
 from graftlab.ranks.streams import LabelledStream
 from graftlab.transforms import user_traceback
 
+# The modules that put frames on the wire and take them off; their names begin so.
+_WIRE = "graftlab.exchange."
+# Seconds until an interrupt that came at a bad moment is tried again.
+_LOOK_AGAIN = 0.01
+
 
 def main(spec: RankSpec, connection: socket.socket) -> None:
     """The life of a rank. The connection carries the descriptors of memory and sockets first, then messages."""
-    # Its own session: the stop button's SIGINT goes to the notebook's process group and must not end the ranks.
-    os.setsid()
-    _redirect_output(spec.log)
     faulthandler.enable()
     stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    channel = None
-    try:
-        descriptors = _receive_descriptors(connection, 2 * len(spec.place.everyone()) - 1)
-        channel = Channel(connection)
-        _settle_in(spec)
-        rank = Rank(spec, channel, descriptors)
-        channel.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
-    except BaseException:
-        # The notebook shows the tail of this log when a rank dies before its hello.
-        traceback.print_exc()
-        raise
+    *descriptors, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()))
+    _die_with_the_notebook(lifeline)
+    channel = Channel(connection)
+    _settle_in(spec)
+    rank = Rank(spec, channel, descriptors)
+    channel.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
     rank.serve()
     channel.drain(5.0)
     logging.shutdown()
@@ -84,18 +82,16 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _redirect_output(log: str) -> None:
-    log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(log_descriptor, 1)
-    os.dup2(log_descriptor, 2)
-    os.close(log_descriptor)
-    os.close(nothing)
-    # stdio of a forked process may be anything its parent had; these are the descriptors above.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+def _die_with_the_notebook(lifeline: int) -> None:
+    """Have the system kill this process when the notebook's end of the lifeline is closed, by whatever death.
+
+    The desk does the same, but needs the interpreter for it; code that hangs in C without letting go of it would
+    live on for ever.
+    """
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _receive_descriptors(connection: socket.socket, count: int) -> list[int]:
@@ -173,10 +169,10 @@ class Rank:
         self._vars.update(gl=graftlab, torch=torch)
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._vars)
         taps.activate(self.grafter, here)
+        self._run_number = -1
         self._jobs: queue.SimpleQueue[RunRequest | PlanUpdate | Shutdown] = queue.SimpleQueue()
         self._stop_read, self._stop_write = os.pipe()
         self._stopping = False
-        self._running = False
         self._streams = [LabelledStream(stream, self._print) for stream in (sys.stdout, sys.stderr)]
         sys.stdout, sys.stderr = self._streams
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -185,10 +181,26 @@ class Rank:
     def _print(self, text: str) -> None:
         self._channel.send(pack(Output(text)))
 
-    def _on_interrupt(self, *_: object) -> None:
-        # session.interrupt() ends the user's code, never the rank.
-        if self._running:
-            raise KeyboardInterrupt
+    def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
+        """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
+        waits = frame is not None and frame.f_code is SharedMemoryExchange.poll.__code__
+        on_the_wire = False
+        while frame is not None and frame.f_code is not Rank._work.__code__:
+            on_the_wire |= str(frame.f_globals.get("__name__")).startswith(_WIRE)
+            frame = frame.f_back
+        if frame is None:
+            return
+        if on_the_wire and not waits:
+            # Look again when that is done, unless it was the last thing that the user's code did.
+            again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
+            again.daemon = True
+            again.start()
+            return
+        raise KeyboardInterrupt
+
+    def _interrupt_again(self, run: int, number: int) -> None:
+        if run == self._run_number:
+            os.kill(os.getpid(), number)
 
     # ---- the desk: its own thread -------------------------------------------------------------------------------
 
@@ -242,17 +254,14 @@ class Rank:
                 self._run(job)
 
     def _run(self, request: RunRequest) -> None:
-        run = request.info.run
+        run = self._run_number = request.info.run
         result, failure = None, None
         self.grafter.begin_run(request.info, request.plan)
         try:
-            self._running = True
-            value = self._work(request.work)
-            self._running = False
-            result = shipping.pack_result(value)
+            result = shipping.pack_result(self._work(request.work))
         except BaseException as error:
-            self._running = False
             failure = _failure(error)
+        self._run_number = -1
         for stream in self._streams:
             stream.flush_lines()
         self.grafter.end_run()
@@ -269,17 +278,18 @@ class Rank:
         assert isinstance(work.body, str)
         shipping.install_source(work.filename, work.body)
         if work.kind == "eval":
-            return eval(compile(work.body.strip(), work.filename, "eval"), self._vars)
+            # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
+            return eval(compile(work.body.strip(), work.filename, "eval", dont_inherit=True), self._vars)
         return self._execute_cell(work.body, work.filename)
 
     def _execute_cell(self, source: str, filename: str) -> Any:
         """Execute a cell; like a notebook, its value is that of a last line that is an expression."""
         tree = ast.parse(source, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, filename, "exec"), self._vars)
+        exec(compile(tree, filename, "exec", dont_inherit=True), self._vars)
         if not isinstance(last, ast.Expr):
             return None
-        return eval(compile(ast.Expression(last.value), filename, "eval"), self._vars)
+        return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), self._vars)
 
 
 def _failure(error: BaseException) -> Failure:
@@ -300,6 +310,11 @@ def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+        if ident == threading.get_ident():
+            continue
+        stack = traceback.extract_stack(frame)
+        # How the process came to run the user's code is the same on every rank, and not what anybody looks for.
+        ours = max((index for index, line in enumerate(stack) if line.filename == __file__), default=-1)
+        lines = "".join(traceback.format_list(stack[ours + 1 :])) or "  idle\n"
+        parts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(parts)

@@ -1,0 +1,65 @@
+"""Figures from a frame of rows or from a pair of tensors.
+
+Every function that draws returns a matplotlib ``Figure`` and never touches pyplot, so it may be called from
+a widget callback or any other thread; it shows itself in a notebook. Pass ``ax`` to draw into axes of your own:
+legends stand outside the axes, so give their figure ``layout="constrained"``. A figure with nothing to show
+says so inside itself; what a caller got wrong (a column that is not there, tensors of two shapes) raises.
+
+The names are looked up on first use: a rank that wants only `max_downsample` does not pay for matplotlib and
+pandas.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graftlab.plots.pairs import draw_difference_map, heatmap, histogram, scatter
+    from graftlab.plots.reduce import DifferenceMap, difference_map, max_downsample
+    from graftlab.plots.steps import history, ranks
+    from graftlab.plots.style import to_png
+    from graftlab.plots.table import first_divergent
+    from graftlab.plots.taps import divergence
+
+__all__ = [
+    "DifferenceMap",
+    "difference_map",
+    "divergence",
+    "draw_difference_map",
+    "first_divergent",
+    "heatmap",
+    "histogram",
+    "history",
+    "max_downsample",
+    "ranks",
+    "scatter",
+    "to_png",
+]
+
+_HOMES = {
+    "DifferenceMap": "reduce",
+    "difference_map": "reduce",
+    "divergence": "taps",
+    "draw_difference_map": "pairs",
+    "first_divergent": "table",
+    "heatmap": "pairs",
+    "histogram": "pairs",
+    "history": "steps",
+    "max_downsample": "reduce",
+    "ranks": "steps",
+    "scatter": "pairs",
+    "to_png": "style",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,270 @@
+"""Figures of one pair of tensors: where they differ, how they are distributed, one against the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from torch import Tensor
+
+from graftlab.plots import style
+from graftlab.plots.reduce import DifferenceMap, difference_map
+from graftlab.plots.samples import Distributions, distributions, sample
+from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
+
+_MAX_CROSSES = 400
+
+
+def heatmap(
+    baseline: Tensor,
+    target: Tensor,
+    *,
+    dims: Sequence[int] | None = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Where the pair differs: ``|baseline - target|`` over two axes, the worst element ringed.
+
+    Look for structure. Noise is even; a bright block is a shard or a head, a bright row a token, a bright
+    column a channel, a bright edge a mask or an off-by-one.
+
+    - rows and columns: the axes ``dims`` (the last two by default) in element indices; other axes are
+      reduced by maximum. At most 512 x 512 cells are drawn and a cell shows its maximum, so no single bad
+      element is lost.
+    - colour: log scale over at most eight decades. Black is exactly 0; a cell with a NaN or an
+      infinity on one side only is vermillion (and crossed, unless there are many).
+    - title: the largest difference with the element's full index and both values, and how many non-finite
+      pairs there are (equal ones, such as a mask's ``-inf`` on both sides, count as 0).
+
+    The tensors have one shape, any dtype (complex: magnitude of the difference) and device, and are read in
+    blocks. Raises TypeError when one is no tensor, ValueError when the shapes differ or ``dims`` does not
+    fit.
+    """
+    return draw_difference_map(difference_map(baseline, target, dims=dims), title=title, ax=ax)
+
+
+def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: Axes | None = None) -> Figure:
+    """`heatmap` for a map that was reduced elsewhere, for instance in a rank, with `difference_map`."""
+    rows, columns = _two(found.dims, None)
+    flat = rows is None
+    figure, ax = style.new_axes(ax, 7.4, 3.0 if flat else 6.4)
+    style.label_axes(ax, _dim_label(columns), _dim_label(rows))
+    dtypes = " / ".join(dict.fromkeys(found.dtypes))
+    head = f"{style.shorten(title, 70) + '  ' if title else ''}{list(found.shape)} {dtypes}"
+    style.head(ax, head, *_findings(found), size=style.NOTE)
+    if not found.grid.size:
+        style.say(ax, _no_elements(found.shape))
+        return figure
+
+    shown, norm, cmap = log_image(found.grid)
+    drawn = ax.imshow(
+        shown, norm=norm, cmap=cmap, extent=found.extent, aspect="auto", interpolation="nearest", gid="cells"
+    )
+    height = found.shape[rows] if rows is not None else 1
+    width = found.shape[columns] if columns is not None else 1
+    ax.set_xlim(-0.5, width - 0.5)  # the last cell of an axis may reach past the tensor
+    ax.set_ylim(height - 0.5, -0.5)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(True)
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if flat:
+        ax.set_yticks([])
+    keys: list[Any] = []
+    if found.worst > 0 and found.worst_index is not None:
+        y, x = _two([found.worst_index[dim] for dim in found.dims], 0)
+        style.rings(ax, np.array([x]), np.array([y]), size=190, gid="worst")
+        keys.append(style.key("worst element", ODD, "o", hollow=True, size=11))
+    if (found.grid == 0).any():
+        keys.append(Patch(facecolor=EXACT, edgecolor=style.GREY, label="0 (exact)"))
+    if found.nonfinite_differ:
+        odd = np.argwhere(~np.isfinite(found.grid))
+        if len(odd) <= _MAX_CROSSES:  # few cells are easily overlooked, many are not
+            across, down = _centres(found)
+            crosses = ax.scatter(across[odd[:, 1]], down[odd[:, 0]], marker="x", s=44, color=ODD, linewidths=1.6)
+            crosses.set(zorder=4, gid="non-finite", clip_on=False)
+        keys.append(style.key("non-finite differs", ODD, "x"))
+    color_bar(figure, drawn, ax, "|baseline - target|  (tensor's units)")
+    style.legend_below(ax, keys)
+    return figure
+
+
+def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: Axes | None = None) -> Figure:
+    """How both tensors' values are distributed, and how large their differences are.
+
+    - left: values in shared bins, log count; baseline solid, target dashed. A scale, a bias or a clipped tail
+      shows as one outline apart from the other.
+    - right: ``|target - baseline|`` on a log scale, log count, apart for the elements where the target is larger
+      (solid) and smaller (dashed); the bar at ``0`` is the elements that are equal. Rounding is one hill far to
+      the left; a second hill is a part of the tensor that is wrong, a few counts to the right are outliers, and
+      two outlines that do not cover each other are a bias.
+    - titles: how many elements differ, mean and standard deviation of ``target - baseline``, and how many values
+      were left out because they are not finite (a difference needs two finite values).
+
+    The tensors have one shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
+    both panels are drawn inside it. Raises TypeError when one is no tensor, ValueError when the shapes differ.
+    """
+    found = distributions(baseline, target)
+    figure, whole = style.new_axes(ax, 9.6, 4.2)
+    whole.set_axis_off()
+    left, right = whole.inset_axes((0.0, 0.0, 0.45, 1.0)), whole.inset_axes((0.57, 0.0, 0.43, 1.0))
+    style.label_axes(left, "value  (tensor's units)", "elements  (count)")
+    style.label_axes(right, "|target - baseline|  (tensor's units)", "elements  (count)")
+    odd = found.nonfinite_baseline + found.nonfinite_target
+    note = f"not finite: baseline {found.nonfinite_baseline}, target {found.nonfinite_target}" if odd else ""
+    style.head(left, style.shorten(title or "values", 48), note, size=style.NOTE)
+    differing = found.pairs - found.equal
+    spread = f"mean {style.number(found.mean)}, std {style.number(found.std)}" if differing else ""
+    style.head(right, f"{differing:,} of {found.pairs:,} elements differ", spread, size=style.NOTE)
+    if not found.pairs:
+        for panel in (left, right):
+            style.say(panel, "no pair of finite values" if baseline.numel() else _no_elements(baseline.shape))
+        return figure
+
+    left.stairs(found.baseline, found.edges, color=style.BASELINE, alpha=0.15, fill=True)
+    _outline(left, found.edges, found.baseline, style.BASELINE, "-", "baseline")
+    _outline(left, found.edges, found.target, style.TARGET, "--", "target")
+    left.xaxis.set_major_locator(MaxNLocator(6))
+    _count_axis(left, max(found.baseline.max(), found.target.max()))
+    _draw_sizes(right, found, signed=not (baseline.is_complex() or target.is_complex()))
+    return figure
+
+
+def _draw_sizes(ax: Axes, found: Distributions, *, signed: bool) -> None:
+    """The size of the differences, by powers of ten, with a bar for the pairs that are equal to the left of them."""
+    low, high = float(found.magnitude_edges[0]), float(found.magnitude_edges[-1])
+    ticks, labels = [], []
+    if found.equal < found.pairs:
+        _outline(ax, found.magnitude_edges, found.above, style.TARGET, "-", "target larger" if signed else "differing")
+        if signed:
+            _outline(ax, found.magnitude_edges, found.below, style.ink(), "--", "target smaller")
+        first, last = math.ceil(low), math.floor(high)
+        ticks = [float(e) for e in range(first, last + 1, -(-(last - first + 1) // 7) or 1)]
+        ticks = ticks if len(ticks) > 1 else [float(tick) for tick in np.linspace(low, high, 4)]
+        whole = all(tick.is_integer() for tick in ticks)
+        labels = [style.power(10.0**tick) if whole else style.number(10.0**tick, 2) for tick in ticks]
+    else:
+        low, high = 0.0, 1.0
+        ax.text(
+            0.55,
+            0.5,
+            "every pair is equal",
+            transform=ax.transAxes,
+            ha="center",
+            fontsize=style.LABEL,
+            color=style.GREY,
+        )
+    width = (high - low) * 0.05
+    if found.equal:
+        ax.bar([low - 2 * width], [found.equal], width=width, color=style.SKY, label="equal")
+        ticks, labels = [low - 2 * width, *ticks], ["0", *labels]
+    ax.set_xlim(low - 3.5 * width, high + width)
+    ax.set_xticks(ticks, labels)
+    _count_axis(ax, max(found.above.max(), found.below.max(), found.equal))
+
+
+def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: Axes | None = None) -> Figure:
+    """Baseline against target, a point an element: equal elements lie on the identity line.
+
+    A line of another slope is a scale, a parallel one a bias, a cross or a cloud around the axes a
+    permutation or a wrong tensor, a flat end a clipped range, a few points off the line are outliers.
+
+    At most 20,000 points are drawn: a tenth of them are the elements that differ most, always and in
+    another colour and marker, the others are a random draw that is the same every time. The title counts
+    the pairs left out because one value is not finite, and names the worst element.
+
+    The tensors have one shape, any dtype (complex: magnitudes, so a turned phase does not show here) and
+    device, and are read in blocks. Raises TypeError when one is no tensor, ValueError when the shapes
+    differ.
+    """
+    points = sample(baseline, target)
+    figure, ax = style.new_axes(ax, 6.0, 6.5)
+    style.label_axes(ax, "baseline  (tensor's units)", "target  (tensor's units)")
+    drawn = len(points.baseline)
+    counts = f"all {drawn}" if drawn + points.nonfinite == points.numel else f"{drawn} of {points.numel}"
+    left_out = f", {points.nonfinite} pairs with a non-finite value left out" if points.nonfinite else ""
+    finding = "every pair is equal" if drawn else ""
+    if points.worst_index is not None:
+        x, y = (style.number(tensor[points.worst_index].item(), 4) for tensor in (baseline, target))
+        finding = f"worst at {list(points.worst_index)}: baseline {x}, target {y}"
+    style.head(ax, style.shorten(title or "", 70), f"{counts} elements{left_out}", finding, size=style.NOTE)
+    if not drawn:
+        style.say(ax, "no pair of finite values" if points.numel else _no_elements(baseline.shape))
+        return figure
+
+    both = np.concatenate([points.baseline, points.target])
+    low, high = float(both.min()), float(both.max())
+    room = 0.04 * (high - low) or abs(high) * 0.1 or 0.5
+    ax.set_xlim(low - room, high + room)
+    ax.set_ylim(low - room, high + room)
+    ax.axline((low, low), slope=1.0, color=style.GREY, linewidth=1.0, linestyle="--", zorder=1, gid="identity")
+    common = drawn - points.worst
+    plain = ax.scatter(points.baseline[:common], points.target[:common], s=6, color=style.BLUE, alpha=0.35)
+    plain.set(linewidths=0, zorder=2, gid="sample")
+    keys = [style.key("equal", style.GREY, line="--"), style.key("elements", style.BLUE, "o", size=5)]
+    if points.worst:
+        worst = ax.scatter(points.baseline[common:], points.target[common:], s=12, marker="D", color=style.VERMILLION)
+        worst.set(alpha=0.6, linewidths=0, zorder=3, gid="worst")
+        keys.append(style.key(f"the {points.worst} worst", style.VERMILLION, "D", size=5))
+    style.legend_below(ax, keys)
+    return figure
+
+
+def _dim_label(dim: int | None) -> str:
+    return "" if dim is None else f"dim {dim}  (element index)"
+
+
+def _no_elements(shape: Sequence[int]) -> str:
+    return f"the tensors have no elements:\nshape {list(shape)}"
+
+
+def _findings(found: DifferenceMap) -> list[str]:
+    lines = []
+    if found.worst_index is None or found.worst_values is None:
+        lines.append("no pair of finite values")
+    elif found.worst == 0:
+        lines.append("every finite pair is equal" if found.nonfinite_differ else "every pair is equal")
+    else:
+        x, y = (style.number(value, 4) for value in found.worst_values)
+        lines.append(f"worst: {style.number(found.worst)} at {list(found.worst_index)}  (baseline {x}, target {y})")
+    if found.nonfinite_index is not None and found.nonfinite_values is not None:
+        x, y = (style.number(value, 4) for value in found.nonfinite_values)
+        where = list(found.nonfinite_index)
+        lines.append(f"non-finite: {found.nonfinite_differ} differ, first at {where}  (baseline {x}, target {y})")
+    if found.nonfinite_equal:
+        lines.append(f"non-finite: {found.nonfinite_equal} equal on both sides")
+    return lines
+
+
+def _two(values: Sequence[Any], absent: Any) -> tuple[Any, Any]:
+    """(row, column) of a tensor's shown axes, which may be fewer than two."""
+    row, column = [*[absent] * (2 - len(values)), *values]
+    return row, column
+
+
+def _centres(found: DifferenceMap) -> tuple[style.Array, style.Array]:
+    """Element indices at the centres of the cells: (x of each column, y of each row)."""
+    rows, columns = found.grid.shape
+    left, right, bottom, top = found.extent
+    across, down = (right - left) / columns, (bottom - top) / rows
+    return left + across * (np.arange(columns) + 0.5), top + down * (np.arange(rows) + 0.5)
+
+
+def _outline(ax: Axes, edges: style.Array, counts: style.Array, color: str, line: str, label: str) -> None:
+    # A log axis has no zero: an empty bin goes below its lower end.
+    ax.stairs(np.maximum(counts, 0.1), edges, color=color, linestyle=line, linewidth=1.5, label=label, baseline=0.1)
+
+
+def _count_axis(ax: Axes, most: int) -> None:
+    ax.set_yscale("log")
+    ax.set_ylim(0.5, most * 8)  # the legend is above the tallest bin
+    ax.yaxis.set_major_locator(LogLocator(10, numticks=8))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:g}" if count < 1e4 else style.power(count)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=style.TICK, handletextpad=0.6, columnspacing=1.2)

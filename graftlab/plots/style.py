@@ -1,0 +1,240 @@
+"""How every figure looks: palette, status marks, text and legends, and figures that need no pyplot."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.transforms import offset_copy
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour vision.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#808080"
+BASELINE, TARGET = BLUE, VERMILLION
+LINES = ((BLUE, "-"), (BLACK, "--"), (SKY, "-."), (PURPLE, ":"), (GREEN, "-"), (ORANGE, "--"), (GREY, "-."))
+
+LABEL, TICK, NOTE, TITLE = 10, 8.5, 9.5, 11
+_LEGEND: dict[str, Any] = {"borderaxespad": 0.0, "frameon": False, "fontsize": TICK, "handletextpad": 0.6}
+
+_TENSOR = "tensor's units"
+# What a statistic is, and its unit.
+_VALUES = {
+    "rel_l2": ("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio"),
+    "rel_diff": ("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio"),
+    "cosine": ("cosine similarity", "ratio"),
+    "max_abs": ("max_abs = max |x-y|", _TENSOR),
+    "mean_abs": ("mean_abs = mean |x-y|", _TENSOR),
+    "seconds": ("time spent in the tap", "s"),
+    "numel": ("elements", "count"),
+    "nonfinite_differ": ("pairs of which one is not finite", "count"),
+}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a status is drawn. ``edge`` is where a row without a value goes."""
+
+    color: str
+    marker: str
+    edge: str = "top"
+
+
+MARKS = {
+    "compared": Mark(BLUE, "o"),
+    "grafted": Mark(GREEN, "D"),
+    "failed": Mark(VERMILLION, "X"),
+    "timeout": Mark(PURPLE, "s"),
+    "missing": Mark(ORANGE, "v", "bottom"),
+    "unmatched": Mark(YELLOW, "^", "bottom"),
+}
+OTHER = Mark(GREY, "P", "bottom")
+
+# Agg, the font cache and the layout engine are shared by all figures of a process.
+_RENDERING = threading.Lock()
+
+
+class NotebookFigure(Figure):
+    """A figure that a notebook shows by itself, whether or not pyplot was ever imported."""
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self)
+
+
+def to_png(figure: Figure, *, dpi: float = 110) -> bytes:
+    """Render a figure to PNG bytes, one figure of the process at a time; safe to call from any thread."""
+    out = io.BytesIO()
+    with _RENDERING:
+        figure.savefig(out, format="png", dpi=dpi)
+    return out.getvalue()
+
+
+def new_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
+    """The axes given and their figure, or axes in a new figure of that size in inches."""
+    if ax is not None:
+        return whole_figure(ax), ax
+    figure = NotebookFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def whole_figure(ax: Axes) -> Figure:
+    """The figure that axes are in, also when a subfigure lies between."""
+    figure: Any = ax.figure
+    while not isinstance(figure, Figure):
+        figure = figure.figure
+    return figure
+
+
+def plain(text: object) -> str:
+    """Text that matplotlib draws as it is: no mathtext, no control characters."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)).replace("$", r"\$")
+
+
+def plain_lines(text: str) -> str:
+    """`plain` for text of several lines."""
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
+def shorten(text: str, limit: int = 34) -> str:
+    """Cut a long name in its middle. Of a module path, words go before its numbers and its ends do.
+
+    ``model.layers.12.self_attention.projection.out`` becomes ``model…12…projection.out``.
+    """
+    parts = text.split(".")
+    droppable = [i for i in range(1, len(parts) - 1) if not parts[i].isdigit()]
+    while len(text) > limit and droppable:
+        parts[droppable.pop(0)] = ""
+        text = re.sub(r"\.{2,}", "…", ".".join(parts))
+    if len(text) <= limit:
+        return text
+    tail = (limit - 1) * 3 // 5  # names differ at the end more often than at the start
+    return f"{text[: limit - 1 - tail]}…{text[-tail:]}"
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number in few characters: ``3.2e-05``, ``1.25``, ``nan``; integers in full."""
+    return str(value) if isinstance(value, (bool, int)) else f"{value:.{digits}g}"
+
+
+def power(value: float) -> str:
+    """A power of ten as an axis writes it. Not mathtext: its parser is shared by all threads."""
+    mantissa, _, exponent = f"{value:.0e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def value_label(value: str, *, short: bool = False) -> str:
+    """An axis label for a column, with its unit where the column is one of ours."""
+    if value not in _VALUES:
+        return (
+            f"{plain(value)}  ({_TENSOR})"
+            if re.fullmatch("(mean|std|min|max)_(baseline|target)", value)
+            else plain(value)
+        )
+    text, unit = _VALUES[value]
+    return f"{value if short else text}  ({unit})"
+
+
+def label_axes(ax: Axes, x: str, y: str) -> None:
+    ax.set_xlabel(x, fontsize=LABEL)
+    ax.set_ylabel(y, fontsize=LABEL)
+    ax.tick_params(labelsize=TICK)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def head(ax: Axes, *lines: str, size: float = TITLE) -> None:
+    """The title: its lines from the left edge of the axes, empty ones left out."""
+    ax.set_title("\n".join(plain(line) for line in lines if line), fontsize=size, loc="left")
+
+
+def say(ax: Axes, message: str) -> None:
+    """Put a message where the data would be; it may have several lines."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "transform": ax.transAxes}
+    ax.text(0.5, 0.5, plain_lines(message), fontsize=LABEL, color=GREY, wrap=True, **middle)
+
+
+def marks(
+    ax: Axes,
+    x: Array,
+    y: Array,
+    look: Mark,
+    *,
+    face: str,
+    edge: str,
+    size: float,
+    above: float,
+    gid: str,
+    width: float | None = None,
+) -> None:
+    """One collection of marks, drawn whole also at the rim of the axes; nothing when there are none."""
+    if len(x):
+        thickness = width if width is not None else 1.2 if face == "none" else 0.6
+        points = ax.scatter(x, y, s=size, marker=look.marker, facecolors=face, edgecolors=edge, linewidths=thickness)
+        points.set(zorder=above, clip_on=False, gid=gid)
+
+
+def rings(ax: Axes, x: Array, y: Array, *, size: float, gid: str) -> None:
+    """Rings around what must not be overlooked, with a halo so that they show on any colour."""
+    for color, width, halo in (("white", 4.0, " halo"), (VERMILLION, 2.0, "")):
+        look = Mark(color, "o")
+        marks(ax, x, y, look, face="none", edge=color, size=size, width=width, above=8, gid=gid + halo)
+
+
+def legend(ax: Axes, handles: Sequence[Any], columns: int = 1) -> None:
+    """A legend to the right of the axes, where no data is."""
+    if handles:
+        ax.legend(handles=list(handles), loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns, **_LEGEND)
+
+
+def legend_below(ax: Axes, handles: Sequence[Any], points: float = 40) -> None:
+    """A legend in a line ``points`` under the axes, for images: their right side belongs to the colour bar."""
+    if handles:
+        under = offset_copy(ax.transAxes, whole_figure(ax), y=-points, units="points")
+        place: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "bbox_transform": under}
+        ax.legend(handles=list(handles), loc="upper center", ncols=4, **place, **_LEGEND)
+
+
+def key(
+    label: str, color: str, marker: str = "", line: Any = "none", *, hollow: bool = False, size: float = 7
+) -> Line2D:
+    """A legend entry for a mark, a line, or both."""
+    text = plain(label)
+    text = f" {text}" if text.startswith("_") else text  # matplotlib hides labels that begin with an underscore
+    entry = Line2D([], [], color=color, marker=marker, linestyle=line, markersize=size, label=text)
+    entry.set_markerfacecolor("none" if hollow else color)
+    entry.set_markeredgecolor(color if hollow or marker == "x" else ink())
+    entry.set_markeredgewidth(1.2 if hollow or marker == "x" else 0.4)
+    return entry
+
+
+def ring_key() -> Line2D:
+    return key("non-finite differs", VERMILLION, "o", hollow=True, size=11)
+
+
+def status_key(status: str) -> Line2D:
+    return key(status, look(status).color, look(status).marker)
+
+
+def look(status: str) -> Mark:
+    return MARKS.get(status, OTHER)
+
+
+def ink() -> str:
+    """The text colour in force, so that marks stay visible on a dark style."""
+    return str(rcParams["text.color"])

@@ -1,0 +1,98 @@
+"""A real Jupyter kernel that tests type cells into, as a notebook does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+# Only bounds how long a broken promise can hang.
+DEADLINE = 60.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Reply:
+    """What came of one cell. ``error`` is the text that the notebook shows below it; ``shown`` one dict a display."""
+
+    stdout: str = ""
+    stderr: str = ""
+    error_name: str = ""
+    error: str = ""
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[str]:
+        return [data["text/plain"] for data in self.shown]
+
+
+class Kernel:
+    """``run`` types a cell and waits for it; ``begin`` and ``finish`` are its halves."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager = manager
+        self.client = client
+
+    @property
+    def pid(self) -> int:
+        pid: int = self.manager.provisioner.process.pid
+        return pid
+
+    def run(self, cell: str) -> Reply:
+        return self.finish(self.begin(cell))
+
+    def begin(self, cell: str) -> str:
+        message: str = self.client.execute(cell)
+        return message
+
+    def finish(self, message: str, until: Callable[[Reply], object] | None = None) -> Reply:
+        """Collect what a cell shows to its end, or until ``until`` says that it has shown enough."""
+        reply = Reply()
+        while until is None or not until(reply):
+            report = self.client.get_iopub_msg(timeout=DEADLINE)
+            kind, content = report["msg_type"], report["content"]
+            if report["parent_header"].get("msg_id") != message:
+                continue
+            if kind == "stream":
+                setattr(reply, content["name"], getattr(reply, content["name"]) + content["text"])
+            elif kind in ("execute_result", "display_data"):
+                reply.shown.append(content["data"])
+            elif kind == "error":
+                reply.error_name = content["ename"]
+                reply.error = _COLOURS.sub("", "\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+        return reply
+
+    def complete(self, code: str) -> list[str]:
+        """What the Tab key offers at the end of ``code``."""
+        answer = self.client.complete(code, len(code), reply=True, timeout=DEADLINE)
+        matches: list[str] = answer["content"]["matches"]
+        return matches
+
+
+@contextlib.contextmanager
+def kernel(**environment: str) -> Iterator[Kernel]:
+    """A kernel with these variables in its environment, and a folder of its own for its temporary files."""
+    # Short, because sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="gl-") as folder:
+        (Path(folder) / "tmp").mkdir()
+        own = {"TMPDIR": f"{folder}/tmp", "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
+        manager = KernelManager(kernel_name="python3", transport="ipc", connection_file=f"{folder}/kernel.json")
+        manager.start_kernel(env={**os.environ, **own, **environment})
+        client = manager.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=DEADLINE)
+            yield Kernel(manager, client)
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)

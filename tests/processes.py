@@ -1,0 +1,57 @@
+"""Processes that tests watch end: who belongs to whom, who is still there, and what was left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+# Only bounds how long a broken promise can hang.
+DEADLINE = 30.0
+
+
+def family(pid: int) -> set[int]:
+    """The process and everything that it, and those it started, have started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                # The name in parentheses may hold anything, so what follows is counted from its end.
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def watch(pids: Iterable[int]) -> dict[int, int]:
+    """Descriptors that tell when these processes end; taken while they live, so that no other can take their number."""
+    return {pid: os.pidfd_open(pid) for pid in pids}
+
+
+def still_there(watched: dict[int, int]) -> list[int]:
+    """Wait for the processes to end; those that have not when the deadline comes."""
+    poller = select.poll()
+    names = {descriptor: pid for pid, descriptor in watched.items()}
+    for descriptor in names:
+        poller.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + DEADLINE
+    while names and time.monotonic() < deadline:
+        for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            poller.unregister(descriptor)
+            os.close(descriptor)
+            del names[descriptor]
+    return sorted(names.values())
+
+
+def shared_memory_left(before: set[str]) -> set[str]:
+    """What is new in shared memory since ``before``, once whoever else uses it has had time to clean up."""
+    deadline = time.monotonic() + DEADLINE
+    poller = select.poll()
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        poller.poll(20)
+    return left
