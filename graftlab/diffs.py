@@ -137,7 +137,7 @@ def _real_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-# -- what is known of a block, and of all of them --------------------------------------------------------------------
+# -- what is known of a block, and of all of them ---------------------------------------------------------------------
 
 
 class _Moments(NamedTuple):
@@ -228,16 +228,17 @@ def _measure_exactly(x: torch.Tensor, y: torch.Tensor) -> _Part:
     scaled_y, exponent_y, y_moments = _moments_exactly(y, pairs, nonfinite_y)
     product = _exact(torch.dot(scaled_x, scaled_y)) * _power(exponent_x + exponent_y)
 
-    common = max(exponent_x, exponent_y)
-    distance = (_scaled(y, common) - _scaled(x, common)).abs_()
-    if pairs < distance.numel():
-        distance = _filled(distance, 0.0)
-    largest = distance.max()
-    further = _exponent(largest.item())
-    distance = _scaled(distance, further)
-    total_abs = _exact(distance.sum()) * _power(common + further)
-    squares = _exact(torch.dot(distance, distance)) * _power(2 * (common + further))
-    max_abs = _as_float(_exact(largest) * _power(common))
+    for halved in (0, 1):  # the difference of two finite values can be out of range, that of their halves cannot
+        distance = (_scaled(y, halved) - _scaled(x, halved)).abs_()
+        distance = _filled(distance, 0.0) if pairs < distance.numel() else distance
+        largest = distance.max()
+        if math.isfinite(largest):
+            break
+    exponent = _exponent(largest.item())
+    distance = _scaled(distance, exponent)
+    total_abs = _exact(distance.sum()) * _power(exponent + halved)
+    squares = _exact(torch.dot(distance, distance)) * _power(2 * (exponent + halved))
+    max_abs = _as_float(_exact(largest) * _power(halved))
     return _Part(pairs, x_moments, y_moments, max_abs, total_abs, squares, product, differ)
 
 
@@ -330,20 +331,24 @@ def _is_ill_conditioned(total: _Part) -> bool:
     return smaller > 0 and larger > _LARGEST_RATIO**2 * smaller
 
 
-# -- from sums to statistics -----------------------------------------------------------------------------------------
+# -- from sums to statistics ------------------------------------------------------------------------------------------
 
 
 def _statistics(total: _Part, numel: int, index: tuple[int, ...]) -> DiffStats:
     x, y, squares = total.x, total.y, total.squares
-    if x.squares == 0 or y.squares == 0:
-        cosine = 1.0 if x.squares == y.squares else 0.0
+    if x.squares == 0:
+        rel_l2, rel_diff, cosine = (0.0, 0.0, 1.0) if y.squares == 0 else (math.inf, 1.0, 0.0)
+    elif y.squares == 0:
+        rel_l2, rel_diff, cosine = 1.0, 1.0, 0.0
     else:
-        cosine = min(1.0, _root(total.product * total.product / (x.squares * y.squares)))
+        rel_l2 = _root(squares / x.squares)
+        rel_diff = min(float(squares / (x.squares + y.squares)), 2.0)
+        cosine = min(_root(total.product * total.product / (x.squares * y.squares)), 1.0)
         cosine = -cosine if total.product < 0 else cosine
     return DiffStats(
         numel,
-        0.0 if squares == 0 else math.inf if x.squares == 0 else _root(squares / x.squares),
-        0.0 if squares == 0 else float(squares / (x.squares + y.squares)),
+        rel_l2,
+        rel_diff,
         total.max_abs,
         index,
         _as_float(total.total_abs / total.pairs),

@@ -170,7 +170,7 @@ def _check_brackets(text: str) -> None:
         raise FilterError(f"this {opener} is never closed; write {_CLOSERS[opener]}", text, position)
 
 
-# -- from the tree to closures -----------------------------------------------------------------------------------
+# -- from the tree to closures ----------------------------------------------------------------------------------------
 
 _NO_COMPREHENSION = "comprehensions are not allowed; write the values out, as in layer in (1, 2, 3)"
 _REFUSED: dict[type[ast.AST], str] = {

@@ -33,7 +33,9 @@ def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
     own = {"name", "step", "side", "rank"}
     tags = dict.fromkeys(tag for row in rows for tag in row.get("tags") or () if tag not in own)
     for tag in tags:
-        column = f"tag_{tag}" if tag in COLUMNS else tag
+        column = tag
+        while column in columns:
+            column = f"tag_{column}"
         columns[column] = [(row.get("tags") or {}).get(tag) for row in rows]
     frame = pd.DataFrame(columns)
     for name in _FLOATS:

@@ -10,10 +10,10 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.module_tracker import ModuleTracker
@@ -35,6 +35,7 @@ Tags = tuple[tuple[str, Any], ...]
 
 # Tag sets that never repeat (a request id, say) must not fill the memory.
 _MEMO_LIMIT = 100_000
+_SEEN_LIMIT = 10_000
 
 # Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
 _tracker = ModuleTracker()
@@ -59,10 +60,23 @@ class Decision:
     key_tags: Tags
 
 
+class Reporter(Protocol):
+    """What a grafter tells whoever runs it, on the thread of the tap."""
+
+    def row(self, row: Row) -> None:
+        """One tap's row."""
+
+    def seen(self, tags: dict[str, Any]) -> None:
+        """A tag set that is reached for the first time, whether or not some filter wants it."""
+
+    def adopted(self, version: int, step: int) -> None:
+        """This plan is in force here from this step on."""
+
+
 class Grafter:
     """Decides, sends, receives, transforms, measures, overwrites and records.
 
-    ``emit`` takes each row. Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the
+    Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the
     threads that run the model, one at a time.
     """
 
@@ -72,7 +86,7 @@ class Grafter:
         exchange: SharedMemoryExchange,
         page: WhereaboutsPage,
         ambient: ContextVar[Tags],
-        emit: Callable[[Row], None],
+        reporter: Reporter,
         kept: KeptPairs,
     ) -> None:
         self.place = place
@@ -80,9 +94,11 @@ class Grafter:
         self._exchange = exchange
         self._page = page
         self._ambient = ambient
-        self._emit = emit
+        self._reporter = reporter
+        self._emit = reporter.row
         self._lock = threading.RLock()
-        self._plan = GraftPlan()
+        # Older than any, so that the first plan is adopted whatever its version.
+        self._plan = GraftPlan(version=-1)
         self._offered = self._plan
         self._transform: Transform | None = None
         self._run: RunInfo | None = None
@@ -93,6 +109,7 @@ class Grafter:
         self._decisions: dict[Any, Decision | None] | None = None
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
         self._warned: set[tuple[str, str]] = set()
+        self._seen: set[tuple[str, Tags]] = set()
         exchange.on_wait = self._on_wait
 
     # ---- runs, steps and plans ----------------------------------------------------------------------------------
@@ -184,6 +201,7 @@ class Grafter:
             self._plan = plan
             self._transform = _load(plan)
             self._decisions = None if self._decisions is None else {}
+            self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
 
     def _begin_step(self) -> None:
         assert self._run is not None
@@ -242,6 +260,7 @@ class Grafter:
             )
         given = tuple({**dict(self._ambient.get()), **tags}.items())
         full = self._tags_of(name, given)
+        self._report_seen(full, tuple((key, plain(value)) for key, value in given))
         plan = self._plan
         verdict = plan.judge(full)
         decision: Decision | None = None
@@ -255,6 +274,13 @@ class Grafter:
                 decisions.clear()
             decisions[memo] = decision
         return decision
+
+    def _report_seen(self, full: dict[str, Any], given: Tags) -> None:
+        # Decisions are forgotten with their plan; what was seen is not, so each tag set is told once.
+        known = (str(full["name"]), (("recompute_status", full["recompute_status"]), *given))
+        if known not in self._seen and len(self._seen) < _SEEN_LIMIT:
+            self._seen.add(known)
+            self._reporter.seen({**full, **dict(given)})
 
     def _current(self, decision: Decision) -> dict[str, Any]:
         """The tags of this very call: a decision outlives the step in which it was made."""

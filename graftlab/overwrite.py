@@ -16,7 +16,8 @@ class _Transplant(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        return received.view_as(received)
+        # Made here, not handed in: torch forbids to change an output in place that is a view of an input.
+        return _copy_like(own, received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -24,12 +25,16 @@ class _Transplant(torch.autograd.Function):
 
 
 def replacement_for(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """A new tensor with the received values (own's dtype and device) and own's place in the autograd graph."""
-    value = received.to(device=own.device, dtype=own.dtype, copy=True)
+    """A new tensor with the received values, own's dtype, device and strides, and own's place in the autograd graph."""
     if own.requires_grad and torch.is_grad_enabled():
-        replaced: torch.Tensor = _Transplant.apply(own, value)  # type: ignore[no-untyped-call]
+        replaced: torch.Tensor = _Transplant.apply(own, received)  # type: ignore[no-untyped-call]
         return replaced
-    return value
+    return _copy_like(own, received)
+
+
+def _copy_like(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    # The strides too: what comes after the tap may take a view that only they allow.
+    return torch.empty_like(own, requires_grad=False).copy_(received)
 
 
 def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, str | None]:
@@ -37,8 +42,9 @@ def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, 
 
     The write bypasses autograd's version counter on purpose: an earlier op that saved ``own`` for its backward then
     sees the grafted value, as if it had produced it, instead of raising; a leaf that requires grad can be written too.
-    Views write through to what they are views of, as any in-place op does. An expanded tensor holds one number for
-    several places: where the received values differ among those, only the returned tensor can carry them.
+    Views write through to what they are views of, as any in-place op does. An expanded tensor, or overlapping windows,
+    hold one number for several places: where the received values differ among those, only the returned tensor can carry
+    them.
     """
     place = own.data
     source = received
@@ -46,18 +52,35 @@ def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, 
         if stride == 0 and extent > 1:
             place = place.narrow(dim, 0, 1)
             source = source.narrow(dim, 0, 1)
-    if source.shape != received.shape and not _constant_along_expansion(source, received):
-        return replacement_for(own, received), (
-            "the tensor is expanded (one number in several places), so only what gl.tap returned carries the graft"
-        )
+    if source.shape != received.shape and not _all_equal(source, received):
+        return replacement_for(own, received), _ONLY_RETURNED
     # An inference tensor may be written only in inference mode, whatever mode the caller is in by now.
     mode = torch.inference_mode() if own.is_inference() else contextlib.nullcontext()
     with mode:
+        before = place.clone() if _may_overlap(place) else None
         place.copy_(source)
+        if before is not None and not _all_equal(place, source.to(place)):
+            place.copy_(before)
+            return replacement_for(own, received), _ONLY_RETURNED
     return own, None
 
 
-def _constant_along_expansion(source: torch.Tensor, received: torch.Tensor) -> bool:
-    same = source == received
-    # NaN equals nothing, itself included, yet a NaN in every place is constant.
-    return bool((same | ((source != source) & (received != received))).all())
+_ONLY_RETURNED = (
+    "the tensor is expanded or overlaps itself (one number in several places), so only what gl.tap returned carries "
+    "the graft"
+)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether some number may stand in several places: some dimension does not step over all that lies before it."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride <= reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
+
+
+def _all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # NaN equals nothing, itself included, yet a NaN in the same place is the same.
+    return bool(((one == other) | ((one != one) & (other != other))).all())

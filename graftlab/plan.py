@@ -43,8 +43,9 @@ class GraftPlan:
 
     ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
     of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
-    nothing. ``rename`` is a tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of
-    that side before taps are paired.
+    nothing. ``transform`` is what :meth:`TransformSpec.of` takes. ``rename`` is ``{side: {regex: replacement}}`` or a
+    tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of that side before taps are
+    paired.
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable.
     """
@@ -58,6 +59,10 @@ class GraftPlan:
     version: int = 0
 
     def __post_init__(self) -> None:
+        if self.transform is not None and not isinstance(self.transform, TransformSpec):
+            object.__setattr__(self, "transform", TransformSpec.of(self.transform))
+        if not isinstance(self.rename, tuple):
+            object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
         # Compiled now, so that what cannot be compiled is refused here and not on a rank.
         _ = self._filters, self._renames
 
@@ -97,7 +102,7 @@ class GraftPlan:
                 expression = re.compile(pattern)
                 # Group references are only checked when something matches; a template check refuses them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
-            except (re.error, IndexError) as error:
+            except (re.error, IndexError, TypeError) as error:
                 raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
             compiled[side].append((expression, replacement))
         return compiled

@@ -29,7 +29,19 @@ from graftlab.plan import UNSET, GraftPlan, Unset
 from graftlab.ranks import shipping
 from graftlab.ranks.hub import Hub
 from graftlab.ranks.launcher import LaunchOptions, RankProcess, StartMethod, end_ranks, launch_ranks
-from graftlab.ranks.messages import Output, PlanUpdate, Query, Reply, RunDone, RunRequest, RunSettled, Work, pack
+from graftlab.ranks.messages import (
+    Output,
+    PlanAdopted,
+    PlanUpdate,
+    Query,
+    Reply,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    TapSeen,
+    Work,
+    pack,
+)
 from graftlab.run import Run
 from graftlab.transforms import Transform, TransformSpec
 
@@ -43,6 +55,8 @@ logger = logging.getLogger(__name__)
 HOME_VARIABLE = "GRAFTLAB_HOME"
 # How long a rank may take to answer a question that needs no waiting.
 _ANSWER_TIMEOUT = 5.0
+# Tags that tell where and when a tap was reached, not which tap it is.
+_PLACE_TAGS = frozenset({"step", "side", "rank"})
 
 Callee = Callable[..., Any] | str
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -92,6 +106,8 @@ class Session:
         self._questions = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Reply]] = {}
         self._next_step = 0
+        self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._adopted: dict[int, dict[str, int]] = {}
         self._closed = False
         # Only the user can enter it; it holds what the side's groups need to find each other.
         self._private = Path(_make_private_folder())
@@ -203,6 +219,10 @@ class Session:
             info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
             for rank in ranks:
                 rank.channel.send(pack(RunRequest(info, self.plan, works[rank.place.world_rank])))
+            for rank in ranks:
+                # It may have died before this run was there for its death to be noted in.
+                if not rank.alive:
+                    self.on_gone(rank)
             return run
 
     @property
@@ -233,6 +253,7 @@ class Session:
         ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
         :class:`SessionError` that lists what is kept when there is none.
         """
+        self._require_open()
         # Taps are received by the target's ranks, but for those that are grafted t2b.
         receivers = sorted(self._ranks, key=lambda r: (r.place.side == "baseline", r.place.rank))
         for process in receivers:
@@ -281,6 +302,15 @@ class Session:
             self._plans.append(plan)
             self._publish(plan)
             return plan
+
+    def adopted(self, version: int) -> dict[str, int]:
+        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out."""
+        return dict(self._adopted.get(version, {}))
+
+    @property
+    def taps(self) -> list[dict[str, Any]]:
+        """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen."""
+        return list(self._seen.values())
 
     def _publish(self, plan: GraftPlan) -> None:
         message = pack(PlanUpdate(plan))
@@ -361,6 +391,7 @@ class Session:
         end_ranks(self._ranks, patience=0.5 if busy else 2.0)
         self._hub.stop()
         for rank in self._ranks:
+            rank.let_go()
             self.on_gone(rank)
         self._rows.close()
         shutil.rmtree(self._private, ignore_errors=True)
@@ -418,6 +449,11 @@ class Session:
         elif isinstance(message, RunSettled):
             self._next_step = max(self._next_step, message.next_step)
             self._runs[message.run].note_settled(rank)
+        elif isinstance(message, TapSeen):
+            tags = message.tags
+            self._seen.setdefault((tags["name"], tuple(v for k, v in tags.items() if k not in _PLACE_TAGS)), tags)
+        elif isinstance(message, PlanAdopted):
+            self._adopted.setdefault(message.version, {})[rank.label] = message.step
         elif isinstance(message, Reply):
             waiting = self._answers.get(message.number)
             if waiting is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -150,6 +151,13 @@ def activate(grafter: Grafter, where: Here) -> None:
     """Make this process a rank. Called once, by whatever makes ranks."""
     global _grafter, _here
     _grafter, _here = grafter, where
+    # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
+    os.register_at_fork(after_in_child=_deactivate)
+
+
+def _deactivate() -> None:
+    global _grafter
+    _grafter = None
 
 
 def grafter() -> Grafter | None:

@@ -59,14 +59,15 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
     wanted, unwanted = _chooser(include, default=True), _chooser(exclude, default=False)
-    handles, names = [], []
+    chosen: list[tuple[str, torch.nn.Module]] = []
     for path, module in model.named_modules():
         name = prefix + (path or ROOT)
         kind = type(module).__name__
         if wanted(name, kind) and not unwanted(name, kind):
-            handles.append(module.register_forward_hook(_hook(name)))
-            names.append(name)
-    return Watch(handles, names)
+            chosen.append((name, module))
+    # Only now, so that a choice that raises leaves the model as it was.
+    handles = [module.register_forward_hook(_hook(name)) for name, module in chosen]
+    return Watch(handles, [name for name, _ in chosen])
 
 
 def _chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:

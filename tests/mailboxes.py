@@ -19,6 +19,7 @@ from graftlab.exchange.base import Place, Receipt, RunInfo, Side, TapKey
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.ranks import launcher
 
 T = TypeVar("T")
 
@@ -62,10 +63,12 @@ class Mailbox:
         self._changed = threading.Condition()
         self._waiting = False
 
+    def note(self, state: str, awaits: Collection[int] = ()) -> None:
+        """Write into the page where this rank is."""
+        self._page.write(state, step=self.step, plan_version=0, taps=0, tap=self.tap, awaits=awaits)
+
     def _on_wait(self, awaits: Collection[int]) -> None:
-        self._page.write(
-            "waiting" if awaits else "running", step=self.step, plan_version=0, taps=0, tap=self.tap, awaits=awaits
-        )
+        self.note("waiting" if awaits else "running", awaits)
         with self._changed:
             self._waiting = bool(awaits)
             self.waits_so_far += self._waiting
@@ -205,6 +208,7 @@ Script = Callable[[Mailbox, Any], None]
 def _become_a_rank(
     place: Place, segments: Descriptors, size: int, links: dict[int, socket.socket], script: Script, line: Any, options: Any
 ) -> None:
+    torch.set_num_threads(1)
     arenas = [
         Arena(descriptor, size, writable=rank == place.world_rank)
         for rank, descriptor in enumerate(segments.descriptors)
@@ -226,6 +230,7 @@ class Processes:
     def __init__(self, baseline: Script, target: Script, counts: tuple[int, int] = (1, 1), **options: Any) -> None:
         places = Place("baseline", 0, *counts).everyone()
         wires = make_wires(len(places))
+        launcher._prepare_forkserver()
         context = torch.multiprocessing.get_context("forkserver")
         options = {"budget": 64 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []

@@ -195,7 +195,7 @@ def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are
         one.step = other.step = 7
         one.tap = "mlp"
         for mailbox in (one, other):
-            mailbox._on_wait([])
+            mailbox.note("running")
         sender.publish(key("first"), torch.zeros(2 * MIB, dtype=torch.uint8))
         with pytest.raises(BufferFullError) as raised:
             sender.publish(key("second", step=3), A_MIB)
@@ -325,7 +325,7 @@ def test_a_timeout_ends_the_wait_and_says_where_each_peer_is() -> None:
         punctual.publish(key("x"), 1.0)
         slow.step = 4
         slow.tap = "mlp"
-        slow._on_wait([3])
+        slow.note("waiting", [3])
         receipt = receiver.receive(key("x"))
         assert receipt.timed_out
         assert [(each.rank, each.tensor.item()) for each in receipt.contributions] == [(0, 1.0)]

@@ -6,14 +6,16 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mailboxes import DEADLINE, MIB, Mailbox, Processes, key, processes
+from support import wait_for_file
 from test_exchange import DTYPES, bits, layouts
+
+import graftlab as gl
 
 BASELINE, TARGET = 0, 1
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
@@ -62,7 +64,7 @@ def checks_everything(mailbox: Mailbox, line: Any) -> None:
     line.send(wrong)
 
 
-STEPS, TAPS = 4, 40
+STEPS, TAPS = 3, 24
 
 
 def the_tensor(direction: str, step: int, tap: int, rank: int) -> torch.Tensor:
@@ -104,7 +106,17 @@ def receives_x_then_y(mailbox: Mailbox, line: Any) -> None:
     line.recv()
 
 
+def receives_x_then_y_in_short(mailbox: Mailbox, line: Any) -> None:
+    line.send(mailbox.take(key("x")))
+    line.recv()
+    mailbox.exchange.timeout = 0.1
+    receipt = mailbox.receive(key("y"))
+    line.send((receipt.absent, receipt.timed_out))
+
+
 def sends_x_then_is_told(mailbox: Mailbox, line: Any) -> None:
+    mailbox.tap = "x"
+    mailbox.note("running")
     mailbox.publish(key("x"), 5.0)
     how = line.recv()
     if how == "exit":
@@ -199,15 +211,15 @@ def test_children_that_outlive_a_killed_rank_keep_nobody_waiting(made: str) -> N
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_stopped_rank_is_found_where_it_was() -> None:
-    with processes(sends_x_then_is_told, receives_x_then_y, timeout=0.5) as world:
+def test_a_stopped_rank_is_still_found_where_it_was() -> None:
+    with processes(sends_x_then_is_told, receives_x_then_y_in_short) as world:
+        assert world.hear(TARGET) == [5.0]
         os.kill(world.processes[BASELINE].pid, signal.SIGSTOP)
-        heard = [world.hear(TARGET)]
-        if heard == [[5.0]]:
-            heard += [world.hear(TARGET), world.hear(TARGET)]
-            absent, timed_out = heard[-1]
-            assert timed_out
-            assert "baseline[0] did not reach this tap within 0.5 s" in absent[0]
+        world.lines[TARGET].send("go on")
+        absent, timed_out = world.hear(TARGET)
+        assert timed_out
+        assert "baseline[0] did not reach this tap within 0.1 s: computing since" in absent[0]
+        assert "last seen at tap 'x' of step 0" in absent[0]
 
 
 def named_remains(temporary: Path) -> list[str]:
@@ -231,3 +243,34 @@ def test_killed_ranks_leave_nothing_behind(
     mapped = Path("/proc/self/maps").read_text()
     assert "graftlab" not in mapped
     assert named_remains(tmp_path) == []
+
+
+# ---- children of a rank ---------------------------------------------------------------------------------------------
+
+
+def taps_in_a_child_too(folder: str) -> list[float]:
+    mine = Path(folder) / "the child has tapped"
+    if gl.here().side == "target":
+        wait_for_file(mine)
+        return gl.tap("x", torch.zeros(3)).tolist()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(read, 1)
+            gl.tap("y", torch.full((3,), 2.0))
+        finally:
+            os._exit(0)
+    gl.tap("x", torch.full((3,), 1.0))
+    os.write(write, b"now")
+    os.waitpid(child, 0)
+    mine.touch()
+    return []
+
+
+def test_a_forked_child_of_a_rank_does_not_write_into_what_the_rank_sent(tmp_path: Path) -> None:
+    with gl.launch(1, 1) as session:
+        session.edit(b2t="True")
+        run = session.run(taps_in_a_child_too, taps_in_a_child_too, args=(str(tmp_path),))
+        assert run.target == [[1.0, 1.0, 1.0]]
+        assert run.frame["name"].tolist() == ["x"]

@@ -7,14 +7,18 @@ is busy computing. Here what does not fit is kept, and a thread, alive only whil
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
@@ -22,12 +26,15 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        # A socket that came over another socket would be passed on to every program that this process starts.
+        connection.set_inheritable(False)
         self._socket = connection
         self._sending = threading.Lock()
         self._waiting: deque[memoryview] = deque()
         self._flusher: threading.Thread | None = None
         self._received = bytearray()
         self.closed = False
+        _channels.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -129,3 +136,19 @@ class Channel:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
+
+    def _leave_to_parent(self) -> None:
+        self.closed = True
+        self._waiting = deque()
+        self._sending = threading.Lock()  # some thread of the parent may have held it
+        # Without a shutdown, which would end the parent's connection too.
+        self._socket.close()
+
+
+def _after_fork_in_child() -> None:
+    # The stream ends when the last process that holds it is gone: a data loader's workers must not outlive its rank.
+    for channel in list(_channels):
+        channel._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -262,8 +262,8 @@ class SharedMemoryExchange:
                     if not self._warned_full:
                         self._warned_full = True
                         logger.warning(
-                            "%s exceeds its buffer budget of %d MiB: a receiver waits for a later tap and has not asked "
-                            "for what is in the buffer; filters that match only taps of both sides avoid this",
+                            "%s exceeds its buffer budget of %d MiB: a receiver waits for a later tap and has not "
+                            "asked for what is in the buffer; filters that match only taps of both sides avoid this",
                             self._place.label,
                             self._budget >> 20,
                         )

@@ -202,12 +202,12 @@ def _split(name: str, text: str) -> list[str]:
 
 def _parse_filters(command: Command, rest: str) -> argparse.Namespace:
     options = [found for found in _STRING_OR_OPTION.finditer(rest) if found["option"]]
-    before = rest[: options[0].start()] if options else rest
-    if before.strip():
-        command.parser.error(f"write one of {', '.join(FILTER_OPTIONS)} before the expression {before.strip()!r}")
+    starts = [*(found.start() for found in options), len(rest)]
+    before = rest[: starts[0]].strip()
+    if before:
+        command.parser.error(f"write one of {', '.join(FILTER_OPTIONS)} before the expression {before!r}")
     given: list[str] = []
-    ends = [found.start() for found in options[1:]] + [len(rest)]
-    for found, end in zip(options, ends, strict=True):
+    for found, end in zip(options, starts[1:], strict=True):
         option, text = found["option"], rest[found.end() : end].strip().removeprefix("=").strip()
         if option not in FILTER_OPTIONS:
             given.append(option)

@@ -158,6 +158,8 @@ def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[Ra
             wait([launching])
             if launching.exception() is None:
                 end_ranks(launching.result(), patience=0)
+                for rank in launching.result():
+                    rank.let_go()
             raise
 
 
@@ -264,6 +266,8 @@ def _launch(
         return ranks
     except BaseException as error:
         end_ranks(ranks, patience=0)
+        for rank in ranks:
+            rank.let_go()
         if isinstance(error, OSError):
             raise LaunchError(f"the ranks could not be started: {error}") from error
         raise
@@ -343,11 +347,14 @@ def _await_hellos(ranks: list[RankProcess], timeout: float, given_up: socket.soc
 
 
 def end_ranks(ranks: list[RankProcess], patience: float = 2.0) -> None:
-    """End every rank: ask, wait ``patience`` seconds in all, then kill what is left."""
+    """End every rank: ask, wait ``patience`` seconds in all, then kill what is left.
+
+    What they sent last can still be read; see :meth:`RankProcess.let_go` for the rest.
+    """
     for rank in ranks:
         rank.channel.send(pack(Shutdown()))
     deadline = time.monotonic() + patience
     for rank in ranks:
         if not rank.join(max(0.0, deadline - time.monotonic())):
             rank.kill()
-        rank.let_go()
+        rank.alive = False

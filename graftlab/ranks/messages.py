@@ -81,6 +81,21 @@ class Output:
 
 
 @dataclass(frozen=True)
+class TapSeen:
+    """A tag set that the rank reached for the first time, wanted by some filter or not. Plain values only."""
+
+    tags: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlanAdopted:
+    """The plan of this version is in force on this rank from this step on."""
+
+    version: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Failure:
     """An exception that ended a rank's work. ``traceback`` starts at the user's own code."""
 

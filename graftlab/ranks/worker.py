@@ -40,6 +40,7 @@ from graftlab.ranks.messages import (
     Failure,
     Hello,
     Output,
+    PlanAdopted,
     PlanUpdate,
     Query,
     Reply,
@@ -47,6 +48,7 @@ from graftlab.ranks.messages import (
     RunRequest,
     RunSettled,
     Shutdown,
+    TapSeen,
     Work,
     pack,
     pack_row,
@@ -54,6 +56,7 @@ from graftlab.ranks.messages import (
 )
 from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
 from graftlab.ranks.streams import LabelledStream
+from graftlab.rows import Row
 from graftlab.transforms import user_traceback
 
 # The modules that put frames on the wire and take them off; their names begin so.
@@ -159,7 +162,7 @@ class Rank:
             self._exchange,
             WhereaboutsPage(own.map),
             taps.ambient,
-            lambda row: channel.send(pack_row(row)),
+            self,
             self._kept,
         )
         # Cells run in a real __main__, so that dataclasses and pickle find what they define.
@@ -177,6 +180,17 @@ class Rank:
         sys.stdout, sys.stderr = self._streams
         signal.signal(signal.SIGINT, self._on_interrupt)
         threading.Thread(target=self._desk, name="graftlab-desk", daemon=True).start()
+
+    # ---- what the grafter reports -------------------------------------------------------------------------------
+
+    def row(self, row: Row) -> None:
+        self._channel.send(pack_row(row))
+
+    def seen(self, tags: dict[str, Any]) -> None:
+        self._channel.send(pack(TapSeen(tags)))
+
+    def adopted(self, version: int, step: int) -> None:
+        self._channel.send(pack(PlanAdopted(version, step)))
 
     def _print(self, text: str) -> None:
         self._channel.send(pack(Output(text)))

@@ -1,0 +1,479 @@
+"""Ranks live as long as their session and not a moment longer, whatever becomes of the notebook or of one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels import kernel
+from processes import family, shared_memory_left, still_there, watch
+from support import wait_until
+
+import graftlab as gl
+
+METHODS = ("forkserver", "spawn")
+
+# Every state in which the notebook's death may meet a rank. What holds the interpreter in C gets no Python to run.
+EVERY_STATE = """
+import re, time
+import torch
+import graftlab as gl
+
+def compute():
+    while True:
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+
+def await_a_tap():
+    gl.tap("only here", torch.ones(1))
+
+def receive_what_nobody_sends():
+    if gl.here().rank == 0:
+        torch.distributed.recv(torch.ones(1), 1)
+
+def hold_the_interpreter():
+    print("holding")
+    re.match("(a+)+b", "a" * 64)
+
+one, two, three = gl.launch(1, 1, **how), gl.launch(1, 2, **how), gl.launch(1, 1, **how)
+one.start(baseline=compute, target=await_a_tap)
+two.start(target=receive_what_nobody_sends)
+three.start(baseline=hold_the_interpreter)
+while one.status().state.tolist() != ["running", "waiting"]:
+    time.sleep(0.01)
+while "recv" not in two.stacks()["target[0]"]:
+    time.sleep(0.01)
+while "holding" not in three.log("baseline[0]"):
+    time.sleep(0.01)
+states = two.status().state.tolist() + three.status().state.tolist()
+assert states == ["idle", "running", "running", "running", "idle"], states
+pids = [rank.pid for session in (one, two, three) for rank in session.ranks]
+"""
+
+
+@pytest.fixture
+def shm() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, of this process and of those it starts; short, because sockets lie in it."""
+    # Outlives this folder: the forkserver of the whole test run listens in it.
+    multiprocessing.util.get_temp_dir()
+    with tempfile.TemporaryDirectory(prefix="gl-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def script(source: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script without a main guard, in a process group of its own; its first line of output is yet to be read."""
+    path = cwd / "script.py"
+    path.write_text(textwrap.dedent(source))
+    # The graftlab that is being tested, be it installed or not.
+    roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with subprocess.Popen(
+        [sys.executable, str(path)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    assert line, f"the script ended: {process.stderr.read()}"
+    return json.loads(line)
+
+
+def pids_of(session: gl.Session) -> list[int]:
+    return [int(pid) for pid in session.status().pid]
+
+
+def receive_what_nobody_sends() -> None:
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+# ---- the notebook says so -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_close_leaves_no_rank_and_nothing_but_rows_and_logs(temporary: Path, shm: set[str], method: Any) -> None:
+    session = gl.launch(1, 2, start_method=method)
+    ranks = watch(pids_of(session))
+    session.run(lambda: gl.tap("x", torch.ones(1 << 20)).sum(), lambda: gl.tap("x", torch.ones(1 << 20)).sum())
+    assert list(temporary.glob("graftlab-*")), "the private folder is looked for in the wrong place"
+    session.close()
+    assert still_there(ranks) == []
+    assert not list(temporary.glob("graftlab-*"))
+    assert shared_memory_left(shm) == set()
+    assert session.closed
+    assert sorted(path.name for path in (session.folder / "logs").glob("*.log")) == [
+        "baseline-0.log",
+        "target-0.log",
+        "target-1.log",
+    ]
+    assert len(session.frame) == len(gl.load_run(session.folder)) == 2
+    session.close()
+
+
+def test_no_memory_of_the_ranks_ever_has_a_name() -> None:
+    with gl.launch(1, 1) as session:
+        session.run(lambda: gl.tap("x", torch.ones(1 << 20)).sum(), lambda: gl.tap("x", torch.ones(1 << 20)).sum())
+        for pid in pids_of(session):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert "graftlab" in maps, "the ranks' shared memory is looked for in the wrong place"
+            assert "/dev/shm" not in maps
+
+
+def test_leaving_the_with_ends_the_ranks_also_by_an_exception(temporary: Path) -> None:
+    with gl.launch(1, 1) as session:
+        ranks = watch(pids_of(session))
+    assert still_there(ranks) == []
+
+    def leave_by_an_exception() -> None:
+        with gl.launch(1, 1) as session:
+            ranks.update(watch(pids_of(session)))
+            raise ZeroDivisionError
+
+    ranks.clear()
+    with pytest.raises(ZeroDivisionError):
+        leave_by_an_exception()
+    assert len(ranks) == 2
+    assert still_there(ranks) == []
+    assert not list(temporary.glob("graftlab-*"))
+
+
+def test_closing_ends_ranks_that_hang_in_a_collective_and_the_run_says_why() -> None:
+    session = gl.launch(1, 2)
+    ranks = watch(pids_of(session))
+    run = session.start(target=receive_what_nobody_sends)
+    wait_until(lambda: "recv" in session.stacks()["target[1]"], "the wait in recv")
+    session.close()
+    assert still_there(ranks) == []
+    assert run.done
+    with pytest.raises(gl.RunError, match=r"target\[0\], target\[1\] died: the session was closed"):
+        run.wait()
+
+
+def test_a_closed_session_says_so_and_still_shows_what_it_recorded() -> None:
+    with gl.launch(1, 1) as session:
+        run = session.run(lambda: gl.tap("x", torch.ones(2)).sum(), lambda: gl.tap("x", torch.ones(2)).sum())
+    for attempt in (
+        lambda: session.run("1"),
+        lambda: session.start("1"),
+        lambda: session.execute("1"),
+        lambda: session.edit(b2t="True"),
+        lambda: session.tensors("x"),
+    ):
+        with pytest.raises(gl.SessionClosedError, match="launch another"):
+            attempt()
+    assert len(run.frame) == len(session.frame) == 1
+    assert run.baseline[0] == 2.0
+    assert set(session.status().state) == {"gone: ended with exit code 0"}
+    assert session.stacks() == {}
+    session.interrupt()
+    assert "closed" in repr(session)
+
+
+# ---- the notebook ends ----------------------------------------------------------------------------------------------
+
+LIVES = """
+    import json, os, signal, sys, time
+    import torch
+    import graftlab as gl
+
+    session = gl.launch(1, 2)
+    run = session.start(target=lambda: torch.distributed.recv(torch.ones(1), 1 - gl.here().rank))
+    while "recv" not in session.stacks()["target[1]"]:
+        time.sleep(0.01)
+    print(json.dumps([rank.pid for rank in session.ranks]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "orderly"),
+    [
+        ("pass", 0, True),
+        ("sys.exit(3)", 3, True),
+        ("raise RuntimeError('a mistake')", 1, True),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, False),
+    ],
+)
+def test_the_end_of_the_script_is_the_end_of_its_ranks(
+    temporary: Path, tmp_path: Path, shm: set[str], ending: str, status: int, orderly: bool
+) -> None:
+    with script(textwrap.dedent(LIVES) + ending, tmp_path) as process:
+        pids = first_line(process)
+        everyone = watch(family(process.pid) | set(pids))
+        assert set(pids) < set(everyone)
+        process.communicate("go on\n")
+        assert process.returncode == status
+    assert still_there(everyone) == []
+    assert shared_memory_left(shm) == set()
+    if orderly:
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_script_leaves_no_rank_whatever_it_does(
+    temporary: Path, tmp_path: Path, shm: set[str], method: str
+) -> None:
+    last = "import json\nprint(json.dumps(pids), flush=True)\ninput()\n"
+    with script(f"how = dict(start_method={method!r})\n{EVERY_STATE}{last}", tmp_path) as process:
+        pids = first_line(process)
+        everyone = watch(family(process.pid) | set(pids))
+        assert len(pids) == 7
+        process.kill()
+    assert still_there(everyone) == []
+    assert shared_memory_left(shm) == set()
+
+
+def test_a_killed_kernel_leaves_no_rank_whatever_it_does(shm: set[str]) -> None:
+    with kernel() as notebook:
+        reply = notebook.run(f"how = {{}}\n{EVERY_STATE}\npids")
+        assert not reply.error, reply.error
+        everyone = watch(family(notebook.pid) | set(json.loads(reply.values[-1])))
+        os.kill(notebook.pid, signal.SIGKILL)
+        assert still_there(everyone) == []
+    assert shared_memory_left(shm) == set()
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["orderly", "now"])
+def test_a_restarted_kernel_leaves_no_rank_and_can_start_new_ones(shm: set[str], now: bool) -> None:
+    with kernel() as notebook:
+        cell = "%load_ext graftlab\n%graft up\nrun = session.start('input()' and 'gl.tap(\"x\", 1)')"
+        reply = notebook.run(f"{cell}\n[rank.pid for rank in session.ranks]")
+        assert not reply.error, reply.error
+        before = family(notebook.pid) - {notebook.pid} | set(json.loads(reply.values[-1]))
+        everyone = watch(before)
+        notebook.manager.restart_kernel(now=now)
+        notebook.client.wait_for_ready(timeout=60)
+        assert still_there(everyone) == []
+        assert notebook.run("%load_ext graftlab\n%graft up\nsession.run('1 + 1').baseline").values[-1] == "[2]"
+    assert shared_memory_left(shm) == set()
+
+
+# ---- the stop button ------------------------------------------------------------------------------------------------
+
+
+def test_the_stop_button_ends_the_wait_and_not_the_ranks(tmp_path: Path) -> None:
+    for side in ("baseline", "target"):
+        os.mkfifo(tmp_path / side)
+    with kernel() as notebook:
+        notebook.run(f"%load_ext graftlab\nfrom pathlib import Path\nfolder = Path({str(tmp_path)!r})")
+        notebook.run("%graft up -b 1 -t 1")
+        wait = f"def wait():\n    print('begun')\n    return open({str(tmp_path)!r} + '/' + gl.here().side).read()"
+        notebook.run(f"%%graft both\n{wait}")
+        pids = json.loads(notebook.run("[rank.pid for rank in session.ranks]").values[-1])
+        for pid in pids:
+            assert os.getsid(pid) == pid, "a rank would get the signals of the kernel's terminal and group"
+
+        cell = notebook.begin("%graft run -o run wait()")
+        notebook.finish(cell, until=lambda reply: reply.stdout.count("begun") == 2)
+        notebook.manager.interrupt_kernel()
+        stopped = notebook.finish(cell)
+        assert stopped.error.startswith("KeyboardInterrupt: the wait for run 1 ended; the ranks go on")
+        assert "session.runs[1].wait()" in stopped.error
+        assert "Traceback" not in stopped.error
+        assert notebook.run("run.done, [rank.pid for rank in session.ranks]").values[-1] == str((False, pids))
+        assert notebook.run("%graft run 1").error.startswith("SessionBusyError: run 1 is still going on")
+
+        notebook.run("for side in ('baseline', 'target'):\n    (folder / side).write_text(side + ' went on')")
+        ended = notebook.run("session.runs[1].wait().baseline, run.target")
+        assert ended.values[-1] == "(['baseline went on'], ['target went on'])"
+
+
+def test_the_stop_button_during_a_launch_leaves_no_rank_and_the_next_launch_works(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    # Runs in each spawned process before anything of graftlab, and hangs there.
+    (hooks / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'GATE' in os.environ and '--multiprocessing-fork' in sys.orig_argv:\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    open(os.environ['GATE']).read()\n"
+    )
+    path = os.pathsep.join([str(hooks), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    with kernel(GATE=str(gate), PYTHONPATH=path) as notebook:
+        notebook.run("import graftlab as gl\nimport os\ngl.launch")
+        cell = notebook.begin("session = gl.launch(1, 1, start_method='spawn')")
+
+        def starting() -> set[int]:
+            lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in family(notebook.pid)}
+            return {
+                pid for pid, line in lines.items() if line.exists() and b"--multiprocessing-fork" in line.read_bytes()
+            }
+
+        wait_until(lambda: len(starting()) == 2, "the start of two processes")
+        ranks = watch(starting())
+        notebook.manager.interrupt_kernel()
+        assert notebook.finish(cell).error_name == "KeyboardInterrupt"
+        assert still_there(ranks) == []
+        after = notebook.run("del os.environ['GATE']\nwith gl.launch(1, 1) as s:\n    got = s.run('1').baseline\ngot")
+        assert after.values[-1:] == ["[1]"], after.error
+
+
+def test_an_interrupt_never_breaks_the_wire_between_ranks() -> None:
+    def tap_for_ever() -> None:
+        while True:
+            gl.tap("x", torch.ones(8))
+            gl.step()
+
+    with gl.launch(1, 2, timeout=30.0) as session:
+        pids = pids_of(session)
+        for _ in range(15):
+            run = session.start(tap_for_ever, tap_for_ever)
+            wait_until(lambda run=run: len(run.frame), "the first row")
+            session.interrupt()
+            with pytest.raises(gl.RunError, match="KeyboardInterrupt"):
+                run.wait(20)
+            frame = session.run("gl.tap('y', torch.ones(3))", "gl.tap('y', torch.ones(3))").frame
+            assert frame.status.tolist() == ["compared", "compared"]
+            assert frame.max_abs.tolist() == [0.0, 0.0]
+        assert pids_of(session) == pids
+
+
+# ---- one rank ends --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_its_log() -> None:
+    def baseline() -> None:
+        print("the last words of the baseline")
+        gl.tap("never", lambda: torch.ones(1)) if gl.here().side == "target" else receive_nothing()
+
+    def receive_nothing() -> None:
+        import time
+
+        time.sleep(600)
+
+    with gl.launch(1, 2, timeout=600.0) as session:
+        run = session.start(baseline, lambda: gl.tap("never", torch.ones(1)).item())
+        wait_until(lambda: session.status().state.tolist() == ["running", "waiting", "waiting"], "the wait at the tap")
+        wait_until(lambda: "last words" in session.log("baseline[0]"), "the print")
+        session.ranks[0].signal(signal.SIGKILL)
+        # The promise is two seconds, and the waits themselves have ten minutes.
+        with pytest.raises(gl.RunError) as caught:
+            run.wait(2.0)
+        assert list(caught.value.failures) == ["baseline[0]"]
+        assert re.search(
+            r"baseline\[0\] died: killed by SIGKILL. Its log \(.*baseline-0.log\) ends:", str(caught.value)
+        )
+        assert "the last words of the baseline" in str(caught.value)
+        assert run.target == [1.0, 1.0]
+        assert run.frame.status.tolist() == ["missing", "missing"]
+        assert run.frame.error.tolist() == ["baseline[0] died"] * 2
+
+        status = session.status()
+        assert status.state.tolist() == ["gone: killed by SIGKILL", "idle", "idle"]
+        assert session.run(target="gl.here().rank").target == [0, 1]
+        with pytest.raises(gl.SessionClosedError, match=r"baseline\[0\] killed by SIGKILL .*launch again") as refused:
+            session.run("1", "1")
+        assert "the last words of the baseline" in str(refused.value)
+        assert sorted(session.stacks()) == ["target[0]", "target[1]"]
+
+
+def test_a_rank_killed_in_a_collective_frees_the_ranks_of_its_own_side() -> None:
+    with gl.launch(1, 2, timeout=600.0) as session:
+        run = session.start(target=receive_what_nobody_sends)
+        wait_until(lambda: "recv" in session.stacks()["target[0]"], "the wait in recv")
+        session.ranks[2].signal(signal.SIGKILL)
+        with pytest.raises(gl.RunError) as caught:
+            run.wait(10.0)
+        assert sorted(caught.value.failures) == ["target[0]", "target[1]"]
+        assert "target[1] died: killed by SIGKILL" in str(caught.value)
+        assert "target[0] raised" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["sys.exit(7)", "raise SystemExit('no more')"])
+def test_code_that_exits_fails_its_run_and_leaves_the_rank_alive(how: str) -> None:
+    with gl.launch(1, 1) as session:
+        pids = pids_of(session)
+        with pytest.raises(gl.RunError, match=r"the code called exit\(.*the rank goes on"):
+            session.execute(f"import sys\n{how}", on="target")
+        assert session.run("1", "2").target == [2]
+        assert pids_of(session) == pids
+
+
+def test_a_rank_that_ends_itself_fails_the_run() -> None:
+    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match=r"target\[0\] died: ended with exit code 9"):
+        session.execute("import os; os._exit(9)", on="target")
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_script_without_a_main_guard_works(tmp_path: Path, method: str) -> None:
+    source = f"""
+        import json
+        from dataclasses import dataclass
+        import torch
+        import graftlab as gl
+
+        SCALE = 3.0
+
+        @dataclass
+        class Answer:
+            side: str
+            total: float
+
+        def forward(batch):
+            return Answer(gl.here().side, gl.tap("scaled", batch * SCALE).sum().item())
+
+        with gl.launch(1, 1, start_method={method!r}) as session:
+            run = session.run(forward, forward, args=(torch.ones(2),))
+            print(json.dumps([run.baseline == [Answer("baseline", 6.0)], run.target[0].side, len(run.frame)]))
+    """
+    with script(source, tmp_path) as process:
+        assert first_line(process) == [True, "target", 1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_import_what_the_script_imports_wherever_it_is_started(tmp_path: Path, method: str) -> None:
+    # In the current folder, where nothing of the script's is: Python would look here first for `python -c`.
+    (tmp_path / "graftlab").mkdir()
+    (tmp_path / "graftlab" / "__init__.py").write_text("raise RuntimeError('this is another graftlab')")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "found_later.py").write_text("def f():\n    return __name__")
+    source = f"""
+        import json, os, sys
+        import graftlab as gl
+        os.chdir({str(tmp_path)!r})
+        sys.path.append({str(tmp_path / "later")!r})
+        import found_later
+        with gl.launch(1, 1, start_method={method!r}) as session:
+            run = session.run(found_later.f, "gl.__file__")
+            print(json.dumps([run.baseline[0], run.target[0] == gl.__file__, os.listdir() != []]))
+    """
+    with script(source, tmp_path / "elsewhere") as process:
+        assert first_line(process) == ["found_later", True, True]
