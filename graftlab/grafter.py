@@ -27,7 +27,7 @@ from graftlab.kept import KeptPairs
 from graftlab.overwrite import overwrite, replacement_for
 from graftlab.plan import GraftPlan, Verdict
 from graftlab.rows import COLUMNS, RESERVED_TAGS, Row, plain
-from graftlab.transforms import GraftTransformInput, Outcome, Transform, dtype_name, run_transform, user_traceback
+from graftlab.transforms import GraftTransformInput, Transform, dtype_name, run_transform, user_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -417,7 +417,7 @@ class Grafter:
         row.update(asdict(stats))
         row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
         if verdict.keep:
-            row["note"] = self.kept.add(row["tags"], baseline, target) or row["note"]
+            row["note"] = self.kept.add(graft_input, theirs) or row["note"]
         if not verdict.graft:
             row["status"] = "compared"
             return None

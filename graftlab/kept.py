@@ -1,26 +1,42 @@
-"""The pairs of tensors that a plan's ``keep`` filter holds on a rank, newest last, within a memory budget."""
+"""What a plan's ``keep`` filter holds on a rank: both values of a tap and what they were made from, newest last."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from graftlab.transforms import GraftTransformInput
 
 
 @dataclass(frozen=True)
 class KeptPair:
-    """Both values of one tap before anything was overwritten, on the CPU. ``tags`` are those of the row."""
+    """Both values of one tap before anything was overwritten, and the input of the transform; all on the CPU."""
 
-    tags: Mapping[str, object]
-    baseline: torch.Tensor
-    target: torch.Tensor
+    graft_input: GraftTransformInput
+    value: torch.Tensor
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        return self.graft_input.tags
+
+    @property
+    def baseline(self) -> torch.Tensor:
+        return self.value if self.graft_input.direction == "b2t" else self.graft_input.target
+
+    @property
+    def target(self) -> torch.Tensor:
+        return self.graft_input.target if self.graft_input.direction == "b2t" else self.value
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.baseline, self.target))
+        """Bytes held; what two of the tensors share counts once."""
+        tensors = [self.value, self.graft_input.target, *self.graft_input.received_list]
+        return sum({id(tensor): _nbytes(tensor) for tensor in tensors}.values())
 
 
 class KeptPairs:
@@ -32,12 +48,26 @@ class KeptPairs:
         self._pairs: deque[KeptPair] = deque()
         self._lock = threading.Lock()
 
-    def add(self, tags: Mapping[str, object], baseline: torch.Tensor, target: torch.Tensor) -> str | None:
-        """Keep copies of both; returns a note when the pair alone is over the budget and was not kept."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in (baseline, target))
+    def add(self, graft_input: GraftTransformInput, value: torch.Tensor) -> str | None:
+        """Keep copies of the input and of the value that the transform made of it.
+
+        Returns a note when the pair alone is over the budget and was not kept.
+        """
+        size = sum(_nbytes(tensor) for tensor in (graft_input.target, *graft_input.received_list))
         if size > self._budget:
-            return f"not kept: the pair has {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
-        pair = KeptPair(dict(tags), _copy(baseline), _copy(target))
+            return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
+        received = [_copy(tensor) for tensor in graft_input.received_list]
+        # Mostly the value is one of the received tensors as it came, and need not be held twice.
+        same = (
+            copy
+            for tensor, copy in zip(graft_input.received_list, received, strict=True)
+            if tensor.shape == value.shape and tensor.dtype == value.dtype and tensor.data_ptr() == value.data_ptr()
+        )
+        own = replace(
+            graft_input, tags=dict(graft_input.tags), received_list=received, target=_copy(graft_input.target)
+        )
+        kept_value = next(same, None)
+        pair = KeptPair(own, _copy(value) if kept_value is None else kept_value)
         with self._lock:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
@@ -53,11 +83,15 @@ class KeptPairs:
                     return pair
         return None
 
-    def names(self) -> list[str]:
-        """Which taps have a pair here, without repeats, oldest first."""
+    def tags(self) -> list[dict[str, Any]]:
+        """The tags of every pair here, oldest first."""
         with self._lock:
-            return list(dict.fromkeys(str(pair.tags.get("name")) for pair in self._pairs))
+            return [dict(pair.tags) for pair in self._pairs]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device="cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -25,6 +25,7 @@ import pandas as pd
 from graftlab.errors import LaunchError, SessionBusyError, SessionClosedError, SessionError
 from graftlab.exchange.base import RunInfo, Side
 from graftlab.frames import RowStore, to_frame
+from graftlab.live import LiveTaps
 from graftlab.plan import UNSET, GraftPlan, Unset
 from graftlab.ranks import shipping
 from graftlab.ranks.hub import Hub
@@ -42,8 +43,10 @@ from graftlab.ranks.messages import (
     Work,
     pack,
 )
+from graftlab.ranks.trial import try_in_process
 from graftlab.run import Run
 from graftlab.transforms import Transform, TransformSpec
+from graftlab.trial import Trial
 
 if TYPE_CHECKING:
     import torch
@@ -240,6 +243,15 @@ class Session:
         """The rows of one run."""
         return to_frame(row for row in self._rows.rows() if row["run"] == number)
 
+    def live_taps(self) -> LiveTaps:
+        """A new follower of this session's rows, for whoever shows them while they come."""
+        return LiveTaps(self._rows)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows have arrived."""
+        return len(self._rows)
+
     @property
     def plot(self) -> SessionPlots:
         """Figures of this session: ``session.plot.divergence()``, ``session.plot.heatmap("attn_out", layer=3)``, ..."""
@@ -253,16 +265,50 @@ class Session:
         ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
         :class:`SessionError` that lists what is kept when there is none.
         """
+        _, packed = self._find_kept("kept", name, rank, tags)
+        pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
+        return pair
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The tags of every pair that is kept at this moment, oldest first, rank by rank."""
         self._require_open()
+        return [tags for rank in self._receivers() for tags in self._ask(rank, "kept_tags")]
+
+    def try_transform(
+        self,
+        transform: str | Transform,
+        name: str | None = None,
+        *,
+        rank: int | None = None,
+        limit: float = 5.0,
+        **tags: Any,
+    ) -> Trial:
+        """Run a draft on a kept pair without touching any rank; see :class:`graftlab.trial.Trial` for what comes back.
+
+        ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
+        It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds: a draft may loop
+        for ever, or exit. What is wrong with the draft is in the result; raises :class:`SessionError` only when no such
+        pair is kept, and :class:`ShippingError` for a function that cannot be sent.
+        """
+        self._require_open()
+        kept: bytes | None = None
+        process = self._ranks[-1]
+        if name is not None:
+            process, kept = self._find_kept("kept_input", name, rank, tags)
+        return try_in_process(TransformSpec.draft(transform), kept, process.seat.device, limit)
+
+    def _receivers(self) -> list[RankProcess]:
         # Taps are received by the target's ranks, but for those that are grafted t2b.
-        receivers = sorted(self._ranks, key=lambda r: (r.place.side == "baseline", r.place.rank))
-        for process in receivers:
-            if process.alive and rank in (None, process.place.rank):
-                packed = self._ask(process, "kept", name, tags)
+        return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
+
+    def _find_kept(self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankProcess, bytes]:
+        self._require_open()
+        for process in self._receivers():
+            if rank in (None, process.place.rank):
+                packed = self._ask(process, topic, name, tags)
                 if packed is not None:
-                    pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
-                    return pair
-        kept = dict.fromkeys(n for p in receivers if p.alive for n in self._ask(p, "kept_names"))
+                    return process, packed
+        kept = dict.fromkeys(str(tags["name"]) for tags in self.kept())
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
         raise SessionError(
             f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. "

@@ -74,24 +74,28 @@ class TransformSpec:
 
         Raises :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
         """
+        spec = cls.draft(transform)
+        spec.load()
+        return spec
+
+    @classmethod
+    def draft(cls, transform: str | Transform | TransformSpec) -> TransformSpec:
+        """Like :meth:`of`, but nothing of it is run here, not even to see whether it loads."""
         if isinstance(transform, TransformSpec):
-            spec = transform
-        elif isinstance(transform, str):
+            return transform
+        if isinstance(transform, str):
             is_path = all(part.isidentifier() for part in transform.strip().replace(":", ".").split("."))
-            spec = cls("path", transform.strip()) if is_path else cls("source", transform)
-        elif callable(transform):
+            return cls("path", transform.strip()) if is_path else cls("source", transform)
+        if callable(transform):
             # Imported here because shipping is a matter of ranks; only a function needs it.
             from graftlab.ranks.shipping import pack_function
 
             name = getattr(transform, "__qualname__", type(transform).__name__)
-            spec = cls("function", name, pack_function(transform, what=f"transform {name}"))
-        else:
-            raise TransformError(
-                f"a transform is a dotted path, source text or a function, not {type(transform).__name__}; "
-                f"its signature is `{SIGNATURE}`"
-            )
-        spec.load()
-        return spec
+            return cls("function", name, pack_function(transform, what=f"transform {name}"))
+        raise TransformError(
+            f"a transform is a dotted path, source text or a function, not {type(transform).__name__}; "
+            f"its signature is `{SIGNATURE}`"
+        )
 
     @property
     def label(self) -> str:
@@ -99,12 +103,17 @@ class TransformSpec:
             return f"source {hashlib.blake2b(self.text.encode(), digest_size=4).hexdigest()}"
         return self.text
 
+    @property
+    def filename(self) -> str:
+        """What the source is called in tracebacks."""
+        return f"<transform {self.label}>"
+
     def load(self) -> Transform:
         """The function itself. Raises :class:`TransformError`."""
         if self.kind == "path":
             return _load_path(self.text)
         if self.kind == "source":
-            return _load_source(self.text, self.label)
+            return _load_source(self.text, self.filename)
         from graftlab.ranks.shipping import unpack_function
 
         loaded: Transform = unpack_function(self.blob)
@@ -128,8 +137,7 @@ def _load_path(path: str) -> Transform:
     return transform
 
 
-def _load_source(source: str, label: str) -> Transform:
-    filename = f"<transform {label}>"
+def _load_source(source: str, filename: str) -> Transform:
     try:
         code = compile(source, filename, "exec")
     except (SyntaxError, ValueError) as error:

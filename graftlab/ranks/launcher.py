@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -166,6 +166,19 @@ def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[Ra
 def warm_up() -> None:
     """Start the forkserver, which imports torch, before the first launch needs it. Returns at once."""
     _starter.submit(_prepare_forkserver)
+
+
+def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
+    """Start another process the way ranks are started, from the same thread and the same warm forkserver."""
+
+    def start() -> BaseProcess:
+        _prepare_forkserver()
+        process = torch.multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name)
+        with _hidden_main():
+            process.start()
+        return process
+
+    return _starter.submit(start).result()
 
 
 def _prepare_forkserver() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import faulthandler
-import fcntl
 import logging
 import os
 import pickle
@@ -34,8 +33,9 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafter import Grafter
-from graftlab.kept import KeptPairs
+from graftlab.kept import KeptPair, KeptPairs
 from graftlab.ranks import shipping
+from graftlab.ranks.lifeline import die_with_the_notebook
 from graftlab.ranks.messages import (
     Failure,
     Hello,
@@ -71,7 +71,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     *descriptors, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()))
-    _die_with_the_notebook(lifeline)
+    die_with_the_notebook(lifeline)
     channel = Channel(connection)
     _settle_in(spec)
     rank = Rank(spec, channel, descriptors)
@@ -83,18 +83,6 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
         stream.flush()
     # Collective libraries may keep threads that wait for peers that are gone already; nothing here needs them.
     os._exit(0)
-
-
-def _die_with_the_notebook(lifeline: int) -> None:
-    """Have the system kill this process when the notebook's end of the lifeline is closed, by whatever death.
-
-    The desk does the same, but needs the interpreter for it; code that hangs in C without letting go of it would
-    live on for ever.
-    """
-    if hasattr(fcntl, "F_SETSIG"):  # Linux
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _receive_descriptors(connection: socket.socket, count: int) -> list[int]:
@@ -244,12 +232,12 @@ class Rank:
         try:
             if query.topic == "stacks":
                 value: Any = _stacks()
-            elif query.topic == "kept_names":
-                value = self._kept.names()
+            elif query.topic == "kept_tags":
+                value = self._kept.tags()
             else:
                 name, tags = query.arguments
                 pair = self._kept.find(name, tags)
-                value = None if pair is None else shipping.pack_result((pair.baseline, pair.target))
+                value = None if pair is None else shipping.pack_result(_shown(pair, query.topic))
             reply = Reply(query.number, value)
         except Exception as error:
             reply = Reply(query.number, None, f"{type(error).__name__}: {error}")
@@ -304,6 +292,10 @@ class Rank:
         if not isinstance(last, ast.Expr):
             return None
         return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), self._vars)
+
+
+def _shown(pair: KeptPair, topic: str) -> Any:
+    return pair if topic == "kept_input" else (pair.baseline, pair.target)
 
 
 def _failure(error: BaseException) -> Failure:
