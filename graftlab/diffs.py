@@ -105,7 +105,7 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
 
     farthest = max(range(len(parts)), key=lambda i: parts[i].max_abs)
     if distance is None or redone[farthest]:
-        distance = _distance(*blocks[farthest], torch.float64 if redone[farthest] else dtype)
+        distance = _distance(*blocks[farthest], dtype, finite=not redone[farthest])
     position = farthest * blocks[0][0].numel() + _place_of_largest(distance)
     if baseline.is_complex():
         position //= 2
@@ -163,18 +163,21 @@ class _Part(NamedTuple):
     nonfinite_differ: int = 0
 
 
+_RESULTS = 11  # of each block, in the order in which `_measure_quickly` finds them
+
+
 def _measure_quickly(blocks: _Blocks, dtype: torch.dtype) -> tuple[list[_Part], torch.Tensor | None]:
     """Measure blocks of finite, well-behaved values; for an only block, ``|x - y|`` comes along."""
     size, device, alone = blocks[0][0].numel(), blocks[0][0].device, len(blocks) == 1
     difference = torch.empty(size, dtype=dtype, device=device)
-    copies = [None if side.dtype == dtype else torch.empty_like(difference) for side in blocks[0]]
+    copy_x, copy_y = (None if side.dtype == dtype else torch.empty_like(difference) for side in blocks[0])
     results: list[torch.Tensor] = []
-    for block in blocks:
-        length = block[0].numel()
-        x, y = (
-            side if copy is None else (copy if length == size else copy[:length]).copy_(side)
-            for side, copy in zip(block, copies, strict=True)
-        )
+    for x, y in blocks:
+        length = x.numel()
+        if copy_x is not None:
+            x = copy_x[:length].copy_(x)
+        if copy_y is not None:
+            y = copy_y[:length].copy_(y)
         for side in (x, y):
             # The range goes first: finding it is slow enough to hide the way of the values from memory to the cache.
             results.extend(torch.aminmax(side))
@@ -186,10 +189,11 @@ def _measure_quickly(blocks: _Blocks, dtype: torch.dtype) -> tuple[list[_Part], 
         # No dot product, which adds up naively: |x - y| may well be a constant, whose roundings all point one way.
         results.append((distance * distance if alone else distance.square_()).sum())
 
-    # All results of all blocks come over at once, so that a device is waited for once.
-    rows = torch.stack(results).view(len(blocks), -1).tolist()
+    # All results of all blocks come over at once, so that a device is waited for once; the CPU needs no such care.
+    numbers = [result.item() for result in results] if device.type == "cpu" else torch.stack(results).tolist()
     parts = []
-    for block, row in zip(blocks, rows, strict=True):
+    for i, block in enumerate(blocks):
+        row = numbers[i * _RESULTS : (i + 1) * _RESULTS]
         squares_x, squares_y, squares = row[3], row[7], row[10]
         # As exact as <x, y> itself unless the norms are far apart, and much finer where x and y are nearly the same.
         product = (squares_x + squares_y - squares) / 2
@@ -387,13 +391,12 @@ def _as_float(number: _Number) -> float:
         return math.inf
 
 
-def _distance(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _distance(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, finite: bool) -> torch.Tensor:
     """``|x - y|``, and -1 where either is not finite."""
-    x, y = x.to(dtype), y.to(dtype)
-    distance = torch.sub(y, x).abs_()
-    if dtype == torch.float64:
-        distance.masked_fill_(~(x.isfinite() & y.isfinite()), -1.0)
-    return distance
+    if finite:
+        return torch.sub(y.to(dtype), x.to(dtype)).abs_()
+    x, y = x.to(torch.float64), y.to(torch.float64)
+    return _filled((y - x).abs_() + (x - x) + (y - y), -1.0)
 
 
 def _place_of_largest(values: torch.Tensor) -> int:

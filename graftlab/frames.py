@@ -81,7 +81,8 @@ class RowStore:
         with self._lock:
             parsed = len(self._rows)
             fresh = self._unread[max(0, start - parsed) : max(0, stop - parsed)]
-            return self._rows[start:stop] + json.loads(b"[" + b",".join(fresh) + b"]")
+            read: list[Row] = json.loads(b"[" + b",".join(fresh) + b"]")
+            return self._rows[start:stop] + read
 
     def close(self) -> None:
         with self._lock:

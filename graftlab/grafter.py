@@ -403,6 +403,7 @@ class Grafter:
             recv_rank=self.place.rank,
             recv_world_size=self.place.world_size,
             senders=row["senders"],
+            send_world_size=self.place.other_world_size,
         )
         try:
             outcome = run_transform(self._transform, graft_input)
@@ -489,7 +490,7 @@ def _load(plan: GraftPlan) -> Transform | None:
     """The plan's transform. One that loads in the notebook but not here fails at each tap, not the whole run."""
     try:
         return plan.load_transform()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error
 
         def fails(graft_input: GraftTransformInput) -> torch.Tensor:

@@ -95,14 +95,17 @@ class GraftPlan:
     @cached_property
     def _renames(self) -> dict[Side, list[tuple[re.Pattern[str], str]]]:
         compiled: dict[Side, list[tuple[re.Pattern[str], str]]] = {"baseline": [], "target": []}
-        for side, pattern, replacement in self.rename:
+        for rule in self.rename:
+            if not isinstance(rule, tuple) or len(rule) != 3 or not all(isinstance(part, str) for part in rule):
+                raise PlanError(f"a rename rule is (side, regex, replacement), three strings, not {rule!r}")
+            side, pattern, replacement = rule
             if side not in compiled:
                 raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
             try:
                 expression = re.compile(pattern)
                 # Group references are only checked when something matches; a template check refuses them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
-            except (re.error, IndexError, TypeError) as error:
+            except (re.error, IndexError) as error:
                 raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
             compiled[side].append((expression, replacement))
         return compiled
@@ -136,6 +139,11 @@ class GraftPlan:
 
     def load_transform(self) -> Transform | None:
         return None if self.transform is None else self.transform.load()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from graftlab.rendering import bundle, plan_html
+
+        return bundle(repr(self), plan_html(self))
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled parts stay here; the other end compiles its own from the text.

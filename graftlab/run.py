@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.errors import GraftError, RunError, WaitInterrupted
 from graftlab.exchange.base import Side
+from graftlab.progress import LongWait
 from graftlab.ranks import shipping
 from graftlab.ranks.launcher import RankProcess
 from graftlab.ranks.messages import Failure, RunDone
@@ -34,11 +35,13 @@ class Run:
         ranks: list[RankProcess],
         frame: Callable[[int], pd.DataFrame],
         write: Callable[[str], object],
+        count: Callable[[], int] = lambda: 0,
     ) -> None:
         self.number = number
         self._ranks = ranks
         self._frame = frame
         self._write = write
+        self._count = count
         self._changed = threading.Condition()
         self._done: dict[int, RunDone] = {}
         self._deaths: dict[int, str] = {}
@@ -89,7 +92,7 @@ class Run:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            with self._changed:
+            with LongWait(f"run {self.number}", "rows", self._count) as progress, self._changed:
                 while True:
                     output, over = list(self._output), self.done
                     self._output.clear()
@@ -102,7 +105,7 @@ class Run:
                         break
                     remaining = None if deadline is None else deadline - time.monotonic()
                     if not self._output:
-                        self._changed.wait_for(self._has_news, remaining)
+                        self._changed.wait_for(self._has_news, progress.next_look(remaining))
                     if remaining is not None and remaining <= 0 and not self.done:
                         raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
         except KeyboardInterrupt:
@@ -189,6 +192,11 @@ class Run:
             return f"<Run {self.number}: going on; {self.where()}>"
         failed = ", ".join(self.failures)
         return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from graftlab.rendering import bundle, run_html
+
+        return bundle(repr(self), run_html(self))
 
 
 def _original(failure: Failure) -> BaseException | None:

@@ -51,6 +51,9 @@ from graftlab.trial import Trial
 if TYPE_CHECKING:
     import torch
 
+    from graftlab.notebook.dashboard import Dashboard
+    from graftlab.notebook.filter_editor import FilterEditor
+    from graftlab.notebook.transform_editor import TransformEditor
     from graftlab.session_plots import SessionPlots
 
 logger = logging.getLogger(__name__)
@@ -217,7 +220,9 @@ class Session:
                         f"{rank.label} {rank.how_it_ended()} and cannot run anything; close this session and launch "
                         f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
                     )
-            run = Run(len(self._runs), ranks, self.frame_of, lambda text: sys.stdout.write(text))
+            run = Run(
+                len(self._runs), ranks, self.frame_of, lambda text: sys.stdout.write(text), lambda: len(self._rows)
+            )
             self._runs.append(run)
             info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
             for rank in ranks:
@@ -258,6 +263,24 @@ class Session:
         from graftlab.session_plots import SessionPlots
 
         return SessionPlots(self)
+
+    def dashboard(self) -> Dashboard:
+        """A widget that shows every rank and tap live, with the divergence figure, both editors and the logs."""
+        from graftlab.notebook.dashboard import Dashboard
+
+        return Dashboard(self)
+
+    def filter_editor(self) -> FilterEditor:
+        """A widget that edits the plan's four filters, and shows what each matches, while the ranks run."""
+        from graftlab.notebook.filter_editor import FilterEditor
+
+        return FilterEditor(self)
+
+    def transform_editor(self) -> TransformEditor:
+        """A widget that edits the transform, tries drafts on kept pairs, and applies them while the ranks run."""
+        from graftlab.notebook.transform_editor import TransformEditor
+
+        return TransformEditor(self)
 
     def tensors(self, name: str, *, rank: int | None = None, **tags: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest pair ``(baseline, target)`` of a tap that the plan's ``keep`` filter held, on the CPU.
@@ -459,6 +482,11 @@ class Session:
             f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self._runs)} runs, "
             f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
         )
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from graftlab.rendering import bundle, session_html
+
+        return bundle(repr(self), session_html(self))
 
     def _require_open(self) -> None:
         if self._closed:

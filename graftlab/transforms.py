@@ -12,7 +12,7 @@ import linecache
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -29,9 +29,10 @@ class GraftTransformInput:
 
     ``received_list`` holds one tensor a sending rank, in rank order (``senders`` names the ranks), of whatever shape
     and dtype that rank had; ``received_extras_list`` runs parallel to it and holds what the sender passed as ``extras``
-    (``None`` where it passed none). ``target`` is the receiver's own tensor. All of them are private copies when the
-    transform is the user's; changing them in place is refused, because a result that was also written into an input
-    cannot be told from a mistake.
+    (``None`` where it passed none). ``send_world_size`` counts all ranks of the sending side, those that sent nothing
+    included. ``target`` is the receiver's own tensor. All of them are private copies when the transform is the user's;
+    changing them in place is refused, because a result that was also written into an input cannot be told from a
+    mistake.
     """
 
     tags: dict[str, Any]
@@ -42,6 +43,7 @@ class GraftTransformInput:
     recv_rank: int = 0
     recv_world_size: int = 1
     senders: list[int] = field(default_factory=list)
+    send_world_size: int = 0
 
 
 Transform = Callable[[GraftTransformInput], torch.Tensor]
@@ -128,7 +130,7 @@ def _load_path(path: str) -> Transform:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TransformError(f"transform {path!r}: module {module_name!r} cannot be imported: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -139,7 +141,8 @@ def _load_path(path: str) -> Transform:
 
 def _load_source(source: str, filename: str) -> Transform:
     try:
-        code = compile(source, filename, "exec")
+        # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
+        code = compile(source, filename, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise TransformError(f"the transform's source does not compile, line {line}: {error}") from error
@@ -167,36 +170,43 @@ def _load_source(source: str, filename: str) -> Transform:
 def default_transform(graft_input: GraftTransformInput) -> Outcome:
     """Pair by rank, or join and cut shards along the one dimension that differs.
 
-    With S the senders' shape and T the receiver's: equal shapes take the sender with the receiver's rank (the only one,
-    or rank modulo senders, where the counts differ: replicated values). Otherwise exactly one dimension may differ, and
+    With S the senders' shape and T the receiver's: equal shapes take the sender with the receiver's rank (where the
+    counts differ: rank modulo senders, as for replicated values). Otherwise exactly one dimension may differ, and
 
     - the senders' extents add up to T's: they are concatenated;
     - S's extent is T's times the receiving ranks: the receiver's slice is taken;
     - the senders' extents add up to T's times the receiving ranks: both.
 
-    Raises :class:`TransformError` with the shapes when none fits.
+    What a rank that sent nothing would have held is never made up from what others sent. Raises
+    :class:`TransformError` with the shapes when none fits.
     """
     received, mine = graft_input.received_list, graft_input.target
     rank, receivers = graft_input.recv_rank, graft_input.recv_world_size
     senders = graft_input.senders or list(range(len(received)))
-    index = senders.index(rank) if rank in senders else rank % len(received)
-    chosen = received[index]
+    count = graft_input.send_world_size or len(senders)
+    complete = len(senders) == count
+    partner = rank % count
+    chosen = received[senders.index(partner)] if partner in senders else None
     if all(tensor.shape == mine.shape for tensor in received):
-        paired = senders[index] == rank and len(senders) == receivers
-        return Outcome(chosen, None if paired or len(received) == 1 else f"sender {senders[index]}")
+        if chosen is not None:
+            return Outcome(chosen, None if count in (1, receivers) else f"sender {partner}")
+        raise TransformError(
+            f"the default transform takes the tensor of rank {partner}, which sent none (senders {senders} of {count}); "
+            f"if another will do, give the plan a transform: `{SIGNATURE}`"
+        )
     dim = _differing_dim(received, mine)
     if dim is not None:
         extent, total = mine.shape[dim], sum(tensor.shape[dim] for tensor in received)
-        if len(received) > 1 and total == extent:
-            return Outcome(torch.cat(_like(received, mine), dim), f"concat dim={dim}")
-        if chosen.shape[dim] == extent * receivers:
+        if complete and count > 1 and total == extent:
+            return Outcome(torch.cat(_like(received), dim), f"concat dim={dim}")
+        if chosen is not None and chosen.shape[dim] == extent * receivers:
             return Outcome(chosen.narrow(dim, rank * extent, extent), f"slice dim={dim}")
-        if len(received) > 1 and total == extent * receivers:
-            joined = torch.cat(_like(received, mine), dim)
+        if complete and count > 1 and total == extent * receivers:
+            joined = torch.cat(_like(received), dim)
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
     raise TransformError(
         f"the default transform cannot make a tensor of shape {list(mine.shape)} (rank {rank} of {receivers}) "
-        f"from {_shapes(received)} (senders {senders}); give the plan a transform: `{SIGNATURE}`"
+        f"from {_shapes(received)} (senders {senders} of {count}); give the plan a transform: `{SIGNATURE}`"
     )
 
 
@@ -207,9 +217,9 @@ def _differing_dim(received: Sequence[torch.Tensor], mine: torch.Tensor) -> int 
     return differing.pop() if len(differing) == 1 else None
 
 
-def _like(received: Sequence[torch.Tensor], mine: torch.Tensor) -> list[torch.Tensor]:
-    # torch.cat has no kernel for some small dtypes; their bytes can be joined all the same.
-    return [tensor.to(received[0].dtype) if tensor.dtype != received[0].dtype else tensor for tensor in received]
+def _like(received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Shards of one tensor have one dtype. Where they do not, torch.cat would refuse some pairs (the float8 ones).
+    return [tensor.to(received[0].dtype) for tensor in received]
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
@@ -230,14 +240,12 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
         copies = [_private(tensor) for tensor in received]
         own = _private(target)
         value = transform(
-            GraftTransformInput(
+            replace(
+                graft_input,
                 tags=dict(graft_input.tags),
                 received_list=list(copies),
                 received_extras_list=list(graft_input.received_extras_list),
                 target=own,
-                direction=graft_input.direction,
-                recv_rank=graft_input.recv_rank,
-                recv_world_size=graft_input.recv_world_size,
                 senders=list(graft_input.senders),
             )
         )

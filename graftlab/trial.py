@@ -63,7 +63,7 @@ class _Bounded(io.TextIOBase):
 
 
 def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial:
-    """Load the draft and, given a pair, run it once. Whatever the draft raises, short of ending the process, is told."""
+    """Load the draft and, given a pair, run it once. Whatever the draft raises is told."""
     trial = Trial()
     printed = _Bounded()
     try:

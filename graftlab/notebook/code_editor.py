@@ -225,7 +225,7 @@ class TextareaEditor(CodeEditor):
     """
 
     def __init__(self, value: str = "", *, language: str = "python", lines: int = 16, reason: str = "") -> None:
-        self._reason = reason
+        self.reason = reason
         super().__init__(value, language=language, lines=lines)
 
     def _build(self, language: str, lines: int) -> None:
@@ -233,7 +233,7 @@ class TextareaEditor(CodeEditor):
         self._asked = 0
         self._text = self._text_area(self.value)
         self._error = widgets.HTML(layout=widgets.Layout(margin="0"))
-        note = f'<span class="graftlab-note">{html.escape(self._reason)}</span>' if self._reason else ""
+        note = f'<span class="graftlab-note">{html.escape(self.reason)}</span>' if self.reason else ""
         self._note = widgets.HTML(_STYLE + note, layout=widgets.Layout(margin="0"))
         self.add_class("graftlab-plain-editor")
         self.observe(self._show_error, ["error_line", "error_message"])

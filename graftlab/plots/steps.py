@@ -36,7 +36,7 @@ def history(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes |
       (missing, unmatched); a large ring is a NaN or an infinity on one side only.
 
     ``tags`` pick the tap, as ``layer=3`` (None: the tag is absent); any other column works too, as
-    ``rank=0``. When several taps or occurrences match, the largest value of a step is shown and the title
+    ``rank=0``, and a tag called like one of a row's own columns is ``tag_<name>``. When several taps or occurrences match, the largest value of a step is shown and the title
     says which tags vary.
 
     Raises ValueError naming a column (name, step, status, ``value`` or a tag) that the frame lacks.
@@ -196,9 +196,8 @@ def _select(frame: pd.DataFrame, name: str, value: str, tags: dict[str, Any]) ->
     require(frame, "name", "step", "status", value)
     rows = frame[(frame["name"] == name).to_numpy(dtype=bool)]
     for tag, wanted in tags.items():
-        column = tag if tag in frame.columns else f"tag_{tag}"
-        require(frame, tag if column not in frame.columns else column)
-        have = rows[column]
+        require(frame, tag)
+        have = rows[tag]
         rows = rows[[_absent(v) if wanted is None else not _absent(v) and bool(v == wanted) for v in have]]
     return rows
 

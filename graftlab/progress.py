@@ -1,0 +1,48 @@
+"""A progress bar for a wait that turns out to be long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+# Shorter waits need no bar, and would only flicker.
+PATIENCE = 1.0
+# Seconds between two looks at the counter.
+INTERVAL = 0.2
+
+
+class LongWait:
+    """Shows how many of ``what`` have come by now, from the second second of the wait on. For use in ``with``."""
+
+    def __init__(self, title: str, what: str, count: Callable[[], int]) -> None:
+        self._title, self._what, self._count = title, what, count
+        self._bar: Any = None
+        self._start = count()
+        self._show_from = time.monotonic() + PATIENCE
+
+    def __enter__(self) -> LongWait:
+        return self
+
+    def next_look(self, remaining: float | None) -> float:
+        """Bring the bar up to date; returns how many seconds to wait before the next call, at most ``remaining``."""
+        now = time.monotonic()
+        if self._bar is None and now >= self._show_from:
+            # Imported here because most waits are short, and this takes a moment.
+            from tqdm.auto import tqdm
+
+            # A notebook's stdout is no terminal and shows bars all the same; a file or a pipe should get none.
+            shows = sys.stdout.isatty() or "ipykernel" in sys.modules
+            self._bar = tqdm(desc=self._title, unit=f" {self._what}", leave=False, disable=not shows)
+        if self._bar is not None:
+            self._bar.update(self._count() - self._start - self._bar.n)
+        pause = INTERVAL if self._bar is not None else self._show_from - now
+        return max(0.0, pause if remaining is None else min(pause, remaining))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
