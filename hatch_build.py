@@ -7,6 +7,7 @@ without it, with a warning, where npm is missing or fails: the notebook then sho
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -42,8 +43,10 @@ class CustomBuildHook(BuildHookInterface):
         try:
             make_bundle(root)
         except Exception as error:  # an installation must not fail for an editor that has a stand-in
-            # A bundle of other sources might not understand the kernel's half.
-            (root / BUNDLE).unlink(missing_ok=True)
+            # A bundle of other sources might not understand the kernel's half. Where it cannot be removed, it is no
+            # worse than before.
+            with contextlib.suppress(OSError):
+                (root / BUNDLE).unlink()
             self.app.display_warning(
                 f"graftlab: the notebook's code editor was not built, so a plain text area takes its place: {error}. "
                 "To build it later: python hatch_build.py"

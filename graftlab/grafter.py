@@ -414,6 +414,9 @@ class Grafter:
             row["status"] = "failed"
             row["error"] = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
             logger.error("%s: the transform failed at tap %r: %s", self.place.label, row["name"], row["error"])
+            if verdict.keep:
+                # To try a better transform on.
+                row["note"] = self.kept.add(graft_input, None) or row["note"]
             return None
         row.update(asdict(stats))
         row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast

@@ -15,28 +15,31 @@ from graftlab.transforms import GraftTransformInput
 
 @dataclass(frozen=True)
 class KeptPair:
-    """Both values of one tap before anything was overwritten, and the input of the transform; all on the CPU."""
+    """Both values of one tap before anything was overwritten, and the input of the transform; all on the CPU.
+
+    ``value`` is None where the transform in force failed: then there is an input to try another one on, and no pair.
+    """
 
     graft_input: GraftTransformInput
-    value: torch.Tensor
+    value: torch.Tensor | None
 
     @property
     def tags(self) -> dict[str, Any]:
         return self.graft_input.tags
 
     @property
-    def baseline(self) -> torch.Tensor:
+    def baseline(self) -> torch.Tensor | None:
         return self.value if self.graft_input.direction == "b2t" else self.graft_input.target
 
     @property
-    def target(self) -> torch.Tensor:
+    def target(self) -> torch.Tensor | None:
         return self.graft_input.target if self.graft_input.direction == "b2t" else self.value
 
     @property
     def nbytes(self) -> int:
         """Bytes held; what two of the tensors share counts once."""
         tensors = [self.value, self.graft_input.target, *self.graft_input.received_list]
-        return sum({id(tensor): _nbytes(tensor) for tensor in tensors}.values())
+        return sum({id(tensor): _nbytes(tensor) for tensor in tensors if tensor is not None}.values())
 
 
 class KeptPairs:
@@ -48,26 +51,26 @@ class KeptPairs:
         self._pairs: deque[KeptPair] = deque()
         self._lock = threading.Lock()
 
-    def add(self, graft_input: GraftTransformInput, value: torch.Tensor) -> str | None:
-        """Keep copies of the input and of the value that the transform made of it.
+    def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
+        """Keep copies of the input and of the value that the transform made of it, if it made one.
 
         Returns a note when the pair alone is over the budget and was not kept.
         """
-        size = sum(_nbytes(tensor) for tensor in (graft_input.target, *graft_input.received_list))
+        # Mostly the value is one of the received tensors as it came, and need not be held twice.
+        same = None
+        if value is not None:
+            same = next((i for i, tensor in enumerate(graft_input.received_list) if _is_same(tensor, value)), None)
+        held = [graft_input.target, *graft_input.received_list]
+        size = sum(map(_nbytes, held if value is None or same is not None else [*held, value]))
         if size > self._budget:
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
         received = [_copy(tensor) for tensor in graft_input.received_list]
-        # Mostly the value is one of the received tensors as it came, and need not be held twice.
-        same = (
-            copy
-            for tensor, copy in zip(graft_input.received_list, received, strict=True)
-            if tensor.shape == value.shape and tensor.dtype == value.dtype and tensor.data_ptr() == value.data_ptr()
-        )
         own = replace(
             graft_input, tags=dict(graft_input.tags), received_list=received, target=_copy(graft_input.target)
         )
-        kept_value = next(same, None)
-        pair = KeptPair(own, _copy(value) if kept_value is None else kept_value)
+        if value is not None:
+            value = _copy(value) if same is None else received[same]
+        pair = KeptPair(own, value)
         with self._lock:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
@@ -75,22 +78,32 @@ class KeptPairs:
                 self._bytes -= self._pairs.popleft().nbytes
         return None
 
-    def find(self, name: str, tags: Mapping[str, object]) -> KeptPair | None:
-        """The newest pair of this tap whose tags have these values."""
+    def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
+        """The newest pair of this tap whose tags have these values; with ``failed``, one without a value too."""
         with self._lock:
             for pair in reversed(self._pairs):
-                if pair.tags.get("name") == name and all(pair.tags.get(k) == v for k, v in tags.items()):
+                fits = pair.tags.get("name") == name and all(pair.tags.get(k) == v for k, v in tags.items())
+                if fits and (failed or pair.value is not None):
                     return pair
         return None
 
-    def tags(self) -> list[dict[str, Any]]:
-        """The tags of every pair here, oldest first."""
+    def tags(self, failed: bool = False) -> list[dict[str, Any]]:
+        """The tags of every pair here, oldest first; with ``failed``, of those without a value too."""
         with self._lock:
-            return [dict(pair.tags) for pair in self._pairs]
+            return [dict(pair.tags) for pair in self._pairs if failed or pair.value is not None]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return same_place and one.shape == other.shape and one.dtype == other.dtype
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(device="cpu", copy=True, memory_format=torch.contiguous_format)
+    # torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them.
+    source = tensor.detach()
+    if tensor.element_size() == 1:
+        source = source.view(torch.uint8)
+    return source.to(device="cpu", copy=True, memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

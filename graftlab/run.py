@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # What ranks print is shown by whoever waits; until then this many pieces are held (the logs have all of it).
 _HELD_OUTPUT = 10_000
+# Seconds between two looks at the ranks' steps.
+_LOOK = 0.02
 
 
 class Run:
@@ -36,12 +38,14 @@ class Run:
         frame: Callable[[int], pd.DataFrame],
         write: Callable[[str], object],
         count: Callable[[], int] = lambda: 0,
+        first_step: int = 0,
     ) -> None:
         self.number = number
         self._ranks = ranks
         self._frame = frame
         self._write = write
         self._count = count
+        self._first_step = first_step
         self._changed = threading.Condition()
         self._done: dict[int, RunDone] = {}
         self._deaths: dict[int, str] = {}
@@ -114,6 +118,23 @@ class Run:
                 f"again, session.interrupt() stops the code on the ranks"
             ) from None
         self._raise_failures()
+        return self
+
+    def wait_steps(self, count: int, timeout: float | None = None) -> Run:
+        """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
+
+        Raises TimeoutError after ``timeout`` seconds. Failures are told by :meth:`wait`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def there() -> bool:
+            return self.done or all(rank.whereabouts().step >= self._first_step + count for rank in self._ranks)
+
+        with self._changed:
+            # A rank's step is seen in shared memory, where no signal comes from: hence the looks in between.
+            while not self._changed.wait_for(there, _LOOK):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"run {self.number} has not ended {count} steps yet: {self.where()}")
         return self
 
     def _has_news(self) -> bool:

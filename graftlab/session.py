@@ -8,10 +8,8 @@ import json
 import logging
 import os
 import queue
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -115,13 +113,10 @@ class Session:
         self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._adopted: dict[int, dict[str, int]] = {}
         self._closed = False
-        # Only the user can enter it; it holds what the side's groups need to find each other.
-        self._private = Path(_make_private_folder())
         try:
-            self._ranks = launch_ranks(options, folder, self._private)
+            self._ranks = launch_ranks(options, folder)
         except BaseException:
             self._rows.close()
-            shutil.rmtree(self._private, ignore_errors=True)
             raise
         self._hub = Hub(self._ranks, self)
         _open_sessions.add(self)
@@ -221,7 +216,12 @@ class Session:
                         f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
                     )
             run = Run(
-                len(self._runs), ranks, self.frame_of, lambda text: sys.stdout.write(text), lambda: len(self._rows)
+                number=len(self._runs),
+                ranks=ranks,
+                frame=self.frame_of,
+                write=lambda text: sys.stdout.write(text),
+                count=lambda: len(self._rows),
+                first_step=self._next_step,
             )
             self._runs.append(run)
             info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -292,14 +292,18 @@ class Session:
         pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
         return pair
 
-    def kept(self) -> list[dict[str, Any]]:
-        """The tags of every pair that is kept at this moment, oldest first, rank by rank."""
+    def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
+        """The tags of every pair that is kept at this moment, oldest first, rank by rank.
+
+        With ``failed`` also where the transform in force failed, which leaves something to try another one on, but no
+        pair.
+        """
         self._require_open()
-        return [tags for rank in self._receivers() for tags in self._ask(rank, "kept_tags")]
+        return [tags for rank in self._receivers() for tags in self._ask(rank, "kept_tags", failed)]
 
     def try_transform(
         self,
-        transform: str | Transform,
+        transform: str | Transform | TransformSpec,
         name: str | None = None,
         *,
         rank: int | None = None,
@@ -463,7 +467,6 @@ class Session:
             rank.let_go()
             self.on_gone(rank)
         self._rows.close()
-        shutil.rmtree(self._private, ignore_errors=True)
         _open_sessions.discard(self)
 
     @property
@@ -556,17 +559,6 @@ def _make_folder(folder: str | Path | None) -> Path:
     except OSError as error:
         raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}; {source}") from error
     return path
-
-
-def _make_private_folder() -> str:
-    try:
-        return tempfile.mkdtemp(prefix="graftlab-")
-    except OSError as error:
-        # Without a usable folder for temporary files there is not even one to name.
-        raise LaunchError(
-            f"no private folder can be made among the temporary files: {error}; set TMPDIR to a folder that you can "
-            f"write to"
-        ) from error
 
 
 @atexit.register

@@ -191,7 +191,7 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
         if chosen is not None:
             return Outcome(chosen, None if count in (1, receivers) else f"sender {partner}")
         raise TransformError(
-            f"the default transform takes the tensor of rank {partner}, which sent none (senders {senders} of {count}); "
+            f"the default transform takes that of rank {partner}, which sent none (senders {senders} of {count}): "
             f"if another will do, give the plan a transform: `{SIGNATURE}`"
         )
     dim = _differing_dim(received, mine)
@@ -304,7 +304,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def user_traceback(error: BaseException) -> str:
     """The traceback from the first frame outside graftlab on: the user's own line comes first."""
     own = __name__.partition(".")[0]
-    frames = error.__traceback__
-    while frames is not None and str(frames.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == own:
-        frames = frames.tb_next
+    frames = _skip(error.__traceback__, own)
+    # A decorator, torch.no_grad() say, may stand between graftlab and the user's function.
+    frames = _skip(frames, own, "torch") or frames
     return "".join(traceback.format_exception(type(error), error, frames, chain=frames is not None)).rstrip()
+
+
+def _skip(frames: types.TracebackType | None, *packages: str) -> types.TracebackType | None:
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] in packages:
+        frames = frames.tb_next
+    return frames

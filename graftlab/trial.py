@@ -16,7 +16,7 @@ from graftlab.errors import TransformError
 from graftlab.kept import KeptPair
 from graftlab.transforms import TransformSpec, dtype_name, run_transform, user_traceback
 
-# A draft may print a megabyte; nobody reads more than this.
+# A draft may print a megabyte, and raise with another; nobody reads more than this.
 PRINTED_LIMIT = 10_000
 
 
@@ -25,8 +25,9 @@ class Trial:
     """What came of a draft. With ``error`` None it can be applied.
 
     ``received``, ``target`` and ``result`` are shapes and dtypes in words. ``before`` compares the target with what the
-    transform in force made of the received tensors when the pair was kept, ``after`` with what the draft makes of
-    them. ``seconds`` is the draft's own time. ``error_line`` is the line of the draft's source at fault, from 1.
+    transform in force made of the received tensors when the pair was kept (None if it failed), ``after`` with what the
+    draft makes of them; ``cast`` says what was converted for that. ``seconds`` is the draft's own time. ``error_line``
+    is the line of the draft's source at fault, from 1.
     """
 
     tags: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Trial:
     result: str | None = None
     before: DiffStats | None = None
     after: DiffStats | None = None
-    aligned: str | None = None
+    cast: str | None = None
     seconds: float | None = None
     printed: str = ""
     error: str | None = None
@@ -83,11 +84,20 @@ def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial
                 value = outcome.value.cpu()
                 own = kept.graft_input.target
                 pair = (value, own) if graft_input.direction == "b2t" else (own, value)
-                trial = replace(trial, result=_in_words(outcome.value), after=measure(*pair), aligned=outcome.cast)
+                trial = replace(trial, result=_in_words(outcome.value), after=measure(*pair), cast=outcome.cast)
     except (Exception, SystemExit) as error:
         called_exit = f"the draft called exit({error.code!r})\n" if isinstance(error, SystemExit) else ""
-        trial = replace(trial, error=called_exit + user_traceback(error), error_line=_line_of(error, draft))
+        trial = replace(trial, error=_cut(called_exit + user_traceback(error)), error_line=_line_of(error, draft))
     return replace(trial, printed=printed.shown())
+
+
+def _cut(text: str) -> str:
+    """Without its middle where it is too long: a traceback says most at its ends."""
+    dropped = len(text) - PRINTED_LIMIT
+    if dropped <= 0:
+        return text
+    half = PRINTED_LIMIT // 2
+    return f"{text[:half]}\n... {dropped} more characters ...\n{text[-half:]}"
 
 
 def _described(kept: KeptPair) -> Trial:
@@ -95,7 +105,7 @@ def _described(kept: KeptPair) -> Trial:
         tags=kept.tags,
         received=[_in_words(tensor) for tensor in kept.graft_input.received_list],
         target=_in_words(kept.graft_input.target),
-        before=measure(kept.baseline, kept.target),
+        before=None if kept.baseline is None or kept.target is None else measure(kept.baseline, kept.target),
     )
 
 

@@ -1,7 +1,8 @@
 """A real JupyterLab in a real Chromium: the fixtures of the browser tests.
 
 A test module takes them with ``pytest_plugins = ["browser"]`` and the marker ``browser``, after
-``pytest.importorskip("pytest_playwright")``. ``lab`` is what a test talks to; the server behind it is shared.
+``pytest.importorskip("pytest_playwright")``. ``lab`` is what a test talks to. The server and the browser page behind
+it are shared, because loading JupyterLab takes longer than most tests; notebook and kernel are each test's own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import nbformat
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "graftlab-tests"
@@ -34,7 +35,7 @@ DEADLINE = 60.0
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab")
 
 # Where the notebook of the page in front is, as JupyterLab's own code would reach it.
-SESSION = "window.jupyterapp.shell.currentWidget?.sessionContext"
+SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
 
 
 @dataclass
@@ -140,11 +141,18 @@ class Lab:
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         name = f"test{len(list(self.folder.glob('*.ipynb')))}.ipynb"
         nbformat.write(notebook, self.folder / name)
-        self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
+        self.command("docmanager:open", path=name)
         self.wait_idle()
 
+    def close(self) -> None:
+        """Close what is open without saving, end its kernels, and go back to the light theme."""
+        self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
+        self.server.end_kernels()
+        self.use_theme("JupyterLab Light")
+
     def reload(self) -> None:
-        """Load the page anew; the kernel goes on."""
+        """Load the page anew, with what was saved of the notebook; the kernel goes on."""
+        self.command("docmanager:save")
         self.page.reload()
         self.wait_idle()
 
@@ -165,10 +173,14 @@ class Lab:
         self.page.evaluate(f"() => {{ window.jupyterapp.shell.currentWidget.content.activeCellIndex = {number}; }}")
         self.command("notebook:run-cell", wait)
 
-    def command(self, name: str, wait: bool = True) -> None:
+    def command(self, name: str, wait: bool = True, **arguments: Any) -> None:
         """Execute a command of JupyterLab's, as its menus do."""
         self.page.evaluate(
-            f"async () => {{ const done = window.jupyterapp.commands.execute('{name}'); if ({json.dumps(wait)}) await done; }}"
+            """async ([name, wait, given]) => {
+                const done = window.jupyterapp.commands.execute(name, given);
+                if (wait) await done;
+            }""",
+            [name, wait, arguments],
         )
 
     def execution_counts(self) -> list[int | None]:
@@ -180,9 +192,7 @@ class Lab:
 
     def use_theme(self, name: str) -> None:
         """``"JupyterLab Light"`` or ``"JupyterLab Dark"``."""
-        self.page.evaluate(
-            "name => window.jupyterapp.commands.execute('apputils:change-theme', { theme: name })", name
-        )
+        self.command("apputils:change-theme", theme=name)
         light = "false" if "Dark" in name else "true"
         self.page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
 
@@ -204,10 +214,21 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("screenshots")
 
 
-@pytest.fixture
-def lab(page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
-    """A page without a notebook yet; the kernels that it starts end with the test."""
+@pytest.fixture(scope="session")
+def lab_page(browser: Browser, lab_server: Server) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+    page = context.new_page()
     page.set_default_timeout(DEADLINE * 1000)
-    page.set_viewport_size({"width": 1100, "height": 900})
-    yield Lab(page, lab_server, pictures)
-    lab_server.end_kernels()
+    page.goto(f"{lab_server.address}/lab?token={TOKEN}&reset")
+    page.wait_for_function("() => window.jupyterapp?.commands.hasCommand('docmanager:open')")
+    page.evaluate("() => Promise.all([window.jupyterapp.restored, window.jupyterapp.allPluginsActivated])")
+    yield page
+    context.close()
+
+
+@pytest.fixture
+def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
+    """JupyterLab with nothing open; what the test opens is closed after it."""
+    lab = Lab(lab_page, lab_server, pictures)
+    yield lab
+    lab.close()

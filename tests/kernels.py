@@ -35,11 +35,15 @@ class Reply:
 
 
 class Kernel:
-    """``run`` types a cell and waits for it; ``begin`` and ``finish`` are its halves."""
+    """``run`` types a cell and waits for it; ``begin`` and ``finish`` are its halves.
 
-    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+    ``temporary`` is where the kernel, and whatever it starts, puts its temporary files.
+    """
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient, temporary: Path) -> None:
         self.manager = manager
         self.client = client
+        self.temporary = temporary
 
     @property
     def pid(self) -> int:
@@ -84,15 +88,16 @@ def kernel(**environment: str) -> Iterator[Kernel]:
     """A kernel with these variables in its environment, and a folder of its own for its temporary files."""
     # Short, because sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="gl-") as folder:
-        (Path(folder) / "tmp").mkdir()
-        own = {"TMPDIR": f"{folder}/tmp", "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
+        temporary = Path(folder) / "tmp"
+        temporary.mkdir()
+        own = {"TMPDIR": str(temporary), "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
         manager = KernelManager(kernel_name="python3", transport="ipc", connection_file=f"{folder}/kernel.json")
         manager.start_kernel(env={**os.environ, **own, **environment})
         client = manager.client()
         client.start_channels()
         try:
             client.wait_for_ready(timeout=DEADLINE)
-            yield Kernel(manager, client)
+            yield Kernel(manager, client, temporary)
         finally:
             client.stop_channels()
             manager.shutdown_kernel(now=True)

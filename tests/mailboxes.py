@@ -206,7 +206,13 @@ Script = Callable[[Mailbox, Any], None]
 
 
 def _become_a_rank(
-    place: Place, segments: Descriptors, size: int, links: dict[int, socket.socket], script: Script, line: Any, options: Any
+    place: Place,
+    segments: Descriptors,
+    size: int,
+    links: dict[int, socket.socket],
+    script: Script,
+    line: Any,
+    options: Any,
 ) -> None:
     torch.set_num_threads(1)
     arenas = [
@@ -242,7 +248,9 @@ class Processes:
                 target=_become_a_rank,
                 args=(place, Descriptors(wires.segments), wires.size, links, script, theirs, options),
             )
-            process.start()
+            # Else each rank would import pytest, whose main module this is.
+            with launcher._hidden_main():
+                process.start()
             theirs.close()
             self.lines.append(ours)
             self.processes.append(process)

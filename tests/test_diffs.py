@@ -500,3 +500,13 @@ def test_random_tensors_are_measured_as_exact_arithmetic_does(
         assert_right(*pair)
     finally:
         diffs.CPU_BLOCK = before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32], ids=str)
+def test_a_gpu_measures_what_the_cpu_does(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffs, "DEVICE_BLOCK", 1000)
+    x, y = (random((70, 50), dtype, seed) * (scale if dtype != torch.int32 else 1) for seed in (0, 1))
+    x.view(-1)[1234:1236] = 50
+    assert_right(x.cuda(), y.cuda())

@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mailboxes import MIB, World, a_world, in_background, key
 from mailboxes import DEADLINE as GUARD
+from mailboxes import MIB, World, a_world, in_background, key
 from support import wait_until
+from tensors import DTYPES, bits, layouts
 
 from graftlab.errors import ShippingError
 from graftlab.exchange.base import BufferFullError, TapKey
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 
@@ -314,14 +317,15 @@ def test_who_takes_no_part_in_the_run_is_not_waited_for() -> None:
         assert [each.rank for each in receipt.contributions] == [1]
         assert receipt.absent == {0: "baseline[0] takes no part in this run"}
         receiver.publish(key("up"), 2.0)
-        assert receiver.exchange._outgoing and idle.exchange._others[0].inbox == {}
+        assert receiver.exchange._outgoing
+        assert idle.exchange._others[0].inbox == {}
         assert sender.take(key("up")) == [2.0]
 
 
 def test_a_timeout_ends_the_wait_and_says_where_each_peer_is() -> None:
     with a_world(3, 1, timeout=0.1) as world:
         world.begin()
-        punctual, slow, never, receiver = world.mailboxes
+        punctual, slow, _never, receiver = world.mailboxes
         punctual.publish(key("x"), 1.0)
         slow.step = 4
         slow.tap = "mlp"
@@ -330,7 +334,9 @@ def test_a_timeout_ends_the_wait_and_says_where_each_peer_is() -> None:
         assert receipt.timed_out
         assert [(each.rank, each.tensor.item()) for each in receipt.contributions] == [(0, 1.0)]
         assert set(receipt.absent) == {1, 2}
-        assert "baseline[1] did not reach this tap within 0.1 s: waiting at tap 'mlp' of step 4 for" in receipt.absent[1]
+        assert (
+            "baseline[1] did not reach this tap within 0.1 s: waiting at tap 'mlp' of step 4 for" in receipt.absent[1]
+        )
         assert "baseline[2] did not reach this tap within 0.1 s: starting" in receipt.absent[2]
 
 
@@ -347,46 +353,6 @@ def test_what_comes_after_the_timeout_goes_to_no_other_tap_and_its_memory_comes_
 
 
 # ---- promise 4: bit-exact -------------------------------------------------------------------------------------------
-
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-# A quantized tensor is numbers with a scale and a zero point; taps skip those.
-DTYPES = [dtype for dtype in DTYPES if not str(dtype).startswith(("torch.qint", "torch.quint"))]
-
-
-def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every pattern of bits, so NaNs with all payloads and both signs too; bool has two only."""
-    count = torch.Size(shape).numel()
-    generator = torch.Generator().manual_seed(7)
-    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the elements in order, whatever the strides are, without a kernel for the dtype."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.dtype.itemsize]
-    same = tensor.view(unit) if tensor.dim() else tensor.view(1).view(unit)
-    if unit is torch.complex128:
-        same = torch.view_as_real(same).view(torch.int64)
-    return same.contiguous().view(-1).view(torch.uint8)
-
-
-def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    matrix = random_bits(dtype, 64, 48)
-    return {
-        "contiguous": matrix,
-        "0-d": matrix[3, 5],
-        "empty": matrix[:0],
-        "empty in the middle": matrix.view(64, 48, 1)[:, :0],
-        "transposed": matrix.t(),
-        "sliced": matrix[1::3, 5:40:2],
-        "a row with an offset": matrix[7],
-        "expanded": matrix[:, :1].expand(64, 9),
-        "expanded 0-d": matrix[0, 0].expand(3, 4),
-        "permuted": matrix.view(4, 16, 6, 8).permute(2, 0, 3, 1),
-        "overlapping": matrix.view(-1).as_strided((5, 4), (2, 1)),
-    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -653,7 +619,9 @@ def test_a_leader_that_has_gone_keeps_nobody_waiting_and_its_words_are_heard(
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["publish", "publish", "publish", "receive", "receive", "receive", "decline", "release", "end"]),
+        st.sampled_from(
+            ["publish", "publish", "publish", "receive", "receive", "receive", "decline", "release", "end"]
+        ),
         st.integers(0, 3),
         st.integers(0, 5),
     ),
@@ -686,7 +654,8 @@ def test_whatever_the_order_of_events_a_receiver_gets_what_was_sent_and_all_memo
                 theirs = key("up" if direction[True] else "down", step=step[rank], occurrence=number)
                 senders = [other for other in world.mailboxes if other.place.side != mailbox.place.side]
                 can_wait = [
-                    s for s in senders
+                    s
+                    for s in senders
                     if theirs not in said[s.place.world_rank] and step[s.place.world_rank] <= step[rank]
                 ]
                 if can_wait or (rank, theirs) in asked:

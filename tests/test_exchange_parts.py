@@ -46,7 +46,9 @@ def holes(taken: dict[int, int]) -> list[tuple[int, int]]:
 
 
 @given(operations)
-def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_back(steps: list[tuple[str, int]]) -> None:
+def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_back(
+    steps: list[tuple[str, int]],
+) -> None:
     allocator = Allocator(SEGMENT)
     taken: dict[int, int] = {}
     for what, number in steps:
@@ -97,9 +99,7 @@ def test_a_window_on_no_bytes_keeps_its_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("has_memfd", [True, False])
-def test_a_segment_has_no_name_anywhere(
-    has_memfd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_has_no_name_anywhere(has_memfd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not has_memfd:
         monkeypatch.delattr(os, "memfd_create")
@@ -272,9 +272,7 @@ def a_page() -> tuple[Arena, WhereaboutsPage]:
     st.text(max_size=600),
     st.sets(st.integers(0, MAX_RANKS - 1)),
 )
-def test_what_is_written_is_read(
-    state: str, step: int, version: int, taps: int, tap: str, awaits: set[int]
-) -> None:
+def test_what_is_written_is_read(state: str, step: int, version: int, taps: int, tap: str, awaits: set[int]) -> None:
     arena, page = a_page()
     page.write(state, step=step, plan_version=version, taps=taps, tap=tap, awaits=awaits)
     look = WhereaboutsPage(arena.map).read()

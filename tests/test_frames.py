@@ -144,7 +144,7 @@ def test_what_is_not_a_row_is_refused(line: bytes) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6), st.integers(0, 10))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_on_disk_are_the_rows_in_memory(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], start: int
 ) -> None:

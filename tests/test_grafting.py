@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,7 @@ def pending_sends() -> int:
 
 
 def three_times(value: Any, other: Any) -> tuple[bool, list[float]]:
+    warnings.simplefilter("always")  # or Python itself would show a repeated warning once
     same = all(gl.tap("numbers", value) is value for _ in range(3))
     gl.tap("others", other)
     after = torch.full((2,), own_value())

@@ -127,8 +127,13 @@ def test_taps_are_placed_in_execution_order_whatever_the_order_of_the_rows() -> 
 
 def test_later_steps_are_to_the_right_though_a_rank_with_fewer_taps_counts_slower() -> None:
     ahead = [row("a", step=0, order=90, rank=0), row("a", step=1, order=91, rank=0)]
-    behind = [row("a", step=0, order=0, rank=1), row("b", step=1, order=1, rank=1)]
+    behind = [row("b", step=1, order=1, rank=1)]
     assert tick_labels(plots.divergence(to_frame(ahead + behind))) == ["a step=0", "b step=1", "a step=1"]
+
+
+def test_runs_are_ordered_by_their_steps_not_by_where_the_frame_has_them() -> None:
+    data = to_frame([row("a", run=1, step=0), row("a", run=2, step=1), row("a", run=3, step=2)])
+    assert tick_labels(plots.divergence(data[::-1])) == ["a step=0", "a step=1", "a step=2"]
 
 
 def test_divergence_has_units_and_a_log_axis() -> None:
@@ -292,6 +297,12 @@ def test_runs_are_laid_over_each_other_by_tap_though_they_ran_at_other_steps() -
     assert by_gid(figure, "bad: line").get_linestyle() != by_gid(figure, "good: line").get_linestyle()
     assert {"bad", "good"} <= set(legend(figure))
     assert [note.get_text() for note in annotations(figure)] == ["bad, first divergent: mlp_out layer=1  (rel_l2 0.04)"]
+
+
+def test_steps_of_runs_that_ran_at_other_steps_are_counted_from_the_first() -> None:
+    first, second = (frame(row("a", step=s), row("a", step=s + 1)) for s in (3, 7))
+    assert tick_labels(plots.divergence([first, second])) == ["a step +0", "a step +1"]
+    assert tick_labels(plots.divergence([first, first])) == ["a step=3", "a step=4"]
 
 
 def test_a_tap_that_only_one_run_has_follows_what_precedes_it_there() -> None:
@@ -460,7 +471,7 @@ def test_history_marks_what_has_no_value_is_exact_or_not_finite() -> None:
 
 def test_tags_choose_the_tap() -> None:
     data = frame(row("h", 1e-1, layer=1), row("h", 1e-2, layer=2), row("h", 1e-3), row("h", 1e-4, layer=2, rank=1))
-    data = pd.concat([data, frame(row("h", 1e-5, shape="s"))], ignore_index=True)
+    data = pd.concat([data, frame(row("h", 1e-5, shape="s"), row("h", 0.5, rank=None, layer=7))], ignore_index=True)
 
     def shown(**tags: Any) -> list[float]:
         figure = plots.history(data, "h", **tags)
@@ -552,6 +563,14 @@ def test_downsampling_is_the_maximum_of_each_cell_however_the_blocks_fall(
     assert extent[:1] + extent[3:] == (-0.5, -0.5)
     assert extent[1] + 0.5 >= shape[dims[1]]
     assert extent[2] + 0.5 >= shape[dims[0]]
+
+
+def test_no_block_straddles_a_cell_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    diff = torch.randn(11, 3, 13, generator=torch.Generator().manual_seed(0))
+    for block in range(1, 3 * 11 * 13 + 1):
+        monkeypatch.setattr("graftlab.plots.reduce.BLOCK", block)
+        for dims in ((0, 2), (2, 0), (0, 1)):
+            np.testing.assert_array_equal(plots.max_downsample(diff, dims, 4)[0], brute_force(diff.numpy(), dims, 4))
 
 
 def test_one_bad_element_in_a_large_tensor_is_found_and_ringed() -> None:

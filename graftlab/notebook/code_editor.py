@@ -12,7 +12,8 @@ text of a while ago. Therefore ``submit`` does not read the text: it raises the 
 model, a link that runs in the browser copies it to ``answered``, and that copy goes through the same queue as the
 text. When it arrives, everything that was typed before it has arrived too. ``set_text`` has the opposite
 trouble, a held-back change that would overwrite the new text; it puts a new text area in the place of the old one,
-whose late messages then change nothing.
+whose late messages then change nothing. An ``offer`` must not lose a held-back change, so it first asks, as a submit
+does, and replaces the text area when the answer, if it was a prompt one, shows that nothing was typed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import html
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,12 @@ import traitlets
 if TYPE_CHECKING:
     from graftlab.notebook.code_mirror import CodeMirror, Sent
 
-LANGUAGES = ("python", "text")
+LANGUAGES = ("python", "filter", "text")
+
+# What a text area is asked for an offer, in the place of a submit's action; and how old an answer may be, in seconds,
+# for nothing to have been typed since.
+_OFFER = "offer"
+_PROMPT = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +45,9 @@ logger = logging.getLogger(__name__)
 class CodeEditor(widgets.VBox):  # type: ignore[misc]
     """Several lines of source that a person edits in the browser; the interface of both editors.
 
-    ``value`` is the text to start with, ``language`` one of ``"python"`` and ``"text"``, ``lines`` the height.
-    Raises ``ValueError`` for another language. Use :func:`code_editor` to make one.
+    ``value`` is the text to start with, ``language`` one of ``"python"``, ``"filter"`` and ``"text"``, ``lines`` the
+    height. ``"filter"`` is for one line, which grows with its text; Enter and Tab are no part of that. Raises
+    ``ValueError`` for another language. Use :func:`code_editor` to make one.
 
     Callbacks run on whichever thread takes the front end's messages, which differs between releases of
     ipykernel; they should do no more than enqueue work. An exception in one is shown in the editor and logged.
@@ -59,6 +67,7 @@ class CodeEditor(widgets.VBox):  # type: ignore[misc]
         self._on_submit: list[Callable[[str, str], object]] = []
         self._on_change: list[Callable[[str], object]] = []
         self._lock = threading.RLock()
+        self.offer_declined = False
         super().__init__()
         self.set_trait("value", value)
         self.layout.width = "100%"
@@ -87,10 +96,18 @@ class CodeEditor(widgets.VBox):  # type: ignore[misc]
         raise NotImplementedError
 
     def set_text(self, text: str) -> None:
-        """Replace the text in the browser, and take the error away.
+        """Replace the text in the browser, whatever it shows, and take the error away.
 
         What was typed before the browser shows ``text`` does not come back into ``value``. A submit that was
         on its way then is still delivered, with its own text.
+        """
+        raise NotImplementedError
+
+    def offer(self, text: str) -> None:
+        """Replace the text in the browser, unless the person has typed something that the kernel has not heard of yet.
+
+        ``value`` is ``text`` at once. If the browser declines, what was typed comes as a change, during which
+        ``offer_declined`` is true.
         """
         raise NotImplementedError
 
@@ -150,6 +167,7 @@ class CodeMirrorEditor(CodeEditor):
         from graftlab.notebook.code_mirror import CodeMirror
 
         self._revision = 0
+        self._settled = 0  # the newest revision that was no offer, so that no page has declined it
         self._requests = 0
         self._unanswered: dict[int, str] = {}
         self._front: CodeMirror = CodeMirror(language=language, lines=lines, document=self._document(self.value))
@@ -168,12 +186,20 @@ class CodeMirrorEditor(CodeEditor):
     def set_text(self, text: str) -> None:
         with self._lock:
             self._revision += 1
+            self._settled = self._revision
             self.set_trait("value", text)
             self._front.document = self._document(text)
         self.clear_error()
 
-    def _document(self, text: str, page: str = "") -> dict[str, Any]:
-        return {"text": text, "revision": self._revision, "page": page}
+    def offer(self, text: str) -> None:
+        with self._lock:
+            self._revision += 1
+            over = self.value
+            self.set_trait("value", text)
+            self._front.document = self._document(text, over=over)
+
+    def _document(self, text: str, page: str = "", over: str | None = None) -> dict[str, Any]:
+        return {"text": text, "revision": self._revision, "page": page, "over": over}
 
     def _show_error(self, _change: Any) -> None:
         self._front.error = {"line": self.error_line, "message": self.error_message}
@@ -186,14 +212,15 @@ class CodeMirrorEditor(CodeEditor):
             self._take(sent)
 
     def _take(self, sent: Sent) -> None:
-        with self._lock, self._front.hold_sync():
+        with self._lock:
             # Before the callbacks: the kernel has the message, whatever they make of it.
             self._front.acknowledged = sent.serial
             self.set_trait("acknowledged", sent.serial)
             if sent.request is not None and self._unanswered.pop(sent.request, None) is None:
                 return  # another page was faster
             changed = False
-            if sent.revision == self._revision:
+            if sent.revision >= self._settled:
+                self.offer_declined = sent.revision < self._revision
                 changed = self._store(sent.text)
                 # A page that is opened or reloaded later starts with this.
                 self._front.document = self._document(sent.text, sent.page)
@@ -231,6 +258,7 @@ class TextareaEditor(CodeEditor):
     def _build(self, language: str, lines: int) -> None:
         self._lines = lines
         self._asked = 0
+        self._offered: tuple[str, str, float] | None = None  # an offer, the text that it is to replace, and its time
         self._text = self._text_area(self.value)
         self._error = widgets.HTML(layout=widgets.Layout(margin="0"))
         note = f'<span class="graftlab-note">{html.escape(self.reason)}</span>' if self.reason else ""
@@ -249,14 +277,24 @@ class TextareaEditor(CodeEditor):
 
     def set_text(self, text: str) -> None:
         with self._lock:
-            old = self._text
             self.set_trait("value", text)
-            self._text = self._text_area(text)
-            old.retired = True
-            self.children = (self._text, *self.children[1:])
-            if not old.unanswered:
-                old.close()
+            self._replace(text)
         self.clear_error()
+
+    def offer(self, text: str) -> None:
+        with self._lock:
+            self._offered = text, self._text.value, time.monotonic()
+            self.set_trait("value", text)
+            self.submit(_OFFER)
+
+    def _replace(self, text: str) -> None:
+        old = self._text
+        self._offered = None
+        self._text = self._text_area(text)
+        old.retired = True
+        self.children = (self._text, *self.children[1:])
+        if not old.unanswered:
+            old.close()
 
     def _text_area(self, value: str) -> _TextArea:
         area = _TextArea(value, self._lines)
@@ -267,16 +305,33 @@ class TextareaEditor(CodeEditor):
     def _arrived(self, change: Any) -> None:
         area: _TextArea = change["owner"]
         with self._lock:
-            text = area.value
             due = {number: action for number, action in area.unanswered.items() if number <= area.answered}
             for number in due:
                 del area.unanswered[number]
+            text = area.value if area.retired else self._settle(area.value, due.values())
             if due:
                 self.set_trait("acknowledged", max(due))
             changed = not area.retired and self._store(text)
             if area.retired and not area.unanswered:
                 area.close()
-        self._tell(text, changed, due.values())
+        self._tell(text, changed, [action for action in due.values() if action != _OFFER])
+
+    def _settle(self, text: str, due: Iterable[str]) -> str:
+        """Decide on the offer, if there is one. Returns the text that holds: ``text``, which came, or the offer's."""
+        self.offer_declined = False
+        if self._offered is None:
+            return text
+        offered, over, since = self._offered
+        if text not in (over, offered):
+            self._offered = None
+            self.offer_declined = True
+            return text
+        if _OFFER in due and time.monotonic() - since < _PROMPT:
+            self._replace(offered)
+        elif _OFFER in due:
+            # The kernel was busy for a while, in which something may have been typed that comes after this answer.
+            self.offer(offered)
+        return offered
 
     def _show_error(self, _change: Any) -> None:
         message, line = self.error_message, self.error_line

@@ -6,7 +6,8 @@ kernel it delivers an old text, while custom messages all arrive, in order. Each
 - ``type``: ``"changed"`` (the person has paused typing) or ``"submit"`` (``action`` says which key or button),
 - ``text``: the whole source, so that no message depends on another one having arrived,
 - ``serial``: a number that grows; ``acknowledged`` answers with it,
-- ``revision``: of the last text from the kernel that this browser shows,
+- ``revision``: of the last text from the kernel that this browser shows; it is behind the kernel's where the person
+  typed before an offer came,
 - ``page``: which browser page it was typed in,
 - ``request``: the number of the kernel's request that a ``"submit"`` answers, or ``None``.
 
@@ -43,12 +44,11 @@ class Sent:
     def read(cls, content: Any) -> Sent | None:
         """The message in ``content``, or ``None``, and a line in the log, where it is none of ours."""
         try:
-            kind = content["type"]
-            if kind not in ("changed", "submit"):
-                raise ValueError(f"unknown type {kind!r}")
-            request = content.get("request")
+            kind, text, request = content["type"], content["text"], content.get("request")
+            if kind not in ("changed", "submit") or not isinstance(text, str):
+                raise ValueError(f"type {kind!r} with a text of {type(text).__name__}")
             return cls(
-                text=str(content["text"]),
+                text=text,
                 serial=int(content["serial"]),
                 revision=int(content["revision"]),
                 page=str(content["page"]),
@@ -60,17 +60,17 @@ class Sent:
             return None
 
 
-class CodeMirror(anywidget.AnyWidget):  # type: ignore[misc]
+class CodeMirror(anywidget.AnyWidget):
     """The state that the browser shows. Making one needs the bundle."""
 
     _esm = traitlets.Unicode().tag(sync=True)
     # ``page`` is where the text was typed, so that the page itself does not take its own older text for news;
-    # "" is the kernel.
-    document = traitlets.Dict({"text": "", "revision": 0, "page": ""}).tag(sync=True)
+    # "" is the kernel. ``over`` is None, or, in an offer, the text that a page must still show to take this one.
+    document = traitlets.Dict({"text": "", "revision": 0, "page": "", "over": None}).tag(sync=True)
     acknowledged = traitlets.Int(0).tag(sync=True)
     # A trait, not a message: it must not overtake a document that was set before it.
     request = traitlets.Dict({"number": 0, "action": ""}).tag(sync=True)
-    error = traitlets.Dict({"line": None, "message": ""}).tag(sync=True)
+    error: traitlets.Dict[str, Any] = traitlets.Dict({"line": None, "message": ""}).tag(sync=True)
     completions = traitlets.List(traitlets.Unicode()).tag(sync=True)
     read_only = traitlets.Bool(False).tag(sync=True)
     dark = traitlets.Bool(None, allow_none=True).tag(sync=True)

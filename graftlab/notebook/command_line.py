@@ -152,6 +152,7 @@ def _commands() -> dict[str, Command]:
         help="default: divergence, or history when a tap is given; heatmap, histogram and scatter need a kept pair",
     )
     plot.add_argument("--noise-floor", type=float, help="draws the line below which differences are rounding")
+    command("ui", "Show the dashboard: every rank and tap live, the plan's editors, and the logs.")
     return {name: _with_completion(command) for name, command in found.items()}
 
 

@@ -158,6 +158,9 @@ class GraftMagics(Magics):
             raise UsageError(f"%graft plot --kind {kind}: name a tap")
         return getattr(plot, kind)(arguments.tag)
 
+    def _ui(self, arguments: argparse.Namespace) -> Any:
+        return self._open().dashboard()
+
     def _assign(self, name: str | None, value: object) -> None:
         if name:
             self._names()[name] = value

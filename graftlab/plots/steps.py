@@ -35,9 +35,9 @@ def history(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes |
     - marker: the status. A row without a value is at the top edge (failed, timeout) or at the bottom edge
       (missing, unmatched); a large ring is a NaN or an infinity on one side only.
 
-    ``tags`` pick the tap, as ``layer=3`` (None: the tag is absent); any other column works too, as
-    ``rank=0``, and a tag called like one of a row's own columns is ``tag_<name>``. When several taps or occurrences match, the largest value of a step is shown and the title
-    says which tags vary.
+    ``tags`` pick the tap, as ``layer=3`` (None: the tag is absent). Any other column works too, as ``rank=0``,
+    and a tag called like one of a row's own columns is ``tag_<name>``. When several taps or occurrences match,
+    the largest value of a step is shown and the title says which tags vary.
 
     Raises ValueError naming a column (name, step, status, ``value`` or a tag) that the frame lacks.
     """

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 StartMethod = Literal["forkserver", "spawn"]
 
 _WORKER = "graftlab.ranks.worker"
+_MEMORY_FILES = hasattr(os, "memfd_create")
 # Ranks belong to the thread that started them as far as the system's parent-death signals go, so it must not end.
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 
@@ -132,11 +133,11 @@ class RankProcess:
         return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
 
 
-def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[RankProcess]:
+def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
     """Start every rank and wait until each has said hello.
 
-    ``folder`` gets the logs; ``private`` is a folder only the user can enter, for the groups' rendezvous. Raises
-    :class:`LaunchError` with the log's tail when a rank dies or is not ready in time; then none is left.
+    ``folder`` gets the logs. Raises :class:`LaunchError` with the log's tail when a rank dies or is not ready in
+    time; then none is left.
     """
     for side, count in (("baseline", options.baseline), ("target", options.target)):
         if not isinstance(count, int) or count < 1:
@@ -149,7 +150,7 @@ def launch_ranks(options: LaunchOptions, folder: Path, private: Path) -> list[Ra
     seats = assign(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()
     with given_up, give_up:
-        launching = _starter.submit(_launch, options, folder, private, places, seats, given_up)
+        launching = _starter.submit(_launch, options, folder, places, seats, given_up)
         try:
             return launching.result()
         except BaseException:
@@ -211,7 +212,6 @@ def _same_import_path() -> Iterator[None]:
 def _launch(
     options: LaunchOptions,
     folder: Path,
-    private: Path,
     places: list[Place],
     seats: list[Seat],
     given_up: socket.socket,
@@ -227,6 +227,7 @@ def _launch(
             ) from error
     context: Any = torch.multiprocessing.get_context(options.start_method)
     segments: list[int] = []
+    stores: dict[str, int] = {}
     links: dict[tuple[int, int], socket.socket] = {}
     ranks: list[RankProcess] = []
     try:
@@ -236,6 +237,8 @@ def _launch(
                 descriptor, size = create_segment()
                 segments.append(descriptor)
                 sizes.append(size)
+            for side in ("baseline", "target"):
+                stores[side] = _make_store(folder / f"{side}.store")
             for one in range(len(places)):
                 for other in range(one):
                     links[one, other], links[other, one] = socket.socketpair()
@@ -253,7 +256,7 @@ def _launch(
                 device=seat.device,
                 backend=seat.backend,
                 notes=seat.notes,
-                store=str(private / f"{place.side}.store"),
+                store="" if _MEMORY_FILES else str(folder / f"{place.side}.store"),
                 log=str(log),
                 stacks=str(stacks),
                 segment_size=sizes[0],
@@ -273,7 +276,7 @@ def _launch(
                     process.start()
                 me = place.world_rank
                 handed = [*segments, *(links[me, other].fileno() for other in range(len(places)) if other != me)]
-                _send_descriptors(ours, [*handed, their_lifeline.fileno()])
+                _send_descriptors(ours, [*handed, stores[place.side], their_lifeline.fileno()])
             ranks.append(RankProcess(place, seat, process, Channel(ours), lifeline, segments[me], log, stacks))
         _await_hellos(ranks, options.timeout, given_up)
         return ranks
@@ -285,10 +288,17 @@ def _launch(
             raise LaunchError(f"the ranks could not be started: {error}") from error
         raise
     finally:
-        for descriptor in segments:
+        for descriptor in (*segments, *stores.values()):
             os.close(descriptor)
         for link in links.values():
             link.close()
+
+
+def _make_store(path: Path) -> int:
+    """The file through which the ranks of a side find each other: without a name where the system has such files."""
+    if _MEMORY_FILES:
+        return os.memfd_create("graftlab-store", os.MFD_CLOEXEC)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
 
 
 def _environment() -> dict[str, str]:

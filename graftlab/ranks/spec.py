@@ -18,7 +18,11 @@ FDS_A_MESSAGE = 200
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a rank is told before it begins."""
+    """All that a rank is told before it begins.
+
+    ``store`` is the path of the file through which the ranks of a side find each other; empty where it has no name
+    and comes as a descriptor.
+    """
 
     place: Place
     device: str

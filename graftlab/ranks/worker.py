@@ -70,10 +70,10 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     faulthandler.enable()
     stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    *descriptors, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()))
+    *descriptors, store, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()) + 1)
     die_with_the_notebook(lifeline)
     channel = Channel(connection)
-    _settle_in(spec)
+    _settle_in(spec, spec.store or f"/proc/self/fd/{store}")
     rank = Rank(spec, channel, descriptors)
     channel.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
     rank.serve()
@@ -96,7 +96,7 @@ def _receive_descriptors(connection: socket.socket, count: int) -> list[int]:
     return descriptors
 
 
-def _settle_in(spec: RankSpec) -> None:
+def _settle_in(spec: RankSpec, store: str) -> None:
     """Make this process what the notebook is: same folder, import path and environment; and join the side's group."""
     place = spec.place
     os.environ.clear()
@@ -115,7 +115,7 @@ def _settle_in(spec: RankSpec) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         spec.backend,
-        store=FileStore(spec.store, place.world_size),
+        store=FileStore(store, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=spec.timeout),
@@ -233,10 +233,10 @@ class Rank:
             if query.topic == "stacks":
                 value: Any = _stacks()
             elif query.topic == "kept_tags":
-                value = self._kept.tags()
+                value = self._kept.tags(*query.arguments)
             else:
                 name, tags = query.arguments
-                pair = self._kept.find(name, tags)
+                pair = self._kept.find(name, tags, failed=query.topic == "kept_input")
                 value = None if pair is None else shipping.pack_result(_shown(pair, query.topic))
             reply = Reply(query.number, value)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 import { acceptCompletion, autocompletion } from "@codemirror/autocomplete";
 import { indentLess, indentMore } from "@codemirror/commands";
-import { python } from "@codemirror/lang-python";
+import { python, pythonLanguage } from "@codemirror/lang-python";
 import { indentUnit } from "@codemirror/language";
 import { Annotation, Compartment, EditorState, Prec } from "@codemirror/state";
 import { EditorView, keymap } from "@codemirror/view";
@@ -75,13 +75,20 @@ class Draft {
   }
 
   // A text from the kernel, or from another page by way of the kernel. This page's own is older than what it shows.
-  take({ text, revision, page }) {
-    if (page === PAGE) return;
+  take({ text, revision, page, over }) {
+    if (page === PAGE) {
+      this.revision = revision;
+      return;
+    }
+    const offered = over !== null;
+    if (offered && this.text !== over) return; // what was typed is on its way to the kernel
     clearTimeout(this.pause);
     this.pause = null;
     this.text = text;
     this.revision = revision;
     this.show();
+    // What was sent and then taken back, just before the offer came, would look to the kernel as if it was declined.
+    if (offered && this.serial > this.model.get("acknowledged")) this.send("changed");
   }
 
   show(except) {
@@ -188,7 +195,17 @@ function render(model, draft, el) {
   const dark = new Compartment();
   const readOnly = new Compartment();
   const names = { autocomplete: completeNames(model) }; // beside the language's own
-  const isPython = model.get("language") === "python";
+  const language = model.get("language");
+  const oneLine = language === "filter";
+  root.classList.toggle("graftlab-one-line", oneLine);
+  const highlighting = { python: python(), filter: pythonLanguage }[language] ?? []; // a filter is no place for print()
+  const kind = { python: "Python", filter: "Filter" }[language] ?? "Text";
+  const keys = oneLine
+    ? [
+        { key: "Enter", run: (target) => acceptCompletion(target) || true },
+        { key: "Tab", run: acceptCompletion },
+      ]
+    : [{ key: "Tab", run: (target) => acceptCompletion(target) || indent(target), shift: indentLess }];
   const view = new EditorView({
     parent: root,
     state: EditorState.create({
@@ -198,17 +215,18 @@ function render(model, draft, el) {
           keymap.of([
             { key: "Mod-Enter", run: submits("apply") },
             { key: "Mod-Shift-Enter", run: submits("try") },
-            { key: "Tab", run: (target) => acceptCompletion(target) || indent(target), shift: indentLess },
+            ...keys,
           ]),
         ),
         basicSetup,
         autocompletion({ icons: false }), // they need fonts that are not everywhere
         indentUnit.of(INDENT),
         EditorState.tabSize.of(INDENT.length),
-        isPython ? python() : [],
+        highlighting,
+        oneLine ? EditorView.lineWrapping : [],
         EditorState.languageData.of(() => [names]),
         EditorView.contentAttributes.of({
-          "aria-label": `${isPython ? "Python" : "Text"} editor; press Escape, then Tab to leave it`,
+          "aria-label": `${kind} editor${oneLine ? "" : "; press Escape, then Tab to leave it"}`,
         }),
         readOnly.of(EditorState.readOnly.of(model.get("read_only"))),
         dark.of([]),

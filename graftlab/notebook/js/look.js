@@ -19,7 +19,6 @@ const COLOURS = {
   done: ["success-color1", "#2e7d32", "#7ee787"],
   keyword: ["mirror-editor-keyword-color", "#a0287f", "#ff7ab2"],
   name: ["mirror-editor-def-color", "#1250b8", "#79b8ff"],
-  builtin: ["mirror-editor-builtin-color", "#0b6e6e", "#5fd3c4"],
   string: ["mirror-editor-string-color", "#a3381f", "#ffab70"],
   number: ["mirror-editor-number-color", "#1b6e3c", "#a5d6a7"],
   comment: ["mirror-editor-comment-color", "#5d7f78", "#7d9a94"],
@@ -112,7 +111,6 @@ const code = HighlightStyle.define([
     tag: [tags.function(tags.definition(tags.variableName)), tags.definition(tags.className)],
     color: colour("name"),
   },
-  { tag: tags.standard(tags.variableName), color: colour("builtin") },
   { tag: [tags.string, tags.special(tags.string)], color: colour("string") },
   { tag: tags.number, color: colour("number") },
   { tag: tags.comment, color: colour("comment"), fontStyle: "italic" },
@@ -140,6 +138,19 @@ const frame = `
 }
 .graftlab-footer .graftlab-status { color: var(--gl-done); white-space: nowrap; }
 .graftlab-footer .graftlab-waiting { color: var(--gl-faint); font-style: italic; }
+.graftlab-one-line { position: relative; }
+.graftlab-one-line .cm-editor.cm-editor { height: auto; min-height: 0; max-height: 9em; resize: none; }
+.graftlab-one-line .cm-gutters.cm-gutters { display: none; }
+.graftlab-one-line .graftlab-hint { display: none; }
+/* Over the end of the line: a footer that comes and goes would move what is below. */
+.graftlab-one-line .graftlab-footer:not(:has(.graftlab-error)) {
+  position: absolute; right: 0; bottom: 0; border: none; background: var(--gl-background); pointer-events: none;
+  visibility: hidden;
+}
+.graftlab-one-line .graftlab-footer:not(:has(.graftlab-error)):has(.graftlab-waiting) {
+  visibility: visible; animation: graftlab-appear 0.2s 0.5s both;
+}
+@keyframes graftlab-appear { from { opacity: 0; } }
 `;
 
 // Gives the root its colours now and whenever the theme changes. `wanted` answers true, false, or null for

@@ -1,0 +1,168 @@
+"""What the transform editor can hold: source text, a function or dotted path by its name, or the default transform."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any, Literal
+
+from graftlab.errors import TransformError
+from graftlab.plan import GraftPlan
+from graftlab.transforms import SIGNATURE, GraftTransformInput, TransformSpec, default_transform
+
+Kind = Literal["text", "name", "default"]
+
+_MEANINGS = {
+    "tags": "dict: name, step, side, rank and what the tap was given",
+    "received_list": "a tensor from each sending rank, in rank order",
+    "received_extras_list": "parallel to it: what each sender gave as extras, or None",
+    "target": "this rank's own tensor; the result needs its shape",
+    "direction": '"b2t" or "t2b"',
+    "recv_rank": "this rank ...",
+    "recv_world_size": "... of so many",
+    "senders": "the ranks behind received_list",
+}
+FIELDS = tuple(field.name for field in fields(GraftTransformInput))
+
+
+def _template() -> str:
+    width = max(map(len, FIELDS))
+    lines = [f"    #   graft_input.{name:<{width}}  {_MEANINGS[name]}" for name in FIELDS]
+    comments = ["    # Everything is a copy, which must not be changed in place. There are:", *lines]
+    return "\n".join([f"{SIGNATURE}:", *comments, "    return graft_input.received_list[0]", ""])
+
+
+TEMPLATE = _template()
+"""What the editor starts from; ``torch`` and ``gl`` are there for it without an import."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a person has chosen: ``text`` is the source (kind ``"text"``) or the name (kind ``"name"``)."""
+
+    kind: Kind
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A transform as of the first plan that had it. ``spec`` None is the default transform."""
+
+    plan: int
+    spec: TransformSpec | None
+
+    @property
+    def label(self) -> str:
+        return f"plan {self.plan}: {label_of(self.spec)}"
+
+    @property
+    def draft(self) -> Draft:
+        """What to choose in the editor to have this transform."""
+        if self.spec is None:
+            return Draft("default")
+        if self.spec.kind == "source":
+            return Draft("text", self.spec.text)
+        # The notebook may have another function of that name by now.
+        return Draft("name", self.spec.text if self.spec.kind == "path" else f"{self.spec.label} (plan {self.plan})")
+
+
+def versions_of(plans: Iterable[GraftPlan]) -> list[Version]:
+    """One for each plan whose transform is another than the plan's before it, oldest first."""
+    found: list[Version] = []
+    for plan in plans:
+        if not found or found[-1].spec != plan.transform:
+            found.append(Version(plan.version, plan.transform))
+    return found
+
+
+def label_of(spec: TransformSpec | None) -> str:
+    return "the default transform" if spec is None else spec.label
+
+
+def spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> TransformSpec | None:
+    """The transform that is meant; nothing of it is run. None is the default transform.
+
+    A name is one of ``versions``' own, a callable among ``names``, or a dotted path. Raises :class:`TransformError`
+    for a name that is none of these, :class:`ShippingError` for a function that cannot be sent.
+    """
+    if draft.kind == "default":
+        return None
+    if draft.kind == "text":
+        return TransformSpec("source", draft.text)
+    name = draft.text.strip()
+    for version in versions:
+        if version.draft == Draft("name", name):
+            return version.spec
+    if callable(names.get(name)):
+        return TransformSpec.draft(names[name])
+    if "." in name.replace(":", ".") and all(part.isidentifier() for part in name.replace(":", ".").split(".")):
+        return TransformSpec.draft(name)
+    raise TransformError(
+        f"the notebook has no function {name!r}; choose one, or give a dotted path such as package.module.function"
+        if name
+        else "no function is chosen; choose one of the notebook's, or give a dotted path"
+    )
+
+
+def fitting_functions(functions: Mapping[str, FunctionType]) -> list[str]:
+    """The names of the functions that look like transforms: one argument, annotated as one, or called like one."""
+    return sorted(name for name, function in functions.items() if _fits(function))
+
+
+def functions_in(names: Mapping[str, Any]) -> dict[str, FunctionType]:
+    """The functions among a notebook's names, without the private ones."""
+    return {
+        name: value for name, value in tuple(names.items()) if isinstance(value, FunctionType) and name[:1] != "_"
+    }
+
+
+def _fits(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if not parameters or parameters[0].kind not in positional:
+        return False
+    if any(other.default is other.empty and other.kind not in variable for other in parameters[1:]):
+        return False
+    first = parameters[0]
+    annotation = first.annotation
+    if annotation is first.empty:
+        return first.name == "graft_input"
+    # Under `from __future__ import annotations` it is text, which may name the module in any way.
+    written = annotation.strip("'\"") if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return str(written).rpartition(".")[2] == GraftTransformInput.__name__
+
+
+def source_of(spec: TransformSpec | None) -> str:
+    """The source to read, or a comment that says why there is none. Imports nothing."""
+    if spec is None:
+        described = inspect.getdoc(default_transform) or ""
+        return "\n".join(f"# {line}".rstrip() for line in ["The default transform.", "", *described.splitlines()])
+    if spec.kind == "source":
+        return spec.text
+    try:
+        return inspect.getsource(_function_of(spec))
+    except KeyError:
+        why = "its module has not been imported in this notebook"
+    except (OSError, TypeError, AttributeError) as error:
+        why = str(error)
+    return f"# The source of {spec.label} cannot be shown: {why}."
+
+
+def _function_of(spec: TransformSpec) -> Any:
+    if spec.kind == "function":
+        return spec.load()
+    module, _, attribute = spec.text.replace(":", ".").rpartition(".")
+    return getattr(sys.modules[module], attribute)
+
+
+def difference(old: str, new: str, old_name: str, new_name: str) -> list[str]:
+    """The unified diff, a line each; empty where nothing differs."""
+    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm=""))

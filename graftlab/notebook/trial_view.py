@@ -1,0 +1,137 @@
+"""Trials and differences between sources as HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+
+from graftlab.diffs import DiffStats
+from graftlab.rendering import cell, number, table
+from graftlab.rows import RESERVED_TAGS
+from graftlab.trial import Trial
+
+STYLE = """
+.graftlab-trial table { border-collapse: collapse; margin: 2px 0 6px; font-size: 12px; line-height: 1.5 }
+.graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--jp-border-color1, #bbb) }
+.graftlab-trial th, .graftlab-trial td { padding: 1px 14px 1px 0; white-space: nowrap }
+.graftlab-trial td.number { font-family: var(--jp-code-font-family, monospace); text-align: right }
+.graftlab-trial td.code { font-family: var(--jp-code-font-family, monospace) }
+.graftlab-trial pre, .graftlab-diff pre {
+  margin: 2px 0; padding: 4px 8px; max-height: 260px; overflow: auto; font-size: 12px; line-height: 1.4;
+  border: 1px solid var(--jp-border-color2, #ddd); background: var(--jp-layout-color1, transparent);
+  white-space: pre-wrap; overflow-wrap: anywhere;
+}
+.graftlab-trial .good { color: var(--jp-success-color1, #2e7d32) }
+.graftlab-trial .bad { color: var(--jp-error-color1, #b00020) }
+.graftlab-trial .quiet, .graftlab-diff .quiet { color: var(--jp-ui-font-color2, #666) }
+.graftlab-diff .added { background: color-mix(in srgb, var(--jp-success-color1, #2e7d32) 16%, transparent) }
+.graftlab-diff .gone { background: color-mix(in srgb, var(--jp-error-color1, #b00020) 16%, transparent) }
+.graftlab-diff .place { color: var(--jp-ui-font-color2, #666) }
+.graftlab-diff span { display: block }
+"""
+
+# An exception's own line in a traceback, which unlike the others is not indented.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
+_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine")
+
+
+def summary(error: str) -> str:
+    """What is wrong, in a line or a few: the end of a traceback, or the text itself where it is none."""
+    lines = error.splitlines()
+    if "Traceback (most recent call last):" not in lines or lines[0].startswith("the draft called"):
+        return lines[0] if lines else ""
+    starts = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    # Custom exceptions may be called anything; theirs is the last line that is not indented.
+    starts = starts or [number for number, line in enumerate(lines) if line[:1].strip()]
+    return "\n".join(lines[starts[-1] :][:4])
+
+
+def trial_html(trial: Trial) -> str:
+    """What came of a trial: where it ran, what went in and out, the difference before and after, what it printed."""
+    parts = [_verdict(trial)]
+    if trial.target is not None:
+        parts.append(_tensors(trial))
+    if trial.before is not None or trial.after is not None:
+        parts.append(_differences(trial))
+    if trial.error is not None and "\n" in trial.error:
+        parts.append(f'<div class="quiet">traceback</div><pre>{html.escape(trial.error)}</pre>')
+    if trial.printed:
+        parts.append(f'<div class="quiet">printed</div><pre class="printed">{html.escape(trial.printed)}</pre>')
+    return f'<div class="graftlab-trial">{"".join(parts)}</div>'
+
+
+def _verdict(trial: Trial) -> str:
+    where = f" on <b>{html.escape(_place(trial))}</b>" if trial.tags else ""
+    if trial.error is not None:
+        return f'<div class="bad verdict">✗ failed{where}</div>'
+    if trial.seconds is None:
+        return '<div class="good verdict">✓ it loads; it was not run on any tensors</div>'
+    return f'<div class="good verdict">✓ ran{where} in {duration(trial.seconds)}</div>'
+
+
+def _place(trial: Trial) -> str:
+    tags = trial.tags
+    own = [f"{name}={value}" for name, value in tags.items() if name not in RESERVED_TAGS]
+    return " · ".join([str(tags["name"]), *own, f"{tags['side']}[{tags['rank']}]", f"step {tags['step']}"])
+
+
+def duration(seconds: float) -> str:
+    """In the unit that leaves one to four digits before the point."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _tensors(trial: Trial) -> str:
+    returned = "-" if trial.result is None else trial.result + (f"  ({trial.cast})" if trial.cast else "")
+    received = ", ".join(trial.received)
+    lines = [
+        f"<tr>{cell(what)}{cell(text, 'code')}</tr>"
+        for what, text in (("received", received), ("target", str(trial.target)), ("returned", returned))
+    ]
+    return f"<table><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _differences(trial: Trial) -> str:
+    lines = []
+    for name in _DIFFERENCES:
+        before, after = _value(trial.before, name), _value(trial.after, name)
+        change = _change(before, after)
+        lines.append(
+            f"<tr>{cell(name)}{cell(_written(name, before), 'number')}{cell(_written(name, after), 'number')}"
+            f"{cell(change, 'quiet')}</tr>"
+        )
+    for name in ("nonfinite_differ",):
+        before, after = _value(trial.before, name), _value(trial.after, name)
+        if before or after:
+            lines.append(f"<tr>{cell(name)}{cell(before, 'number')}{cell(after, 'number')}<td></td></tr>")
+    return table(("difference", "before" + ("" if trial.before else " (failed)"), "with the draft", ""), lines)
+
+
+def _value(stats: DiffStats | None, name: str) -> float | None:
+    return None if stats is None else getattr(stats, name)
+
+
+def _written(name: str, value: float | None) -> str:
+    return f"{value:.8f}" if name == "cosine" and value is not None else number(value)
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return ""
+    if before == after:
+        return "= same"
+    return "↓ smaller" if after < before else "↑ larger" if after > before else ""
+
+
+def difference_html(lines: Sequence[str]) -> str:
+    """A unified diff."""
+    if not lines:
+        return '<div class="graftlab-diff"><span class="quiet">no difference</span></div>'
+    kinds = {"+": "added", "-": "gone", "@": "place"}
+    shown = [
+        f'<span class="{"place" if line[:3] in ("+++", "---") else kinds.get(line[:1], "")}">{html.escape(line)}</span>'
+        for line in lines
+    ]
+    return f'<div class="graftlab-diff"><pre>{"".join(shown)}</pre></div>'
