@@ -76,8 +76,9 @@ class DiffStats:
 def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     """Measure how far ``target`` is from ``baseline``: two tensors of one shape, on one device, of any dtypes.
 
-    Neither is modified and no autograd graph is built. Raises ValueError for tensors of different shapes or devices,
-    and for tensors that are not dense (sparse, quantized, meta).
+    Neither is modified and no autograd graph is built; what is not contiguous is copied. Raises ValueError for tensors
+    of different shapes or devices and for tensors that are not dense (sparse, quantized, meta); torch itself raises
+    NotImplementedError for dtypes of less than a byte.
     """
     _check(baseline, target)
     numel = baseline.numel()
@@ -90,12 +91,13 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     chunks = math.ceil(x.numel() / size)
     blocks = [(x, y)] if chunks == 1 else list(zip(x.chunk(chunks), y.chunk(chunks), strict=True))
 
+    # Squares grow with what is squared, and strictly so in floats, so they show the place of the largest as well.
     parts, distance = _measure_quickly(blocks, dtype)
     redone = [not _is_good(part, _SAFE_RANGE[dtype]) for part in parts]
     if any(redone):
         parts = [_measure_exactly(*blocks[i]) if redone[i] else part for i, part in enumerate(parts)]
     total = _add_up(parts)
-    if _is_ill_conditioned(total) and not all(redone):
+    if not all(redone) and _is_ill_conditioned(total):
         redone = [True] * len(blocks)
         parts = [_measure_exactly(*block) for block in blocks]
         total = _add_up(parts)
@@ -167,8 +169,8 @@ _RESULTS = 11  # of each block, in the order in which `_measure_quickly` finds t
 
 
 def _measure_quickly(blocks: _Blocks, dtype: torch.dtype) -> tuple[list[_Part], torch.Tensor | None]:
-    """Measure blocks of finite, well-behaved values; for an only block, ``|x - y|`` comes along."""
-    size, device, alone = blocks[0][0].numel(), blocks[0][0].device, len(blocks) == 1
+    """Measure blocks of finite, well-behaved values; for an only block, ``(x - y)**2`` comes along."""
+    size, device = blocks[0][0].numel(), blocks[0][0].device
     difference = torch.empty(size, dtype=dtype, device=device)
     copy_x, copy_y = (None if side.dtype == dtype else torch.empty_like(difference) for side in blocks[0])
     results: list[torch.Tensor] = []
@@ -187,7 +189,7 @@ def _measure_quickly(blocks: _Blocks, dtype: torch.dtype) -> tuple[list[_Part], 
         results.append(distance.amax())
         results.append(distance.sum())
         # No dot product, which adds up naively: |x - y| may well be a constant, whose roundings all point one way.
-        results.append((distance * distance if alone else distance.square_()).sum())
+        results.append(distance.square_().sum())
 
     # All results of all blocks come over at once, so that a device is waited for once; the CPU needs no such care.
     numbers = [result.item() for result in results] if device.type == "cpu" else torch.stack(results).tolist()
@@ -199,7 +201,7 @@ def _measure_quickly(blocks: _Blocks, dtype: torch.dtype) -> tuple[list[_Part], 
         product = (squares_x + squares_y - squares) / 2
         x_moments, y_moments = _Moments(*row[:4]), _Moments(*row[4:8])
         parts.append(_Part(block[0].numel(), x_moments, y_moments, row[8], row[9], squares, product))
-    return parts, difference if alone else None
+    return parts, difference if len(blocks) == 1 else None
 
 
 def _is_good(part: _Part, safe_range: tuple[float, float]) -> bool:

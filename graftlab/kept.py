@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graftlab.rows import plain
 from graftlab.transforms import GraftTransformInput
 
 
@@ -79,18 +80,19 @@ class KeptPairs:
         return None
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
-        """The newest pair of this tap whose tags have these values; with ``failed``, one without a value too."""
+        """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too."""
         with self._lock:
             for pair in reversed(self._pairs):
-                fits = pair.tags.get("name") == name and all(pair.tags.get(k) == v for k, v in tags.items())
+                fits = pair.tags.get("name") == name and all(plain(pair.tags.get(k)) == v for k, v in tags.items())
                 if fits and (failed or pair.value is not None):
                     return pair
         return None
 
     def tags(self, failed: bool = False) -> list[dict[str, Any]]:
-        """The tags of every pair here, oldest first; with ``failed``, of those without a value too."""
+        """The tags of every pair here as plain values, oldest first; with ``failed``, of those without a value too."""
         with self._lock:
-            return [dict(pair.tags) for pair in self._pairs if failed or pair.value is not None]
+            pairs = [pair for pair in self._pairs if failed or pair.value is not None]
+        return [{tag: plain(value) for tag, value in pair.tags.items()} for pair in pairs]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

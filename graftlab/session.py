@@ -42,6 +42,7 @@ from graftlab.ranks.messages import (
     pack,
 )
 from graftlab.ranks.trial import try_in_process
+from graftlab.rows import plain
 from graftlab.run import Run
 from graftlab.transforms import Transform, TransformSpec
 from graftlab.trial import Trial
@@ -330,11 +331,18 @@ class Session:
 
     def _find_kept(self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankProcess, bytes]:
         self._require_open()
+        wanted_tags = {tag: plain(value) for tag, value in tags.items()}
+        steps: dict[RankProcess, int] = {}
         for process in self._receivers():
             if rank in (None, process.place.rank):
-                packed = self._ask(process, topic, name, tags)
-                if packed is not None:
-                    return process, packed
+                for found in self._ask(process, "kept_tags", topic == "kept_input"):
+                    if found["name"] == name and all(found.get(k) == v for k, v in wanted_tags.items()):
+                        steps[process] = found["step"]
+        # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
+        for process in sorted(steps, key=lambda process: -steps[process]):
+            packed = self._ask(process, topic, name, wanted_tags)
+            if packed is not None:
+                return process, packed
         kept = dict.fromkeys(str(tags["name"]) for tags in self.kept())
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
         raise SessionError(
@@ -522,7 +530,9 @@ class Session:
             if self._runs:
                 self._runs[-1].note_output(rank, message.text)
         elif isinstance(message, RunDone):
-            self._runs[message.run].note_done(rank, message)
+            # What fails while the session closes fails because its peers are ended.
+            if message.failure is None or not self._closed:
+                self._runs[message.run].note_done(rank, message)
         elif isinstance(message, RunSettled):
             self._next_step = max(self._next_step, message.next_step)
             self._runs[message.run].note_settled(rank)
@@ -565,3 +575,14 @@ def _make_folder(folder: str | Path | None) -> Path:
 def _close_all() -> None:
     for session in list(_open_sessions):
         session.close()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child, such as a data loader's worker: the ranks are the parent's, and end with it alone."""
+    for session in list(_open_sessions):
+        for rank in session.ranks:
+            rank.leave_to_the_parent()
+    _open_sessions.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mailboxes import MIB, Mailbox, key
+from mailboxes import MIB, Descriptors, Mailbox, key
 from support import wait_for_file
 from tensors import DTYPES, bits, layouts
 
 import graftlab as gl
+from graftlab.exchange.arena import Arena
+from graftlab.exchange.whereabouts import WhereaboutsPage
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 
@@ -166,3 +168,14 @@ def taps_in_a_child_too(folder: str) -> list[float]:
     os.waitpid(child, 0)
     mine.touch()
     return []
+
+
+def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
+    page = WhereaboutsPage(Arena(segment.descriptors[0], size, writable=True).map)
+    number = 0
+    while not line.poll():
+        for _ in range(1000):
+            number += 1
+            page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
+        if number == 1000:
+            line.send("begun")

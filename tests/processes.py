@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -30,7 +31,11 @@ def family(pid: int) -> set[int]:
 
 def watch(pids: Iterable[int]) -> dict[int, int]:
     """Descriptors that tell when these processes end; taken while they live, so that no other can take their number."""
-    return {pid: os.pidfd_open(pid) for pid in pids}
+    watched = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            watched[pid] = os.pidfd_open(pid)
+    return watched
 
 
 def still_there(watched: dict[int, int]) -> list[int]:

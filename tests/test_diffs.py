@@ -6,6 +6,7 @@ import dataclasses
 import decimal
 import math
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -127,6 +128,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOAT8S = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 COMPLEXES = [torch.complex128, torch.complex64, torch.complex32]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 DTYPES = [*FLOATS, *FLOAT8S, *COMPLEXES, *INTEGERS, torch.bool]
 
 
@@ -403,16 +405,18 @@ def test_devices_that_differ_are_refused_with_both_named() -> None:
         measure(torch.zeros(2), torch.zeros(2, device="meta"))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(
-    "tensor",
+    "make",
     [
-        torch.zeros(2, 2).to_sparse(),
-        torch.zeros(2, 2, device="meta"),
-        torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8),
+        lambda: torch.zeros(2, 2).to_sparse(),
+        lambda: torch.zeros(2, 2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8),
     ],
     ids=["sparse", "meta", "quantized"],
 )
-def test_a_tensor_that_is_not_dense_is_refused(tensor: torch.Tensor) -> None:
+def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
     with pytest.raises(ValueError, match="dense"):
         measure(tensor, tensor)
 

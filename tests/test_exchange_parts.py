@@ -8,11 +8,11 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
+from exchange_scripts import write_without_end
 from hypothesis import given
 from hypothesis import strategies as st
 from mailboxes import DEADLINE, Descriptors, in_background
@@ -20,6 +20,7 @@ from mailboxes import DEADLINE, Descriptors, in_background
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import MAX_RANKS, Whereabouts, WhereaboutsPage
+from graftlab.ranks import launcher
 
 SEGMENT = PAGE + 64 * ALIGNMENT
 
@@ -300,24 +301,15 @@ def test_whereabouts_in_words(look: Whereabouts, text: str) -> None:
     assert text in str(look)
 
 
-def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
-    page = WhereaboutsPage(Arena(segment.descriptors[0], size, writable=True).map)
-    number = 0
-    while not line.poll():
-        for _ in range(1000):
-            number += 1
-            page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
-        if number == 1000:
-            line.send("begun")
-
-
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     descriptor, size = create_segment()
     page = WhereaboutsPage(Arena(descriptor, size, writable=False).map)
+    launcher._prepare_forkserver()
     context = torch.multiprocessing.get_context("forkserver")
     line, theirs = context.Pipe()
     writer = context.Process(target=write_without_end, args=(Descriptors([descriptor]), size, theirs), daemon=True)
-    writer.start()
+    with launcher._hidden_main():
+        writer.start()
     try:
         assert line.poll(DEADLINE)
         looks = [page.read() for _ in range(20_000)]

@@ -176,26 +176,6 @@ def test_closing_ends_ranks_that_hang_in_a_collective_and_the_run_says_why() -> 
         run.wait()
 
 
-def test_a_closed_session_says_so_and_still_shows_what_it_recorded() -> None:
-    with gl.launch(1, 1) as session:
-        run = session.run(lambda: gl.tap("x", torch.ones(2)).sum(), lambda: gl.tap("x", torch.ones(2)).sum())
-    for attempt in (
-        lambda: session.run("1"),
-        lambda: session.start("1"),
-        lambda: session.execute("1"),
-        lambda: session.edit(b2t="True"),
-        lambda: session.tensors("x"),
-    ):
-        with pytest.raises(gl.SessionClosedError, match="launch another"):
-            attempt()
-    assert len(run.frame) == len(session.frame) == 1
-    assert run.baseline[0] == 2.0
-    assert set(session.status().state) == {"gone: ended with exit code 0"}
-    assert session.stacks() == {}
-    session.interrupt()
-    assert "closed" in repr(session)
-
-
 # ---- the notebook ends ----------------------------------------------------------------------------------------------
 
 LIVES = """
@@ -342,26 +322,6 @@ def test_the_stop_button_ends_the_wait_and_not_the_ranks(gated: Kernel, tmp_path
     assert ended.values[-1] == "(['baseline went on'], ['target went on'])"
 
 
-def test_an_interrupt_never_breaks_the_wire_between_ranks() -> None:
-    def tap_for_ever() -> None:
-        while True:
-            gl.tap("x", torch.ones(8))
-            gl.step()
-
-    with gl.launch(1, 2, timeout=30.0) as session:
-        pids = pids_of(session)
-        for _ in range(15):
-            run = session.start(tap_for_ever, tap_for_ever)
-            wait_until(lambda run=run: len(run.frame), "the first row")
-            session.interrupt()
-            with pytest.raises(gl.RunError, match="KeyboardInterrupt"):
-                run.wait(20)
-            frame = session.run("gl.tap('y', torch.ones(3))", "gl.tap('y', torch.ones(3))").frame
-            assert frame.status.tolist() == ["compared", "compared"]
-            assert frame.max_abs.tolist() == [0.0, 0.0]
-        assert pids_of(session) == pids
-
-
 # ---- one rank ends --------------------------------------------------------------------------------------------------
 
 
@@ -464,3 +424,56 @@ def test_a_script_without_a_main_guard_works_wherever_it_is_started(tmp_path: Pa
     """
     with script(source, tmp_path / "scripts") as process:
         assert first_line(process) == [True, "target", 1, True]
+
+
+# ---- forked children ------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_of_the_script_keeps_no_rank_alive_and_ends_none(temporary: Path, tmp_path: Path) -> None:
+    source = """
+        import json, os, signal, sys
+        import graftlab as gl
+
+        session = gl.launch(1, 1)
+        leaves = os.fork()
+        if not leaves:
+            sys.exit()  # with all that is done at an exit
+        os.waitpid(leaves, 0)
+        stays = os.fork()
+        if not stays:
+            signal.pause()
+        alive = session.run("1 + 1").baseline == [2]
+        print(json.dumps([alive, [rank.pid for rank in session.ranks], stays]), flush=True)
+        sys.stdin.readline()
+    """
+    with script(source, tmp_path) as process:
+        alive, pids, stays = first_line(process)
+        assert alive
+        ranks = watch(pids)
+        process.kill()
+        process.wait()
+        assert still_there(ranks) == []
+        os.kill(stays, signal.SIGKILL)
+
+
+def test_a_forked_child_of_a_rank_takes_no_part_and_does_not_hide_its_death() -> None:
+    def forks() -> None:
+        child = os.fork()
+        if not child:
+            print("printed in the child")
+            gl.tap("x", torch.ones(1))
+            signal.pause()
+        print(f"child={child}")
+        signal.pause()
+
+    with gl.launch(1, 1, timeout=600.0) as session:
+        run = session.start(forks, lambda: gl.tap("x", torch.ones(1)).item())
+        wait_until(lambda: "printed in the child" in session.log("baseline[0]"), "the fork")
+        wait_until(lambda: "child=" in session.log("baseline[0]"), "the fork")
+        child = int(re.search(r"child=(\d+)", session.log("baseline[0]"))[1])
+        assert session.status().state.tolist() == ["running", "waiting"]
+        session.ranks[0].signal(signal.SIGKILL)
+        with pytest.raises(gl.RunError, match=r"baseline\[0\] died: killed by SIGKILL"):
+            run.wait(2.0)
+        assert run.frame.status.tolist() == ["missing"]
+        os.kill(child, signal.SIGKILL)

@@ -12,7 +12,20 @@ from kernels import Kernel, kernel
 
 from graftlab.notebook import command_line
 
-SUBCOMMANDS = ("up", "status", "stacks", "interrupt", "down", "log", "run", "filter", "transform", "frame", "plot")
+SUBCOMMANDS = (
+    "up",
+    "status",
+    "stacks",
+    "interrupt",
+    "down",
+    "log",
+    "run",
+    "filter",
+    "transform",
+    "frame",
+    "plot",
+    "ui",
+)
 
 DEFINE = """
     %%graft both
@@ -271,6 +284,20 @@ def test_tracebacks_show_the_cells_lines_once_for_ranks_that_fail_alike(notebook
     assert reply.error.count("return x / 0  # here") == 1
     assert "broken(1)" in reply.error
     assert "worker.py" not in reply.error
+
+
+def test_functions_of_the_notebook_run_on_the_ranks_and_show_their_lines_there(notebook: Kernel) -> None:
+    typed(notebook, "def forward(x):\n    h = gl.tap('h', x * 2)\n    return h / (x.numel() - 1)  # is one, here")
+    assert value(notebook, "session.run(forward, forward, args=(torch.ones(3),)).target[1]") == "tensor([1., 1., 1.])"
+    typed(
+        notebook,
+        "def bad(graft_input):\n    return graft_input.no_such_field  # in the transform\n%graft transform bad",
+    )
+    typed(notebook, "run = session.run(forward, forward, args=(torch.ones(3),))")
+    assert value(notebook, "'return graft_input.no_such_field  # in the transform' in run.frame.error[0]") == "True"
+    reply = notebook.run("session.run(forward, forward, args=(3,))")
+    assert "h / (x.numel() - 1)  # is one, here" in reply.error
+    assert "AttributeError: 'int' object has no attribute 'numel'" in reply.error
 
 
 def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:

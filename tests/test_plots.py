@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cbook import is_math_text
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
@@ -332,6 +333,7 @@ def test_names_are_written_as_they_are() -> None:
     names = ["注意力", "μ.λ", "$x^2$", r"\frac", "two\nlines", "$", "", "_hidden"]
     figure = plots.divergence(frame(*(row(name) for name in names)))
     assert plots.to_png(figure)
+    assert not any(is_math_text(label) for label in tick_labels(figure))
     shown = [label.replace(r"\$", "$") for label in tick_labels(figure)]
     assert shown == [name.replace("\n", "\N{REPLACEMENT CHARACTER}") for name in names]
     assert "_hidden" in "".join(legend(plots.divergence({"_hidden": frame(row()), "b": frame(row())})))
@@ -480,6 +482,7 @@ def test_tags_choose_the_tap() -> None:
     assert shown(layer=1) == pytest.approx([1e-1])
     assert shown(layer=2) == pytest.approx([1e-2, 1e-4])
     assert shown(layer=2, rank=1) == pytest.approx([1e-4])
+    assert shown(rank=1) == pytest.approx([1e-4])
     assert shown(layer=None) == pytest.approx([1e-3])
     assert shown(tag_shape="s") == pytest.approx([1e-5])
     assert "no row of 'h' has layer=9" in texts(plots.history(data, "h", layer=9))
@@ -611,7 +614,7 @@ def test_differences_that_the_operands_dtype_cannot_hold_are_right() -> None:
     assert worst(3, 250, torch.uint8) == 247
     assert worst(-128, 127, torch.int8) == 255
     assert worst(2**40, 2**40 + 1, torch.int64) == 1
-    assert worst(1.0, 1.0 + 1e-12, torch.float64) == pytest.approx(1e-12, rel=1e-3)
+    assert worst(1.0, 1.0 + 1e-12, torch.float64) == pytest.approx(1e-12, rel=1e-3, abs=0)
     assert worst(-448.0, 448.0, torch.float8_e4m3fn) == 896
     assert worst(1 + 1j, 1 - 1j, torch.complex64) == 2
     assert math.isfinite(worst(-3e38, 3e38, torch.float32))
@@ -624,6 +627,17 @@ def test_mixed_dtypes_strides_and_gradients_are_fine() -> None:
     for draw in PAIR_FIGURES.values():
         assert plots.to_png(draw(baseline, target))
     assert plots.difference_map(baseline, target).worst_index == (3, 2, 1)
+
+
+def test_the_first_of_several_non_finite_values_is_named_whichever_block_it_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graftlab.plots.reduce.BLOCK", 8)
+    target = torch.zeros(4, 40)
+    target[1, 0] = target[0, 30] = target[3, 3] = math.nan
+    found = plots.difference_map(torch.zeros(4, 40), target, limit=2)
+    assert found.nonfinite_index == (0, 30)
+    assert found.nonfinite_differ == 3
 
 
 def test_nan_wins_its_cell_and_empty_tensors_have_no_cells() -> None:
@@ -672,6 +686,13 @@ def test_heatmap_shows_the_chosen_axes_with_units_on_a_log_scale() -> None:
     assert "units" in figure.axes[1].get_ylabel()
     assert ax.get_xlim() == (-0.5, 2.5)
     assert ax.get_ylim() == (39.5, -0.5)
+
+
+def test_the_axes_end_where_the_tensor_ends_though_the_last_cell_reaches_further() -> None:
+    figure = plots.heatmap(torch.zeros(2, 1025), torch.ones(2, 1025))
+    assert by_gid(figure, "cells").get_array().shape == (2, 342)
+    assert by_gid(figure, "cells").get_extent()[1] == 1025.5
+    assert axes(figure).get_xlim() == (-0.5, 1024.5)
 
 
 def test_zeros_and_non_finite_cells_have_colours_outside_the_scale() -> None:
@@ -723,7 +744,9 @@ def test_pairs_without_elements_say_so_and_unlike_pairs_are_refused(draw: Callab
 
 @given(
     st.lists(
-        st.tuples(*[st.sampled_from([0.0, 1.0, -2.5, 1e30, 1e-30, math.nan, math.inf])] * 2), min_size=1, max_size=40
+        st.tuples(*[st.sampled_from([0.0, 1.0, -2.5, 3e38, -3e38, 1e-30, math.nan, math.inf])] * 2),
+        min_size=1,
+        max_size=40,
     )
 )
 def test_histograms_count_every_finite_value_once(pairs: list[tuple[float, float]]) -> None:
@@ -739,6 +762,14 @@ def test_histograms_count_every_finite_value_once(pairs: list[tuple[float, float
         (~torch.isfinite(x)).sum(),
         (~torch.isfinite(y)).sum(),
     )
+
+
+def test_histogram_bins_reach_from_the_smallest_to_the_largest_value_of_both() -> None:
+    found = samples.distributions(torch.tensor([-3.0, 0.0, 5.0]), torch.tensor([-3.0, 0.1, 4.0]))
+    assert found.edges[[0, -1]].tolist() == [-3.0, 5.0]
+    assert np.flatnonzero(found.baseline).tolist() == [0, 45, 119]
+    assert found.magnitude_edges[[0, -1]].tolist() == pytest.approx([-1.0, 0.0])
+    assert (found.above[0], found.below[-1], found.equal) == (1, 1, 1)
 
 
 def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
@@ -759,7 +790,8 @@ def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_the_worst_elements_are_always_among_the_points() -> None:
+def test_the_worst_elements_are_always_among_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.plots.reduce.BLOCK", 10_000)
     baseline = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
     target = baseline + 1e-6
     bad = torch.randperm(300_000, generator=torch.Generator().manual_seed(1))[:2000]

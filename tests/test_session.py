@@ -293,6 +293,29 @@ def test_the_newest_pair_is_meant_unless_the_step_is_given(session: gl.Session) 
     assert session.tensors("x", step=int(first))[0].tolist() == [11.0, 11.0]
 
 
+def test_the_newest_pair_is_meant_whichever_side_received_it(session: gl.Session) -> None:
+    session.edit(keep="True")
+    session.run(tap_x, tap_x, kwargs={"shift": 1.0})
+    session.edit(t2b="True")
+    session.run(tap_x, tap_x, kwargs={"shift": 2.0})
+    # Received by the baseline; what the target holds is older.
+    assert [tensor[0].item() for tensor in session.tensors("x")] == [12.0, 22.0]
+    session.edit(t2b=None)
+    session.run(tap_x, tap_x, kwargs={"shift": 3.0})
+    assert [tensor[0].item() for tensor in session.tensors("x")] == [13.0, 23.0]
+
+
+def test_kept_pairs_with_tags_that_cannot_travel_are_found_too(session: gl.Session) -> None:
+    def tap_with_odd_tag() -> None:
+        gl.tap("odd", torch.full((2,), own_value()), lock=threading.Lock(), layer=5)
+
+    session.edit(keep="name == 'odd'", compare="name == 'odd'", rename=None)
+    session.run(tap_with_odd_tag, tap_with_odd_tag)
+    assert any(tags["name"] == "odd" and tags["layer"] == 5 for tags in session.kept())
+    # No rank has been left deaf by it.
+    assert list(session.stacks()) == ["baseline[0]", "target[0]", "target[1]"]
+
+
 def test_t2b_pairs_are_kept_on_the_baseline_in_the_same_order(session: gl.Session) -> None:
     def other_name() -> None:
         gl.tap("other way", torch.full((2,), own_value()))
@@ -845,11 +868,11 @@ def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch:
     with gl.launch(1, 1) as session:
         rank, told, on_gone = session.ranks[1], threading.Event(), session.on_gone
 
-        def dies_first(*args: Any) -> gl.Run:
+        def dies_first(*args: Any, **kwargs: Any) -> gl.Run:
             """The rank dies after it was seen alive, and before there is a run in which that could be noted."""
             rank.kill()
             assert told.wait(60)
-            return gl.Run(*args)
+            return gl.Run(*args, **kwargs)
 
         monkeypatch.setattr(session, "on_gone", lambda rank: (on_gone(rank), told.set()))
         monkeypatch.setattr("graftlab.session.Run", dies_first)

@@ -112,15 +112,17 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
         """Show what is new; called by the refresher some times a second, and once more at the end."""
         with self._lock:
             if self._live.behind or not self._rows:
-                self._rows = self._live.look(_ROWS_A_TICK)
+                rows = self._live.look(_ROWS_A_TICK)
+                newest = max((row["run"] for row in rows), default=None)
+                self._rows = [row for row in rows if row["run"] == newest]
             self._set(self._ranks, ranks_table(self.session))
             self._show_taps()
             self._set(self._log, self._log_text())
             self._paint_if_due()
 
     def show_error(self, text: str) -> None:
-        """Show what went wrong in a callback or a tick, until the next one that works."""
-        self._message.value = f'<pre class="bad">{html.escape(text)}</pre>'
+        """Show why a callback or a tick failed; the empty text says that it works again."""
+        self._message.value = f'<pre class="bad">{html.escape(text)}</pre>' if text else ""
 
     def _set(self, widget: Any, value: object, trait: str = "value") -> None:
         """Send only what changed: every message counts against the notebook's limit."""
@@ -165,9 +167,8 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
         running = bool(self.session.runs) and not self.session.runs[-1].done
         if running and time.monotonic() < self._next_painting:
             return
-        newest = max((row["run"] for row in self._rows), default=None)
         self._painted_rows = rows
-        self._painting = self._painter.submit(self._paint, [row for row in self._rows if row["run"] == newest])
+        self._painting = self._painter.submit(self._paint, self._rows)
 
     def _paint(self, rows: list[Row]) -> None:
         began = time.monotonic()

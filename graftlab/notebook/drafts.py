@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, Literal
 
 from graftlab.errors import TransformError
-from graftlab.plan import GraftPlan
 from graftlab.transforms import SIGNATURE, GraftTransformInput, TransformSpec, default_transform
 
 Kind = Literal["text", "name", "default"]
@@ -24,14 +23,15 @@ _MEANINGS = {
     "direction": '"b2t" or "t2b"',
     "recv_rank": "this rank ...",
     "recv_world_size": "... of so many",
-    "senders": "the ranks behind received_list",
+    "senders": "the ranks behind received_list ...",
+    "send_world_size": "... of so many on the sending side",
 }
 FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 
 
 def _template() -> str:
     width = max(map(len, FIELDS))
-    lines = [f"    #   graft_input.{name:<{width}}  {_MEANINGS[name]}" for name in FIELDS]
+    lines = [f"    #   graft_input.{name:<{width}}  {_MEANINGS.get(name, '')}".rstrip() for name in FIELDS]
     comments = ["    # Everything is a copy, which must not be changed in place. There are:", *lines]
     return "\n".join([f"{SIGNATURE}:", *comments, "    return graft_input.received_list[0]", ""])
 
@@ -50,14 +50,21 @@ class Draft:
 
 @dataclass(frozen=True)
 class Version:
-    """A transform as of the first plan that had it. ``spec`` None is the default transform."""
+    """A transform as of the first ``plan`` that had it; None for a text that no plan has had.
 
-    plan: int
+    ``spec`` None is the default transform.
+    """
+
+    plan: int | None
     spec: TransformSpec | None
 
     @property
     def label(self) -> str:
-        return f"plan {self.plan}: {label_of(self.spec)}"
+        size = ""
+        if self.spec is not None and self.spec.kind == "source":
+            count = len(self.spec.text.splitlines())
+            size = f", {count} line{'s' if count != 1 else ''}"
+        return f"{'not applied' if self.plan is None else f'plan {self.plan}'}: {label_of(self.spec)}{size}"
 
     @property
     def draft(self) -> Draft:
@@ -68,15 +75,6 @@ class Version:
             return Draft("text", self.spec.text)
         # The notebook may have another function of that name by now.
         return Draft("name", self.spec.text if self.spec.kind == "path" else f"{self.spec.label} (plan {self.plan})")
-
-
-def versions_of(plans: Iterable[GraftPlan]) -> list[Version]:
-    """One for each plan whose transform is another than the plan's before it, oldest first."""
-    found: list[Version] = []
-    for plan in plans:
-        if not found or found[-1].spec != plan.transform:
-            found.append(Version(plan.version, plan.transform))
-    return found
 
 
 def label_of(spec: TransformSpec | None) -> str:
@@ -115,9 +113,7 @@ def fitting_functions(functions: Mapping[str, FunctionType]) -> list[str]:
 
 def functions_in(names: Mapping[str, Any]) -> dict[str, FunctionType]:
     """The functions among a notebook's names, without the private ones."""
-    return {
-        name: value for name, value in tuple(names.items()) if isinstance(value, FunctionType) and name[:1] != "_"
-    }
+    return {name: value for name, value in tuple(names.items()) if isinstance(value, FunctionType) and name[:1] != "_"}
 
 
 def _fits(function: Callable[..., Any]) -> bool:

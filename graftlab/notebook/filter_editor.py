@@ -9,12 +9,12 @@ that text, says what is in force, and only that line's filter is changed by Appl
 
 from __future__ import annotations
 
-import difflib
 import functools
 import html
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import ipywidgets as widgets
@@ -22,11 +22,10 @@ import ipywidgets as widgets
 from graftlab.errors import FilterError, GraftError
 from graftlab.exchange.base import Side
 from graftlab.filters import HELPERS, Filter, compile_filter
+from graftlab.notebook import filter_view as view
 from graftlab.notebook.code_editor import TextareaEditor, code_editor
 from graftlab.notebook.refresher import explain, refresher_of
 from graftlab.plan import FILTERS, GraftPlan
-from graftlab.rendering import shortened
-from graftlab.rows import RESERVED_TAGS
 from graftlab.session import Session
 
 logger = logging.getLogger(__name__)
@@ -34,25 +33,17 @@ logger = logging.getLogger(__name__)
 TAP_LIMIT = 10_000
 """Taps that a text is matched against. More would be felt while typing."""
 
-_NAMES_SHOWN = 12
-_NAMES_LISTED = 500
 _PLANS_LISTED = 30
-# Characters on each side of a fault that are shown again, however much was pasted.
-_ECHO = 50
-_TEXT_SHOWN = 160
-_LABEL_SHOWN = 80
-_RANKS_SHOWN = 16
+# A text may mention any number of tags that nobody has.
 _REMARKS = 3
 # Their values are those of the moment in which a tap was first seen.
 _MOMENT_TAGS = frozenset({"step", "side", "rank"})
 _MEANINGS = {
-    "b2t": "overwrite the target's tensor with the baseline's",
-    "t2b": "overwrite the baseline's tensor with the target's",
-    "compare": "measure, overwrite nothing",
-    "keep": "hold both tensors for plots",
+    "b2t": "graft baseline → target",
+    "t2b": "graft target → baseline",
+    "compare": "measure only",
+    "keep": "hold tensors for plots",
 }
-
-Tags = Mapping[str, object]
 
 
 class Check:
@@ -72,7 +63,7 @@ class Check:
         except FilterError as fault:
             self.fault = fault
 
-    def catch_up(self, taps: Sequence[Tags]) -> None:
+    def catch_up(self, taps: Sequence[view.Tags]) -> None:
         """Judge the taps that were not there the last time, up to :data:`TAP_LIMIT`."""
         stop = min(len(taps), TAP_LIMIT)
         if self.filter is not None:
@@ -92,10 +83,10 @@ class _Line:
         self.check = Check(text)
         self.editor = code_editor(text, language="filter", lines=1, plain=plain)
         self.below = widgets.HTML().add_class("graftlab-below")
-        title = f'<label title="{_MEANINGS[name]}">{name}</label>'
+        title = f'<div class="name">{name}</div><div class="meaning">{_MEANINGS[name]}</div>'
         self.row = widgets.HBox(
             [
-                widgets.HTML(title, layout=widgets.Layout(width="5.5em", flex="0 0 auto")),
+                widgets.HTML(title, layout=widgets.Layout(width="9.5em", flex="0 0 auto")),
                 widgets.VBox([self.editor, self.below], layout=widgets.Layout(flex="1 1 auto", min_width="0")),
             ]
         )
@@ -108,7 +99,7 @@ class _Line:
 
     def follow(self, plan: GraftPlan) -> None:
         """Take the plan's text, if nobody has typed here."""
-        text = text_of(plan, self.name)
+        text = _text_of(plan, self.name)
         if text == self.in_force:
             return
         typed, self.in_force = self.typed, text
@@ -118,11 +109,11 @@ class _Line:
 
     def take(self, plan: GraftPlan) -> None:
         """Take the plan's text, whatever was typed."""
-        self.in_force = text_of(plan, self.name)
+        self.in_force = _text_of(plan, self.name)
         self.overtaken = False
         self.editor.set_text(self.in_force)
 
-    def look(self, taps: Sequence[Tags]) -> None:
+    def look(self, taps: Sequence[view.Tags]) -> None:
         if self.check.text != self.editor.value:
             self.check = Check(self.editor.value)
         self.check.catch_up(taps)
@@ -151,7 +142,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
 
         lines = {}
         for name in reversed(FILTERS):
-            line = lines[name] = _Line(name, text_of(self._plan, name), plain)
+            line = lines[name] = _Line(name, _text_of(self._plan, name), plain)
             # One reason why there is no better editor is enough: the last line's.
             plain = plain or isinstance(line.editor, TextareaEditor)
             line.editor.on_change(functools.partial(self._guard, self._on_change, line))
@@ -160,7 +151,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
         self._apply = self._button("apply", "Publish the filters as they are on the screen", self.apply)
         self._revert = self._button("revert", "Drop what was typed", self.revert)
         self._keys = widgets.HTML(
-            "" if isinstance(lines["b2t"].editor, TextareaEditor) else '<span class="quiet">Ctrl-Enter applies</span>'
+            "" if isinstance(lines["b2t"].editor, TextareaEditor) else '<span class="quiet">Ctrl/⌘-Enter applies</span>'
         )
         self._version = widgets.HTML().add_class("graftlab-adopted")
         self._message = widgets.HTML().add_class("graftlab-message")
@@ -278,17 +269,21 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
             checks[name].catch_up(self._taps)
         both = _both(checks)
         if both:
-            faults.append(view.overlap(both))
+            faults.append(view.overlap(len(both)))
         if faults:
             self._say("Not applied. " + "; ".join(faults), bad=True)
             return
-        changes = {name: text for name, text in typed.items() if not _same(text, self._lines[name].in_force)}
+        changes: dict[str, Any] = {
+            name: text if text.strip() else None
+            for name, text in typed.items()
+            if not _same(text, self._lines[name].in_force)
+        }
         if not changes:
             self._say(f"Nothing to apply: these filters are in force, as version {self._plan.version}.")
             return
-        self._plan = self.session.edit(**{name: text if text.strip() else None for name, text in changes.items()})
+        self._plan = self.session.edit(**changes)
         for name, line in self._lines.items():
-            line.in_force = text_of(self._plan, name)
+            line.in_force = _text_of(self._plan, name)
             line.overtaken = False
         self._say(f"Version {self._plan.version} is published; it changes {' and '.join(changes)}.")
 
@@ -298,6 +293,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
         plan = self.session.plan
         if plan is not self._plan:
             self._plan = plan
+            self._note = ("", False)
             for line in self._lines.values():
                 line.follow(plan)
         taps = self.session.taps
@@ -313,7 +309,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
             self._show()
 
     def _show(self) -> None:
-        """Set what has changed, with the lock held."""
+        """Show the state, with the lock held; the browser is only sent what is another value than before."""
         adopted = self.session.adopted(self._plan.version)
         alive = [rank.label for rank in self.session.ranks if rank.alive]
         closed = self.session.closed
@@ -326,68 +322,40 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
             line.look(self._taps)
         both = _both({name: line.check for name, line in self._lines.items()})
         for line in lines:
-            _set(line.below, self._below(line, both if line.name in ("b2t", "t2b") else ()))
-            if line.editor.read_only is not closed:
-                line.editor.read_only = closed
+            line.below.value = self._below(line, both if line.name in ("b2t", "t2b") else ())
+            line.editor.read_only = closed
         faulty = bool(both) or any(line.check.fault for line in lines)
-        pending = any(line.typed for line in lines)
-        for button, disabled in ((self._apply, closed or faulty), (self._revert, closed)):
-            if button.disabled is not disabled:
-                button.disabled = disabled
-        style = "primary" if pending and not faulty else ""
-        if self._apply.button_style != style:
-            self._apply.button_style = style
-        _set(self._version, view.adoption(self._plan.version, adopted, alive, closed))
+        self._apply.disabled = closed or faulty
+        self._apply.button_style = "primary" if any(line.typed for line in lines) and not faulty else ""
+        self._revert.disabled = closed
+        self._version.value = view.adoption(self._plan.version, adopted, alive, closed)
         self._show_message()
         self._show_earlier(closed)
         self._shown = state
 
     def _below(self, line: _Line, both: Collection[int]) -> str:
-        fault, filter_ = line.check.fault, line.check.filter
-        parts = []
-        if fault is not None:
-            parts.append(view.fault(fault))
-        elif filter_ is not None:
+        check, parts = line.check, []
+        if check.fault is not None:
+            parts.append(view.fault(check.fault))
+        elif check.filter is not None:
             if both:
-                parts.append(f'<div class="bad" role="alert">{view.overlap(both)}</div>')
-            parts.append(self._matches(line.check, both))
-            parts += self._remarks(filter_)
+                parts.append(f'<div class="bad" role="alert">{view.overlap(len(both))}</div>')
+            if line.editor.value.strip():
+                parts.append(view.matches(check.hits, both, self._taps, TAP_LIMIT))
+                parts += self._remarks(check.filter)
+            else:
+                parts.append(view.quiet("matches nothing"))
         if line.typed:
-            why = "Changed elsewhere meanwhile; what you typed is kept. " if line.overtaken else ""
-            parts.append(
-                view.quiet(f"{why}In force: {view.code(line.in_force) or 'nothing'}", "overtaken" if why else "in-force")
-            )
+            parts.append(view.in_force(line.in_force, line.overtaken))
         return "".join(parts)
 
-    def _matches(self, check: Check, both: Collection[int]) -> str:
-        if not check.text.strip():
-            return view.quiet("matches nothing")
-        seen = len(self._taps)
-        if not seen:
-            return view.quiet("no tap has been seen yet")
-        of = f"{seen:,} seen" if seen <= TAP_LIMIT else f"the first {TAP_LIMIT:,} of {seen:,} seen"
-        count = f'<span class="count"><b>{len(check.hits):,}</b> of {of}</span>'
-        # The ones that stop Apply first, so that they are never among those that are not listed.
-        order = [*both, *(index for index in check.hits if index not in both)] if both else check.hits
-        names = [view.tap(self._taps[index], index in both) for index in order[:_NAMES_LISTED]]
-        left_out = len(order) - len(names)
-        shown, more = names[:_NAMES_SHOWN], names[_NAMES_SHOWN:]
-        if more:
-            rest = f" and {left_out:,} others" if left_out else ""
-            folded = f"<details><summary>{len(order) - len(shown):,} more</summary>{' '.join(more)}{rest}</details>"
-        else:
-            folded = ""
-        return f'<div class="matches">{count} {" ".join(shown)}{folded}</div>'
-
     def _remarks(self, filter_: Filter) -> list[str]:
-        remarks = []
-        if self._taps:
-            for name in sorted(filter_.names - self._tags_seen)[:_REMARKS]:
-                close = difflib.get_close_matches(name, self._tags_seen, n=1)
-                hint = f"; is it {view.code(close[0])}?" if close else ""
-                remarks.append(view.quiet(f"no tap seen so far has the tag {view.code(name)}{hint}", "unknown"))
+        if not self._taps:
+            return []
+        unknown = sorted(filter_.names - self._tags_seen)[:_REMARKS]
+        remarks = [view.unknown_tag(name, get_close_matches(name, self._tags_seen, n=1)) for name in unknown]
         moment = sorted(filter_.names & _MOMENT_TAGS)
-        if moment and self._taps:
+        if moment:
             remarks.append(view.quiet(f"judged by the {' and '.join(moment)} at which each tap was first seen"))
         return remarks
 
@@ -396,7 +364,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
         if self.session.closed:
             note, bad = "The session is closed; its plan cannot be changed any more.", False
         role, kind = ("alert", "bad") if bad else ("status", "quiet")
-        _set(self._message, f'<div class="{kind}" role="{role}">{html.escape(note)}</div>' if note else "")
+        self._message.value = f'<div class="{kind}" role="{role}">{html.escape(note)}</div>' if note else ""
 
     def _show_earlier(self, closed: bool) -> None:
         earlier = self.session.plans[:-1]
@@ -427,7 +395,7 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
 # ---- texts and plans ------------------------------------------------------------------------------------------------
 
 
-def text_of(plan: GraftPlan, name: str) -> str:
+def _text_of(plan: GraftPlan, name: str) -> str:
     return getattr(plan, name) or ""
 
 
@@ -448,11 +416,6 @@ def _both(checks: Mapping[str, Check]) -> Collection[int]:
 
 
 # ---- widgets -------------------------------------------------------------------------------------------------------
-
-
-def _set(widget: widgets.HTML, text: str) -> None:
-    if widget.value != text:
-        widget.value = text
 
 
 def _close(widget: widgets.Widget) -> None:

@@ -21,9 +21,9 @@ _NOT_SELECTABLE = frozenset({"transform", "limit", "self"})
 
 @dataclass(frozen=True)
 class TapChoice:
-    """One tap, on one receiving rank (``side`` and ``rank``) if a pair of it is kept there; of that the newest is meant.
+    """One tap: of one receiving rank (``side`` and ``rank``), which keeps a pair of it, or not kept at all.
 
-    ``tags`` are the caller's.
+    ``tags`` are the caller's. Of several pairs the newest is meant.
     """
 
     name: str
@@ -43,7 +43,8 @@ class TapChoice:
     @property
     def selection(self) -> dict[str, Any]:
         """The keywords that make :meth:`Session.try_transform` take this pair."""
-        tags = {name: value for name, value in self.tags if name not in _NOT_SELECTABLE and _compares(value)}
+        # NaN is no value that anything could be found by.
+        tags = {name: value for name, value in self.tags if name not in _NOT_SELECTABLE and value == value}
         return {**tags, "name": self.name, "side": self.side, "rank": self.rank}
 
     @property
@@ -56,13 +57,13 @@ class TapChoice:
             and not keyword.iskeyword(name)
             and name not in HELPERS
             and not name.endswith("_rank")
-            and _compares(value)
+            and _is_as_given(value)
         ]
         return " and ".join(f"{name} == {value!r}" for name, value in [("name", self.name), *tags])
 
 
-def _compares(value: object) -> bool:
-    """Whether the value of a tag is what the model's code gave, so that comparing with it finds the tap again.
+def _is_as_given(value: object) -> bool:
+    """Whether the value of a tag is what the model's code gave, so that a filter can compare the tag with it.
 
     Of an object only the repr has come here; leaving it out means more taps, not none.
     """

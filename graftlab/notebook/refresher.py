@@ -36,7 +36,7 @@ class Refreshed(Protocol):
 class Refresher:
     """Refreshes the widgets that are added to it, every ``interval`` seconds, until they are removed.
 
-    A tick that takes longer than the interval is followed by a pause of the same length, so that half of one core is
+    The first tick is an interval away, for a widget shows itself when it is made. A tick that takes longer than the interval is followed by a pause of the same length, so that half of one core is
     the most it ever takes. The thread runs while there are widgets and ends with a last refresh when the session is
     closed. An exception in a widget's ``refresh`` is shown in that widget and logged once, and the others go on. All
     methods may be called from any thread.
@@ -87,7 +87,8 @@ class Refresher:
             self._refresh(widget)
 
     def _keep_refreshing(self, stop: threading.Event) -> None:
-        while not stop.is_set():
+        pause = self._interval
+        while not stop.wait(pause):
             began = time.monotonic()
             session = self._session()
             # Asked before the tick, so that the last tick shows the closed session.
@@ -97,7 +98,7 @@ class Refresher:
                 self._refresh_for_the_last_time(stop)
                 return
             self.tick()
-            stop.wait(max(self._interval, time.monotonic() - began))
+            pause = max(self._interval, time.monotonic() - began)
 
     def _refresh_for_the_last_time(self, stop: threading.Event) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Trials and differences between sources as HTML."""
+"""What the transform editor shows, as HTML: trials, what is in force and whether it fails, and differences."""
 
 from __future__ import annotations
 
@@ -7,11 +7,29 @@ import re
 from collections.abc import Sequence
 
 from graftlab.diffs import DiffStats
-from graftlab.rendering import cell, number, table
-from graftlab.rows import RESERVED_TAGS
+from graftlab.notebook.drafts import Version, label_of
+from graftlab.plan import GraftPlan
+from graftlab.rendering import cell, number, shortened, table
+from graftlab.rows import RESERVED_TAGS, Row
 from graftlab.trial import Trial
 
-STYLE = """
+STYLE = """<style>
+.graftlab-transform-editor { max-width: 1100px; overflow: visible }
+.graftlab-transform-editor .widget-html-content, .graftlab-transform-editor .jupyter-widget-html-content {
+  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--jp-ui-font-color1, #222); height: auto;
+}
+.graftlab-transform-editor .widget-box, .graftlab-transform-editor .jupyter-widget-box { overflow: visible }
+.graftlab-transform-editor .quiet { color: var(--jp-ui-font-color2, #666) }
+.graftlab-transform-editor .bad { color: var(--jp-error-color1, #b00020); overflow-wrap: anywhere }
+.graftlab-transform-editor .graftlab-message .bad { white-space: pre-wrap }
+.graftlab-transform-editor .good, .graftlab-transform-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
+.graftlab-transform-editor .overtaken, .graftlab-transform-editor .unapplied { color: var(--jp-warn-color0, #8a5a00) }
+.graftlab-transform-editor .spinner {
+  display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
+  border: 2px solid var(--jp-border-color1, #bbb); border-top-color: var(--jp-brand-color1, #1976d2);
+  border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
+}
+@keyframes graftlab-turn { to { transform: rotate(360deg) } }
 .graftlab-trial table { border-collapse: collapse; margin: 2px 0 6px; font-size: 12px; line-height: 1.5 }
 .graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--jp-border-color1, #bbb) }
 .graftlab-trial th, .graftlab-trial td { padding: 1px 14px 1px 0; white-space: nowrap }
@@ -22,17 +40,15 @@ STYLE = """
   border: 1px solid var(--jp-border-color2, #ddd); background: var(--jp-layout-color1, transparent);
   white-space: pre-wrap; overflow-wrap: anywhere;
 }
-.graftlab-trial .good { color: var(--jp-success-color1, #2e7d32) }
-.graftlab-trial .bad { color: var(--jp-error-color1, #b00020) }
-.graftlab-trial .quiet, .graftlab-diff .quiet { color: var(--jp-ui-font-color2, #666) }
 .graftlab-diff .added { background: color-mix(in srgb, var(--jp-success-color1, #2e7d32) 16%, transparent) }
 .graftlab-diff .gone { background: color-mix(in srgb, var(--jp-error-color1, #b00020) 16%, transparent) }
 .graftlab-diff .place { color: var(--jp-ui-font-color2, #666) }
 .graftlab-diff span { display: block }
-"""
+</style>"""
 
 # An exception's own line in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
+_ERROR_SHOWN = 300
 _DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine")
 
 
@@ -123,6 +139,32 @@ def _change(before: float | None, after: float | None) -> str:
     if before == after:
         return "= same"
     return "↓ smaller" if after < before else "↑ larger" if after > before else ""
+
+
+def in_force(version: Version, applied: bool) -> str:
+    """The transform in force, and whether the editor has another one."""
+    what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
+    return what if applied else f'{what} · <span class="unapplied">● edited, not applied</span>'
+
+
+def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
+    """Whether the transform in force fails, going by the newest row of each tap and rank; empty if it does not."""
+    of_plan = [row for row in rows if row["plan_version"] == plan.version]
+    failed = [row for row in of_plan if row["status"] == "failed"]
+    if not failed:
+        return ""
+    row = failed[-1]
+    why = html.escape(shortened(str(row["error"]).partition("\n\n")[0], _ERROR_SHOWN))
+    place = html.escape(f"{row['name']} on {row['side']}[{row['rank']}], step {row['step']}")
+    return (
+        f'<div class="failing"><span class="bad" role="status">✗ fails in {len(failed)} of the newest {len(of_plan)} '
+        f'rows: {why}</span> <span class="quiet">({place}; the run goes on with the tensor as it was)</span></div>'
+    )
+
+
+def busy(what: str, waiting: int) -> str:
+    more = f" ({waiting} waiting)" if waiting else ""
+    return f'<span role="status"><span class="spinner"></span>{html.escape(what)}{more}</span>'
 
 
 def difference_html(lines: Sequence[str]) -> str:

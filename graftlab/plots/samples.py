@@ -52,8 +52,14 @@ def _magnitude(block: Tensor) -> Tensor:
     return block.abs() if block.is_complex() else block
 
 
-def _signed_difference(x: Tensor, y: Tensor) -> Tensor:
-    return (y - x).abs() if x.is_complex() else y - x
+def _differences(x: Tensor, y: Tensor) -> Tensor:
+    """y - x, or its magnitude for complex values, of the pairs of two finite values, in one dimension."""
+    difference = (y - x).abs() if x.is_complex() else y - x
+    low, high = torch.aminmax(difference)
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return difference.reshape(-1)
+    limit = torch.finfo(difference.dtype).max  # two finite values can be further apart than their dtype reaches
+    return difference[torch.isfinite(x) & torch.isfinite(y)].clamp(-limit, limit)
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def distributions(baseline: Tensor, target: Tensor, *, bins: int = 120) -> Distr
     total = squares = 0.0
     differing = pairs = 0
     for x, y, _ in blocks(baseline, target):
-        difference = _finite(_signed_difference(x, y))
+        difference = _differences(x, y)
         kept = [_finite(_magnitude(block)) for block in (x, y)]
         bad = [count + x.numel() - values.numel() for count, values in zip(bad, kept, strict=True)]
         for values in kept:
@@ -119,7 +125,7 @@ def distributions(baseline: Tensor, target: Tensor, *, bins: int = 120) -> Distr
     edges, magnitude_edges = ranges[0].edges(bins), ranges[1].edges(bins // 2)
     counts = [np.zeros(size, dtype=np.int64) for size in (bins, bins, bins // 2, bins // 2)]
     for x, y, _ in blocks(baseline, target):
-        difference = _finite(_signed_difference(x, y))
+        difference = _differences(x, y)
         counts[0] += _count(_finite(_magnitude(x)), edges)
         counts[1] += _count(_finite(_magnitude(y)), edges)
         counts[2] += _count(_log_size(difference[difference > 0]), magnitude_edges)

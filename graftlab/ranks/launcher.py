@@ -103,12 +103,15 @@ class RankProcess:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(5.0)
 
     def let_go(self) -> None:
         """Close what ties the process to the notebook; a rank that were still there would end now."""
         self.alive = False
         self.channel.close()
+        self._lifeline.close()
+
+    def leave_to_the_parent(self) -> None:
+        """In a forked child of the notebook's process, which would keep the rank alive beyond the notebook."""
         self._lifeline.close()
 
     def how_it_ended(self) -> str:
@@ -377,7 +380,15 @@ def end_ranks(ranks: list[RankProcess], patience: float = 2.0) -> None:
     for rank in ranks:
         rank.channel.send(pack(Shutdown()))
     deadline = time.monotonic() + patience
-    for rank in ranks:
-        if not rank.join(max(0.0, deadline - time.monotonic())):
+    left = ranks
+    try:
+        left = [rank for rank in ranks if not rank.join(max(0.0, deadline - time.monotonic()))]
+    finally:
+        # Also when the stop button ends the wait. All before the first is waited for: the last ones would see their
+        # peers die, and raise for it.
+        for rank in left:
             rank.kill()
+    for rank in left:
+        rank.join(5.0)
+    for rank in ranks:
         rank.alive = False

@@ -87,7 +87,7 @@ def install_source(filename: str, source: str) -> None:
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
     """A function as bytes, by value where it is not importable. Raises :class:`ShippingError` naming what cannot go."""
-    return _pack_or_name(function, [(what, function)], what)
+    return _pack_or_name(function, _parts(function, what), what)
 
 
 def unpack_function(blob: bytes) -> Callable[..., Any]:
@@ -114,7 +114,14 @@ def pack_result(value: Any) -> bytes:
     try:
         return _pack(value, _ResultPacker)
     except Exception as error:
-        return _pack(Unshipped(type(value).__qualname__, repr(value)[:2000], str(error)), _ResultPacker)
+        return _pack(Unshipped(type(value).__qualname__, _repr(value), str(error)), _ResultPacker)
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)[:2000]
+    except Exception as error:
+        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}: {error}>"
 
 
 def unpack_result(blob: bytes) -> Any:

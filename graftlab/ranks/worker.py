@@ -238,10 +238,10 @@ class Rank:
                 name, tags = query.arguments
                 pair = self._kept.find(name, tags, failed=query.topic == "kept_input")
                 value = None if pair is None else shipping.pack_result(_shown(pair, query.topic))
-            reply = Reply(query.number, value)
+            reply = pack(Reply(query.number, value))
         except Exception as error:
-            reply = Reply(query.number, None, f"{type(error).__name__}: {error}")
-        self._channel.send(pack(reply))
+            reply = pack(Reply(query.number, None, f"{type(error).__name__}: {error}"))
+        self._channel.send(reply)
 
     # ---- the main thread ----------------------------------------------------------------------------------------
 

@@ -138,9 +138,12 @@ const frame = `
 }
 .graftlab-footer .graftlab-status { color: var(--gl-done); white-space: nowrap; }
 .graftlab-footer .graftlab-waiting { color: var(--gl-faint); font-style: italic; }
-.graftlab-one-line { position: relative; }
-.graftlab-one-line .cm-editor.cm-editor { height: auto; min-height: 0; max-height: 9em; resize: none; }
+/* Completions hang out of a line. */
+.graftlab-one-line { position: relative; overflow: visible; }
+.graftlab-one-line .cm-editor.cm-editor { height: auto; min-height: 0; resize: none; overflow: visible; }
+.graftlab-one-line .cm-editor.cm-editor .cm-scroller { max-height: 9em; }
 .graftlab-one-line .cm-gutters.cm-gutters { display: none; }
+.graftlab-one-line .cm-editor.cm-focused .cm-line.cm-activeLine { background: transparent; }
 .graftlab-one-line .graftlab-hint { display: none; }
 /* Over the end of the line: a footer that comes and goes would move what is below. */
 .graftlab-one-line .graftlab-footer:not(:has(.graftlab-error)) {
