@@ -26,7 +26,7 @@ import nbformat
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "graftlab-tests"
@@ -129,6 +129,7 @@ class Lab:
     page: Page
     server: Server
     pictures: Path
+    console_errors: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -230,5 +231,12 @@ def lab_page(browser: Browser, lab_server: Server) -> Iterator[Page]:
 def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
     """JupyterLab with nothing open; what the test opens is closed after it."""
     lab = Lab(lab_page, lab_server, pictures)
+
+    def listen(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            lab.console_errors.append(message.text)
+
+    lab_page.on("console", listen)
     yield lab
+    lab_page.remove_listener("console", listen)
     lab.close()

@@ -86,6 +86,10 @@ class Screen:
     def type(self, text: str) -> None:
         self.typing.press_sequentially(text)
 
+    def paste(self, text: str) -> None:
+        self.typing.focus()
+        self.lab.page.keyboard.insert_text(text)
+
     def press(self, keys: str) -> None:
         self.typing.press(keys)
 
@@ -262,9 +266,9 @@ def test_the_editor_says_whether_the_kernel_has_the_text(mirror: Screen) -> None
 def test_a_change_arrives_when_typing_pauses_and_when_the_editor_is_left(mirror: Screen) -> None:
     mirror.open(NOTE_CHANGES + "apply.on_click(lambda _: note('value at the click', editor.value))")
     mirror.lab.run_cell(1)
-    mirror.type("ab")
+    mirror.paste("ab")
     mirror.saw(["ready"], ["change", "ab"])
-    mirror.type("cd")
+    mirror.paste("cd")
     mirror.click_apply()
     changes = (["ready"], ["change", "ab"], ["change", "abcd"])
     mirror.saw(*changes, ["value at the click", "abcd"], ["submit", "abcd", "apply"])
@@ -276,14 +280,17 @@ def test_tab_indents_and_escape_then_tab_leaves(mirror: Screen) -> None:
     mirror.press("Tab")
     mirror.type("x")
     mirror.shows("    x")
+    mirror.press("Tab")
+    mirror.type("y")
+    mirror.shows("    x   y")
     mirror.press("Shift+Tab")
-    mirror.shows("x")
+    mirror.shows("x   y")
     expect(mirror.typing).to_be_focused()
     mirror.press("Escape")
     mirror.press("Tab")
     expect(mirror.typing).not_to_be_focused()
     expect(mirror.lab.page.locator(".apply-button")).to_be_focused()
-    mirror.shows("x")
+    mirror.shows("x   y")
 
 
 def test_the_callers_names_are_completed(mirror: Screen) -> None:

@@ -39,10 +39,10 @@ _REMARKS = 3
 # Their values are those of the moment in which a tap was first seen.
 _MOMENT_TAGS = frozenset({"step", "side", "rank"})
 _MEANINGS = {
-    "b2t": "graft baseline → target",
-    "t2b": "graft target → baseline",
+    "b2t": "baseline → target",
+    "t2b": "target → baseline",
     "compare": "measure only",
-    "keep": "hold tensors for plots",
+    "keep": "hold for plots",
 }
 
 
@@ -86,7 +86,7 @@ class _Line:
         title = f'<div class="name">{name}</div><div class="meaning">{_MEANINGS[name]}</div>'
         self.row = widgets.HBox(
             [
-                widgets.HTML(title, layout=widgets.Layout(width="9.5em", flex="0 0 auto")),
+                widgets.HTML(title, layout=widgets.Layout(width="9em", flex="0 0 auto")),
                 widgets.VBox([self.editor, self.below], layout=widgets.Layout(flex="1 1 auto", min_width="0")),
             ]
         )

@@ -148,7 +148,7 @@ STYLE = """<style>
 .graftlab-filter-editor .bad { color: var(--jp-error-color1, #b00020) }
 .graftlab-filter-editor .overtaken { color: var(--jp-warn-color0, #8a5a00) }
 .graftlab-filter-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
-.graftlab-filter-editor .fault pre { margin: 0; line-height: 1.25; color: inherit; overflow-x: auto }
+.graftlab-filter-editor .fault pre { margin: 0; line-height: 1.25; color: inherit; white-space: pre; overflow-x: auto }
 .graftlab-filter-editor .unseen { visibility: hidden }
 .graftlab-filter-editor .matches .count { margin-right: 0.6em; color: var(--jp-ui-font-color2, #666) }
 .graftlab-filter-editor .matches details { display: inline }

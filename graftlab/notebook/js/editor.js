@@ -4,7 +4,7 @@ import { acceptCompletion, autocompletion } from "@codemirror/autocomplete";
 import { indentLess, indentMore } from "@codemirror/commands";
 import { python, pythonLanguage } from "@codemirror/lang-python";
 import { indentUnit } from "@codemirror/language";
-import { Annotation, Compartment, EditorState, Prec } from "@codemirror/state";
+import { Annotation, Compartment, EditorSelection, EditorState, Prec } from "@codemirror/state";
 import { EditorView, keymap } from "@codemirror/view";
 import { basicSetup } from "codemirror";
 
@@ -127,7 +127,7 @@ function indent(view) {
     state.changeByRange((range) => {
       const column = range.head - state.doc.lineAt(range.head).from;
       const insert = INDENT.slice(column % INDENT.length);
-      return { changes: { from: range.head, insert }, range: range.constructor.cursor(range.head + insert.length) };
+      return { changes: { from: range.head, insert }, range: EditorSelection.cursor(range.head + insert.length) };
     }),
     { scrollIntoView: true, userEvent: "input" },
   );
