@@ -38,11 +38,11 @@ class SessionPlots:
 
     def histogram(self, name: str, **tags: Any) -> Figure:
         """The value distributions of a kept pair, and of its difference."""
-        return plots.histogram(*self._session.tensors(name, **tags))
+        return plots.histogram(*self._session.tensors(name, **tags), title=_title(name, tags))
 
     def scatter(self, name: str, **tags: Any) -> Figure:
         """Baseline against target values of a kept pair."""
-        return plots.scatter(*self._session.tensors(name, **tags))
+        return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
 
 
 def _title(name: str, tags: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,8 +119,11 @@ def needs_code_mirror() -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience() -> None:
+def patience_and_no_errors(lab: Lab) -> Iterator[None]:
     expect.set_options(timeout=60_000)
+    yield
+    # CodeMirror reports what goes wrong in a key's command here, and then acts as if the key were not bound.
+    assert lab.console_errors == []
 
 
 @pytest.fixture
@@ -148,7 +152,7 @@ def test_a_button_clicked_while_a_cell_runs_gets_the_text_on_the_screen(screen: 
     screen.saw(["ready"], ["submit", "x = 12345", "apply"])
 
 
-def test_the_notebooks_own_keys_for_running_a_cell_do_not_run_it(screen: Screen) -> None:
+def test_keys_that_mean_something_to_jupyterlab_stay_in_the_editor(screen: Screen) -> None:
     screen.open("editor.on_change(lambda text: note('lines', text.count('\\n')))")
     screen.lab.run_cell(1)
     before = screen.lab.execution_counts()
@@ -157,11 +161,13 @@ def test_the_notebooks_own_keys_for_running_a_cell_do_not_run_it(screen: Screen)
     # This comes to the kernel after a run of the cell would have.
     screen.saw(["ready"], ["lines", 1])
     screen.press("Alt+Enter")  # in a notebook: run the cell, and insert one below it
+    screen.press("Control+b")  # hide the side bar
     screen.type("x")
     screen.click_apply()
     expect(screen.lab.page.locator("#events")).to_contain_text('"apply"')
     screen.lab.wait_idle()
     assert screen.lab.execution_counts() == before
+    expect(screen.lab.page.locator(".jp-FileBrowser")).to_be_visible()
 
 
 def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_back(screen: Screen) -> None:
@@ -291,6 +297,15 @@ def test_tab_indents_and_escape_then_tab_leaves(mirror: Screen) -> None:
     expect(mirror.typing).not_to_be_focused()
     expect(mirror.lab.page.locator(".apply-button")).to_be_focused()
     mirror.shows("x   y")
+
+
+def test_ctrl_s_in_the_editor_saves_the_notebook(mirror: Screen) -> None:
+    mirror.open()
+    unsaved = "window.jupyterapp.shell.currentWidget.context.model.dirty"
+    mirror.lab.page.wait_for_function(f"() => {unsaved}")
+    mirror.typing.click()
+    mirror.press("Control+s")
+    mirror.lab.page.wait_for_function(f"() => !{unsaved}")
 
 
 def test_the_callers_names_are_completed(mirror: Screen) -> None:

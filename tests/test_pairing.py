@@ -252,7 +252,8 @@ def test_sides_with_other_module_names_pair_through_the_plans_rewriting(session:
 
 
 def test_filters_see_each_sides_own_name(session: gl.Session) -> None:
-    session.edit(b2t="name in ('left', 'right')", compare=None, rename={"target": {"^right$": "left"}})
+    own_names = "side == 'baseline' and name == 'left' or side == 'target' and name == 'right'"
+    session.edit(b2t=own_names, compare=None, rename={"target": {"^right$": "left"}})
     run = run_in_order(session, [("left", None, 1.0)], [("right", None, 0.0)])
     assert run.target == [[1.0]]
 

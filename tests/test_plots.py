@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -403,6 +403,7 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
     assert plots.first_divergent(pd.DataFrame()) is None
 
 
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(
@@ -874,7 +875,7 @@ def test_every_figure_draws_into_axes_that_it_is_given(name: str) -> None:
 
 
 def test_figures_may_be_made_and_rendered_in_any_thread() -> None:
-    names = list(everything()) * 2
+    names = list(everything())
 
     def render(name: str) -> bytes:
         return plots.to_png(everything()[name]())

@@ -435,7 +435,8 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
         closed, draft, plan = self.session.closed, self._draft(), self.session.plan
         applied = self._is_applied(draft)
         _set(self._header, "value", view.in_force(self._versions.in_force, applied) + view.failing(plan, self._rows))
-        busy = self._working is not None or bool(self._waiting)
+        jobs = [*([] if self._working is None else [self._working]), *self._waiting]
+        busy = bool(jobs)
         for button, disabled in (
             (self._try, closed or busy or draft.kind == "default"),
             (self._apply, closed or busy),
@@ -444,9 +445,8 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
         ):
             _set(button, "disabled", disabled)
         _set(self._apply, "button_style", "" if applied or closed else "primary")
-        job = self._working or (self._waiting[0] if self._waiting else None)
-        _set(self._busy, "value", "" if job is None else view.busy(job.label, len(self._waiting)))
-        _set(self._keys.layout, "display", None if job is None and draft.kind == "text" else "none")
+        _set(self._busy, "value", view.busy(jobs[0].label, len(jobs) - 1) if jobs else "")
+        _set(self._keys.layout, "display", None if not jobs and draft.kind == "text" else "none")
         note, kind = (self._trouble, "bad") if self._trouble else self._note
         if closed:
             note, kind = "The session is closed; its plan cannot be changed any more.", "quiet"

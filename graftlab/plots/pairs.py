@@ -110,7 +110,7 @@ def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax:
     The tensors have one shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
     both panels are drawn inside it. Raises TypeError when one is no tensor, ValueError when the shapes differ.
     """
-    found = distributions(baseline, target)
+    found = distributions(baseline, target, bins=int(np.clip(2 * math.isqrt(baseline.numel()), 20, 120)))
     figure, whole = style.new_axes(ax, 9.6, 4.2)
     whole.set_axis_off()
     left, right = whole.inset_axes((0.0, 0.0, 0.45, 1.0)), whole.inset_axes((0.57, 0.0, 0.43, 1.0))
@@ -205,13 +205,18 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
     ax.set_ylim(low - room, high + room)
     ax.axline((low, low), slope=1.0, color=style.GREY, linewidth=1.0, linestyle="--", zorder=1, gid="identity")
     common = drawn - points.worst
-    plain = ax.scatter(points.baseline[:common], points.target[:common], s=6, color=style.BLUE, alpha=0.35)
+    size = 6 if drawn > 2000 else 16
+    plain = ax.scatter(points.baseline[:common], points.target[:common], s=size, color=style.BLUE, alpha=0.35)
     plain.set(linewidths=0, zorder=2, gid="sample")
     keys = [style.key("equal", style.GREY, line="--"), style.key("elements", style.BLUE, "o", size=5)]
     if points.worst:
-        worst = ax.scatter(points.baseline[common:], points.target[common:], s=12, marker="D", color=style.VERMILLION)
+        worst = ax.scatter(
+            points.baseline[common:], points.target[common:], s=2 * size, marker="D", color=style.VERMILLION
+        )
         worst.set(alpha=0.6, linewidths=0, zorder=3, gid="worst")
-        keys.append(style.key(f"the {points.worst} worst", style.VERMILLION, "D", size=5))
+        keys.append(
+            style.key(f"the {points.worst} worst" if points.worst > 1 else "the worst", style.VERMILLION, "D", size=5)
+        )
     style.legend_below(ax, keys)
     return figure
 
