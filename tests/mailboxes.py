@@ -231,6 +231,7 @@ class Processes:
     """Every rank of a graft world, each a real process that runs ``script(mailbox, line)`` and then ends.
 
     ``lines`` holds this end of each rank's pipe to the test, ``processes`` the processes; both in world-rank order.
+    ``inodes`` tells their shared memory from any other.
     """
 
     def __init__(self, baseline: Script, target: Script, counts: tuple[int, int] = (1, 1), **options: Any) -> None:
@@ -240,6 +241,7 @@ class Processes:
         context = torch.multiprocessing.get_context("forkserver")
         options = {"budget": 64 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []
+        self.inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
         for place in places:
             links = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
             script = baseline if place.side == "baseline" else target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -94,27 +95,33 @@ def test_a_stopped_rank_is_still_found_where_it_was() -> None:
         assert "last seen at tap 'x' of step 0" in absent[0]
 
 
-def named_remains(temporary: Path) -> list[str]:
-    shared = [name for name in os.listdir("/dev/shm") if "graftlab" in name]
-    return shared + [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")]
+def who_maps(inodes: set[int]) -> list[str]:
+    """The processes, this one included, that still hold one of these pieces of memory."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines() if "graftlab" in line]
+        except OSError:
+            continue  # it has ended meanwhile
+        found += [maps.parent.name for _, _, _, _, inode, *_ in lines if int(inode) in inodes]
+    return found
 
 
 @pytest.mark.parametrize("victims", [(BASELINE,), (TARGET,), (BASELINE, TARGET)], ids=["sender", "receiver", "both"])
-def test_killed_ranks_leave_nothing_behind(
-    victims: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_killed_ranks_leave_nothing_behind(victims: tuple[int, ...]) -> None:
+    named = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
     with processes(sends_x_then_is_told, receives_x_then_y) as world:
         assert world.hear(TARGET) == [5.0]
         assert world.hear(TARGET) == "waits"
+        assert len(who_maps(world.inodes)) == 4
         for victim in victims:
             world.processes[victim].kill()
         if TARGET not in victims:
             assert world.hear(TARGET) == ({0: "baseline[0] died"}, False)
-    # The memory had no name, so with the last process that held it it is gone; here nothing holds it any more.
-    mapped = Path("/proc/self/maps").read_text()
-    assert "graftlab" not in mapped
-    assert named_remains(tmp_path) == []
+    # The memory has no name, so it is gone with the last process that holds it.
+    assert who_maps(world.inodes) == []
+    new = (set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))) - named
+    assert [name for name in new if "graftlab" in name] == []
 
 
 def test_a_forked_child_of_a_rank_does_not_write_into_what_the_rank_sent(tmp_path: Path) -> None:

@@ -82,14 +82,20 @@ class RankProcess:
         self.alive = True
         self._process = process
         self._lifeline = lifeline
-        self._page = WhereaboutsPage(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._page = WhereaboutsPage(self._map)
+        self._last_look = Whereabouts()
 
     @property
     def label(self) -> str:
         return self.place.label
 
     def whereabouts(self) -> Whereabouts:
-        return self._page.read()
+        """Where the rank is at this moment, or was when it was let go."""
+        try:
+            return self._page.read()
+        except ValueError:
+            return self._last_look
 
     def signal(self, number: int) -> None:
         if self.alive and self.pid is not None:
@@ -109,6 +115,9 @@ class RankProcess:
         self.alive = False
         self.channel.close()
         self._lifeline.close()
+        # Even one mapped page would keep all that the rank ever published in memory.
+        self._last_look = self.whereabouts()
+        self._map.close()
 
     def leave_to_the_parent(self) -> None:
         """In a forked child of the notebook's process, which would keep the rank alive beyond the notebook."""
