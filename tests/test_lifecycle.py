@@ -58,7 +58,8 @@ two.start(target=receive_what_nobody_sends)
 three.start(baseline=compute)
 while "recv" not in two.stacks()["target[0]"] or "torch.mm" not in three.stacks()["baseline[0]"]:
     time.sleep(0.01)
-assert two.status().state[0] == three.status().state[1] == "idle"
+while not two.status().state[0] == three.status().state[1] == "idle":
+    time.sleep(0.01)
 pids += [rank.pid for session in (two, three) for rank in session.ranks]
 """
 

@@ -144,6 +144,14 @@ def test_tensors_of_either_inference_mode_can_be_grafted_in_either(
     assert own.is_inference() == made_in_inference
 
 
+def test_an_expanded_inference_tensor_can_be_written_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        base = torch.zeros(2, 1)
+        own = base.expand(2, 3)
+    in_place(own, torch.ones(2, 3))
+    assert base.tolist() == [[1.0], [1.0]]
+
+
 # ---- a tensor in its place ------------------------------------------------------------------------------------------
 
 
