@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from graftlab.run import Run
     from graftlab.session import Session
 
+# Titles of columns whose cells are numbers.
+_NUMBERS = frozenset({"step", "plan", "taps", "rel_l2", "max_abs", "non-finite"})
 _MEANINGS = {
     "b2t": "grafted from the baseline into the target",
     "t2b": "grafted from the target into the baseline",
@@ -91,7 +93,7 @@ def ranks_table(session: Session) -> str:
 
 
 def table(head: tuple[str, ...], lines: list[str]) -> str:
-    titles = "".join(f"<th>{title}</th>" for title in head)
+    titles = "".join(f'<th class="{"number" if title in _NUMBERS else ""}">{title}</th>' for title in head)
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 

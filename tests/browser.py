@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,3 +240,14 @@ def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
     yield lab
     lab_page.remove_listener("console", listen)
     lab.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Keep a picture of the page on which a test has failed, and say where it is."""
+    report = yield
+    lab = getattr(item, "funcargs", {}).get("lab")
+    if report.when == "call" and report.failed and lab is not None:
+        path = lab.screenshot("failed_" + re.sub(r"\W+", "_", item.name))
+        report.sections.append(("the page", f"{path}\nerrors in its console: {lab.console_errors}"))
+    return report

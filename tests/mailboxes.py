@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.reduction
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
@@ -44,6 +45,17 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=work, daemon=True).start()
     return future
+
+
+@contextmanager
+def eager_threads() -> Iterator[None]:
+    """Threads take turns as often as they can, so that a missing lock shows."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 class Mailbox:

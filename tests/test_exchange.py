@@ -33,15 +33,16 @@ def world() -> Iterator[World]:
 
 # ---- promise 1: never a tensor of another tap, step or occurrence ---------------------------------------------------
 
-BASE = key("q", step=1, occurrence=1, status="original", layer=1)
+BASE = key("q", step=1, occurrence=1, status="original", layer=1, phase="a")
 OTHERS = {
-    "step": key("q", step=2, occurrence=1, layer=1),
-    "name": key("k", step=1, occurrence=1, layer=1),
-    "value of a tag": key("q", step=1, occurrence=1, layer=2),
-    "a tag more": key("q", step=1, occurrence=1, layer=1, head=0),
-    "a tag less": key("q", step=1, occurrence=1),
-    "recompute status": key("q", step=1, occurrence=1, status="recompute", layer=1),
-    "occurrence": key("q", step=1, occurrence=2, layer=1),
+    "step": key("q", step=2, occurrence=1, layer=1, phase="a"),
+    "name": key("k", step=1, occurrence=1, layer=1, phase="a"),
+    "value of a tag": key("q", step=1, occurrence=1, layer=2, phase="a"),
+    "value of another tag": key("q", step=1, occurrence=1, layer=1, phase="b"),
+    "a tag more": key("q", step=1, occurrence=1, layer=1, phase="a", head=0),
+    "a tag less": key("q", step=1, occurrence=1, phase="a"),
+    "recompute status": key("q", step=1, occurrence=1, status="recompute", layer=1, phase="a"),
+    "occurrence": key("q", step=1, occurrence=2, layer=1, phase="a"),
 }
 
 
@@ -85,7 +86,7 @@ def test_what_a_receiver_holds_does_not_change_while_the_sender_goes_on(world: W
     sender.publish(key("held"), value)
     receipt = receiver.receive(key("held"))
     value.zero_()
-    for number in range(200):
+    for number in range(600):
         sender.publish(key("later", occurrence=number), torch.full((1000,), -1.0))
         receiver.take(key("later", occurrence=number))
     assert torch.equal(receipt.contributions[0].tensor, torch.arange(1000.0))
@@ -602,6 +603,14 @@ def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
     world.baseline.exchange.announce(1, b"a new plan")
     world.baseline.exchange.announce(2, b"the same plan")
     assert world.target.exchange.announcements(0, 2) == [b"a new plan", b"the same plan"]
+
+
+def test_what_the_leader_said_in_an_earlier_run_is_not_heard_in_this_one(world: World) -> None:
+    world.baseline.exchange.announce(1, b"of the first run")
+    world.end(step=1)
+    world.begin(run=1, first_step=2)
+    world.baseline.exchange.announce(3, b"of this run")
+    assert world.target.exchange.announcements(0, 3) == [b"of this run"]
 
 
 @pytest.mark.parametrize("ending", [run_ends, sender_dies])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.multiprocessing
 from exchange_scripts import write_without_end
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mailboxes import DEADLINE, Descriptors, in_background
+from mailboxes import DEADLINE, Descriptors, eager_threads, in_background
 
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import Channel
@@ -183,23 +182,14 @@ def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> No
     assert one.drain(DEADLINE)
 
 
-@pytest.fixture
-def eager_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
-@pytest.mark.usefixtures("eager_threads")
 def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    done = [
-        in_background(lambda letter=letter: [one.send(letter * (1 + 700 * number)) for number in range(200)])
-        for letter in (b"a", b"b", b"c")
-    ]
-    frames = receive(other, 600)
+    with eager_threads():
+        done = [
+            in_background(lambda letter=letter: [one.send(letter * (1 + 700 * number)) for number in range(200)])
+            for letter in (b"a", b"b", b"c")
+        ]
+        frames = receive(other, 600)
     assert all(len(set(frame)) == 1 for frame in frames)
     for letter in b"abc":
         assert [len(frame) for frame in frames if frame[0] == letter] == [1 + 700 * number for number in range(200)]

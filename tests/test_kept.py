@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mailboxes import DEADLINE, MIB, in_background
+from mailboxes import DEADLINE, MIB, eager_threads, in_background
 from tensors import DTYPES, bits, layouts, random_bits
 
 from graftlab.kept import KeptPair, KeptPairs
@@ -191,9 +191,10 @@ def test_other_threads_may_ask_while_pairs_come_and_go() -> None:
             if stop.is_set():
                 return
 
-    asking = [in_background(lambda: max(ask())) for _ in range(2)]
-    for index in range(3000):
-        keep_number(kept, index, index=index)
-    stop.set()
-    assert all(1 <= future.result(DEADLINE) <= 100 for future in asking)
+    with eager_threads():
+        asking = [in_background(lambda: max(ask())) for _ in range(2)]
+        for index in range(3000):
+            keep_number(kept, index, index=index)
+        stop.set()
+        assert all(1 <= future.result(DEADLINE) <= 100 for future in asking)
     assert numbers(kept) == [float(index) for index in range(2900, 3000)]

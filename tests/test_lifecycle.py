@@ -432,7 +432,7 @@ def test_a_script_without_a_main_guard_works_wherever_it_is_started(tmp_path: Pa
 
 def test_a_forked_child_of_the_script_keeps_no_rank_alive_and_ends_none(temporary: Path, tmp_path: Path) -> None:
     source = """
-        import json, os, signal, sys
+        import json, os, signal, sys, time
         import graftlab as gl
 
         session = gl.launch(1, 1)
@@ -444,6 +444,9 @@ def test_a_forked_child_of_the_script_keeps_no_rank_alive_and_ends_none(temporar
         if not stays:
             signal.pause()
         alive = session.run("1 + 1").baseline == [2]
+        session.start("print('holding') or __import__('re').match('(a+)+b', 'a' * 64)")
+        while "holding" not in session.log("baseline[0]"):
+            time.sleep(0.01)
         print(json.dumps([alive, [rank.pid for rank in session.ranks], stays]), flush=True)
         sys.stdin.readline()
     """

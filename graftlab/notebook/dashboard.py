@@ -44,7 +44,7 @@ _STYLE = """<style>
 .graftlab-dashboard td { font-variant-numeric: tabular-nums }
 .graftlab-dashboard th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--jp-border-color1, #bbb) }
 .graftlab-dashboard th, .graftlab-dashboard td { padding: 2px 8px; white-space: nowrap }
-.graftlab-dashboard td.number { text-align: right }
+.graftlab-dashboard th.number, .graftlab-dashboard td.number { text-align: right }
 .graftlab-dashboard tbody tr:nth-child(even) { background: var(--jp-layout-color2, #f5f5f5) }
 .graftlab-dashboard .quiet { color: var(--jp-ui-font-color2, #666) }
 .graftlab-dashboard .bad { color: var(--jp-error-color1, #b00020); font-weight: 600 }
@@ -114,11 +114,20 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
             if self._live.behind or not self._rows:
                 rows = self._live.look(_ROWS_A_TICK)
                 newest = max((row["run"] for row in rows), default=None)
-                self._rows = [row for row in rows if row["run"] == newest]
+                self._rows = self._in_tap_order([row for row in rows if row["run"] == newest])
             self._set(self._ranks, ranks_table(self.session))
             self._show_taps()
             self._set(self._log, self._log_text())
             self._paint_if_due()
+
+    def _in_tap_order(self, rows: list[Row]) -> list[Row]:
+        """The newest row of each tap comes from one step or the next; put them in the order of one step."""
+        places = {_tap_of(tags): place for place, tags in enumerate(self.session.taps)}
+        last = len(places)
+        ordered = [
+            {**row, "step": 0, "order": places.get(_tap_of(row["tags"]), last), "at": row["step"]} for row in rows
+        ]
+        return sorted(ordered, key=lambda row: (row["order"], row["side"], row["rank"]))
 
     def show_error(self, text: str) -> None:
         """Show why a callback or a tick failed; the empty text says that it works again."""
@@ -212,6 +221,12 @@ def _taps(rows: list[Row]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _tap_of(tags: dict[str, Any]) -> tuple[str, ...]:
+    """What tells taps apart, wherever and whenever they are reached."""
+    own = (f"{name}={value}" for name, value in tags.items() if name not in ("step", "side", "rank"))
+    return tuple(own)
+
+
 def _badness(row: Row) -> float:
     if row["status"] in ("failed", "timeout", "missing"):
         return math.inf
@@ -236,7 +251,7 @@ def _taps_table(taps: list[dict[str, Any]]) -> str:
             cell(number(row["max_abs"]), "number"),
             cell(nonfinite or "", "number bad" if nonfinite else "number"),
             cell(f"{row['side']}[{row['rank']}]"),
-            cell(row["step"], "number"),
+            cell(row["at"], "number"),
             cell(row["direction"] or ""),
             cell(shortened((row["error"] or row["note"] or row["aligned_by"] or "").partition("\n")[0], 80)),
         ]

@@ -1,0 +1,71 @@
+"""The notebooks run from their first cell to their last, and come to what their text says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from traitlets.config import Config
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+
+
+def execute(name: str, tmp_path: Path) -> list[Any]:
+    """Run a notebook as a person would; returns the outputs of its code cells."""
+    document = nbformat.read(NOTEBOOKS / name, as_version=4)
+    kernel = {"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")}
+    client = NotebookClient(
+        document,
+        timeout=100,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+        config=Config({"KernelManager": kernel}),
+    )
+    path = os.pathsep.join(filter(None, [str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")]))
+    client.execute(env={**os.environ, "PYTHONPATH": path})
+    return [output for cell in document.cells for output in cell.get("outputs", [])]
+
+
+def texts(outputs: list[Any]) -> str:
+    return "\n".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in outputs)
+
+
+def pictures(outputs: list[Any]) -> int:
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
+    # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
+    assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
+        "quickstart.ipynb",
+        "live_editing.ipynb",
+        "tensor_diffs.ipynb",
+    }
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        document = nbformat.read(path, as_version=4)
+        assert not any(cell.get("outputs") for cell in document.cells), path.name
+
+
+@pytest.mark.timeout(240)
+def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> None:
+    outputs = execute("tensor_diffs.ipynb", tmp_path)
+    assert pictures(outputs) == 10
+    assert not any(output.output_type == "error" for output in outputs)
+
+
+@pytest.mark.timeout(240)
+def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path: Path) -> None:
+    outputs = execute("live_editing.ipynb", tmp_path)
+    models = [o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    assert len(models) >= 3, "the dashboard and both editors"
+    table = next(text for text in (texts([o]) for o in outputs) if "nunique" in text)
+    steps = [[int(number) for number in line.split()] for line in table.splitlines()[2:5]]
+    assert [version for version, *_ in steps] == [1, 2, 3]
+    # Every step had one plan: where one ends the next begins, and none is missing.
+    assert steps[1][1] == steps[0][2] + 1
+    assert steps[2][1] == steps[1][2] + 1
+    assert sum(count for *_, count in steps) == steps[2][2] - steps[0][1] + 1
