@@ -6,7 +6,6 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 p
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then command -v $$p; break; fi; done)
 
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
 DEMO_ARGS ?=
 LAB_ARGS ?=
 
@@ -17,7 +16,7 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test lint soak bench clean
+.PHONY: help demo lab test lint soak clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,12 +38,9 @@ lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 soak: $(test_ready) ## run the tests that take minutes
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
 
-bench: $(demo_ready) ## measure the budgets of the design on this machine
-	$(run) -m benchmarks $(BENCH_ARGS)
-
 clean: ## remove what the other targets made
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find graftlab tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find graftlab tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are younger than what they were installed from, so a second make installs nothing.
 $(demo_ready): pyproject.toml constraints.txt | $(run)

@@ -154,7 +154,9 @@ class Lab:
     def reload(self) -> None:
         """Load the page anew, with what was saved of the notebook; the kernel goes on."""
         self.command("docmanager:save")
-        self.page.reload()
+        name = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+        # Without the saved layout, which would open the notebook as well, at a time of its own.
+        self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
         self.wait_idle()
 
     def wait_idle(self) -> None:

@@ -262,38 +262,39 @@ def test_a_restarted_kernel_leaves_no_rank_and_can_start_new_ones(shm: set[str])
 
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel whose spawned processes hang as they start, while its environment has a variable GATE."""
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where spawned processes of the kernel below hang as they start: each makes a file named by its number."""
+    return tmp_path_factory.mktemp("gates")
+
+
+@pytest.fixture(scope="module")
+def gated(gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel whose spawned processes hang as they start, while its environment has a variable GATES."""
     folder = tmp_path_factory.mktemp("hooks")
-    os.mkfifo(folder / "gate")
     (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
-        "if 'GATE' in os.environ and '--multiprocessing-fork' in sys.orig_argv:\n"
+        "if 'GATES' in os.environ and '--multiprocessing-fork' in sys.orig_argv:\n"
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "    open(os.environ['GATE']).read()\n"
+        "    open(os.path.join(os.environ['GATES'], str(os.getpid())), 'w').close()\n"
+        "    signal.pause()\n"
     )
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with kernel(PYTHONPATH=path) as notebook:
-        loaded = notebook.run(f"%load_ext graftlab\nimport graftlab as gl\nimport os\ngate = {str(folder / 'gate')!r}")
+        loaded = notebook.run("%load_ext graftlab\nimport graftlab as gl\nimport os")
         assert not loaded.error, loaded.error
         yield notebook
 
 
-def test_the_stop_button_during_a_launch_leaves_no_rank_and_the_next_launch_works(gated: Kernel) -> None:
-    def starting() -> set[int]:
-        found = {pid: Path(f"/proc/{pid}/cmdline") for pid in family(gated.pid)}
-        return {pid for pid, line in found.items() if line.exists() and b"multiprocessing-fork" in line.read_bytes()}
-
-    gated.run("os.environ['GATE'] = gate")
-    cell = gated.begin("session = gl.launch(1, 1, start_method='spawn')")
-    wait_until(lambda: len(starting()) == 2, "the start of two processes")
-    ranks = watch(starting())
+def test_the_stop_button_during_a_launch_leaves_no_rank_and_the_next_launch_works(gates: Path, gated: Kernel) -> None:
+    gated.run(f"os.environ['GATES'] = {str(gates)!r}")
+    cell = gated.begin("session = gl.launch(1, 1, start_method='spawn', timeout=600)")
+    wait_until(lambda: len(os.listdir(gates)) == 2, "the start of two processes")
+    ranks = watch(int(name) for name in os.listdir(gates))
     gated.manager.interrupt_kernel()
     assert gated.finish(cell).error_name == "KeyboardInterrupt"
     assert still_there(ranks) == []
-    after = gated.run(
-        "del os.environ['GATE']\nwith gl.launch(1, 1) as session:\n    got = session.run('1')\ngot.baseline"
-    )
+    gated.run("del os.environ['GATES']")
+    after = gated.run("with gl.launch(1, 1) as session:\n    run = session.run('1')\nrun.baseline")
     assert after.values[-1:] == ["[1]"], after.error
 
 

@@ -483,7 +483,7 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
     with gl.launch(1, 1) as session:
         screen = show(session)
         assert screen.options("tap") == ["nothing: only load it"]
-        assert screen.shown("hint") == "No tensors are kept, so a draft is loaded and not run."
+        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is loaded and not run."
         assert "✓ it loads; it was not run on any tensors" in screen.tries(RAISES)
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
@@ -496,13 +496,13 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         screen.click("keep")
         screen.settle()
         assert session.plan.keep == "name == 'y' and layer == 1"
-        assert screen.shown("hint") == "No tensors of it are kept yet; the next step brings some."
+        assert screen.shown("kept-hint") == "No tensors of it are kept yet; the next step brings some."
         assert screen.find("keep").layout.display == "none"
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
         wait_until(lambda: screen.editor.refresh() or len(screen.editor._taps._kept) == 1, "what is kept")
         assert screen.chosen("tap") == "y · layer=1 · target[0]"
-        assert screen.shown("hint") == ""
+        assert screen.shown("kept-hint") == ""
         assert "✗ failed on y · layer=1 · target[0]" in screen.tries(RAISES)
 
 

@@ -66,7 +66,7 @@ class TapChooser(widgets.VBox):  # type: ignore[misc]
         ).add_class("graftlab-tap")
         self.keep = widgets.Button(icon="thumb-tack", layout=widgets.Layout(width="auto")).add_class("graftlab-keep")
         self.keep.on_click(lambda _: press())
-        self._hint = widgets.HTML().add_class("graftlab-hint")
+        self._hint = widgets.HTML().add_class("graftlab-kept-hint")
         row = widgets.HBox([self.menu, self.keep], layout=widgets.Layout(flex_flow="row wrap", align_items="center"))
         super().__init__([row, self._hint])
         self.menu.observe(self._on_choice, "value")

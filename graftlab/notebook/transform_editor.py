@@ -133,7 +133,7 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
         self._try = self._button("Try", "try", "Run it on the chosen tensors; the ranks and their run are not touched")
         self._apply = self._button("Apply", "apply", "Try it, and put it in force if that went well")
         self._revert = self._button("Revert", "revert", "Show the transform in force")
-        keys = "" if isinstance(self.editor, TextareaEditor) else "Ctrl-Enter applies, Shift-Ctrl-Enter tries"
+        keys = "" if isinstance(self.editor, TextareaEditor) else "Shift-Ctrl-Enter tries"
         self._keys = widgets.HTML(f'<span class="quiet">{keys}</span>')
         self._busy = widgets.HTML().add_class("graftlab-busy")
         self._message = widgets.HTML().add_class("graftlab-message")

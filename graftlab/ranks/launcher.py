@@ -81,6 +81,7 @@ class RankProcess:
         self.pid: int | None = None
         self.alive = True
         self._process = process
+        self._ended: str | None = None
         self._lifeline = lifeline
         self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._page = WhereaboutsPage(self._map)
@@ -104,6 +105,8 @@ class RankProcess:
 
     def join(self, timeout: float) -> bool:
         """Wait for the process to end; False when it has not within ``timeout`` seconds."""
+        if self._ended is not None:
+            return True
         self._process.join(timeout)
         return self._process.exitcode is not None
 
@@ -118,6 +121,11 @@ class RankProcess:
         # Even one mapped page would keep all that the rank ever published in memory.
         self._last_look = self.whereabouts()
         self._map.close()
+        if self._ended is None:
+            self._ended = self.how_it_ended()
+            # A process that cannot be killed keeps its descriptor; any other gives it back now, not at some collection.
+            with contextlib.suppress(ValueError):
+                self._process.close()
 
     def leave_to_the_parent(self) -> None:
         """In a forked child of the notebook's process, which would keep the rank alive beyond the notebook."""
@@ -125,6 +133,8 @@ class RankProcess:
 
     def how_it_ended(self) -> str:
         """In words, such as ``"killed by SIGKILL"``."""
+        if self._ended is not None:
+            return self._ended
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:
