@@ -37,7 +37,8 @@ class Refresher:
     """Refreshes the widgets that are added to it, every ``interval`` seconds, until they are removed.
 
     The first tick is an interval away, for a widget shows itself when it is made. A tick that takes longer than the
-    interval is followed by a pause of the same length, so that half of one core is the most it ever takes. The thread runs while there are widgets and ends with a last refresh when the session is
+    interval is followed by a pause of the same length, so that half of one core is the most it ever takes. The
+    thread runs while there are widgets and ends with a last refresh when the session is
     closed. An exception in a widget's ``refresh`` is shown in that widget and logged once, and the others go on. All
     methods may be called from any thread.
     """
