@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from graftlab.notebook.dashboard import Dashboard
     from graftlab.notebook.filter_editor import FilterEditor
     from graftlab.notebook.transform_editor import TransformEditor
+    from graftlab.plots import DifferenceMap
     from graftlab.session_plots import SessionPlots
 
 logger = logging.getLogger(__name__)
@@ -329,7 +330,21 @@ class Session:
         # Taps are received by the target's ranks, but for those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
 
-    def _find_kept(self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankProcess, bytes]:
+    def difference_map(
+        self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
+    ) -> DifferenceMap:
+        """|baseline - target| of a kept pair over two axes, reduced by maximum where the pair is kept.
+
+        ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, and the same is raised;
+        :func:`graftlab.plots.draw_difference_map` draws it.
+        """
+        _, packed = self._find_kept("kept_map", name, rank, tags, dims)
+        found: DifferenceMap = shipping.unpack_result(packed)
+        return found
+
+    def _find_kept(
+        self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any], *more: Any
+    ) -> tuple[RankProcess, bytes]:
         self._require_open()
         wanted_tags = {tag: plain(value) for tag, value in tags.items()}
         steps: dict[RankProcess, int] = {}
@@ -340,7 +355,7 @@ class Session:
                         steps[process] = found["step"]
         # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
         for process in sorted(steps, key=lambda process: -steps[process]):
-            packed = self._ask(process, topic, name, wanted_tags)
+            packed = self._ask(process, topic, name, wanted_tags, *more)
             if packed is not None:
                 return process, packed
         kept = dict.fromkeys(str(tags["name"]) for tags in self.kept())
@@ -507,13 +522,13 @@ class Session:
         self._require_open()
         number = next(self._questions)
         answer = self._answers[number] = queue.SimpleQueue()
+        # Tensors may take their time; a rank that is asked for its stack alone hangs if it does.
+        limit = _ANSWER_TIMEOUT if topic == "stacks" else max(_ANSWER_TIMEOUT, self.options.timeout)
         try:
             rank.channel.send(pack(Query(number, topic, arguments)))
-            reply = answer.get(timeout=_ANSWER_TIMEOUT)
+            reply = answer.get(timeout=limit)
         except queue.Empty:
-            raise SessionError(
-                f"{rank.label} did not answer within {_ANSWER_TIMEOUT:g} s ({rank.whereabouts()})"
-            ) from None
+            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.whereabouts()})") from None
         finally:
             del self._answers[number]
         if reply.error is not None:

@@ -34,7 +34,8 @@ class SessionPlots:
 
     def heatmap(self, name: str, *, dims: tuple[int, int] | None = None, **tags: Any) -> Figure:
         """|baseline - target| of a kept pair; see :meth:`Session.tensors` for the tags."""
-        return plots.heatmap(*self._session.tensors(name, **tags), dims=dims, title=_title(name, tags))
+        found = self._session.difference_map(name, dims=dims, **tags)
+        return plots.draw_difference_map(found, title=_title(name, tags))
 
     def histogram(self, name: str, **tags: Any) -> Figure:
         """The value distributions of a kept pair, and of its difference."""

@@ -879,3 +879,42 @@ def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch:
         run = session.start(tap_x, tap_x)
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait(30)
+
+
+# ---- pictures and other renderings ----------------------------------------------------------------------------------
+
+
+def one_bad_element(size: int) -> None:
+    value = torch.zeros(size, size)
+    if gl.here().side == "target":  # type: ignore[union-attr]
+        value[size - 3, 5] = 7.0
+    gl.tap("large", value)
+
+
+def test_a_heatmap_is_reduced_on_the_rank_and_a_single_bad_element_stays_visible() -> None:
+    with gl.launch() as session:
+        session.edit(keep="True")
+        session.run(one_bad_element, one_bad_element, args=(1500,))
+        found = session.difference_map("large")
+        assert max(found.grid.shape) <= 512
+        assert found.worst == 7.0
+        assert tuple(found.worst_index) == (1497, 5)
+        assert session.plot.heatmap("large").axes
+        with pytest.raises(gl.SessionError, match="dim"):
+            session.difference_map("large", dims=(0, 5))
+        with pytest.raises(gl.SessionError, match="no pair of tensors is kept for 'other'"):
+            session.plot.heatmap("other")
+
+
+def test_sessions_runs_and_plans_show_as_html_without_markup_of_the_user() -> None:
+    with gl.launch() as session:
+        session.edit(b2t="name == '<b>'")
+        run = session.run(one_bad_element, one_bad_element, args=(8,))
+        shown = [thing._repr_mimebundle_() for thing in (session, run, session.plan)]
+        for bundle, thing in zip(shown, (session, run, session.plan), strict=True):
+            assert bundle["text/plain"] == repr(thing)
+        assert "baseline[0]" in shown[0]["text/html"]
+        assert "1 compared" in shown[1]["text/html"]
+        assert "large on target[0]" in shown[1]["text/html"]
+        assert "&lt;b&gt;" in shown[2]["text/html"]
+        assert "'<b>'" not in shown[2]["text/html"]

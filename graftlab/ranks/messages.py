@@ -51,7 +51,7 @@ class Query:
     """A question that is answered beside a run: ``topic`` names a method of the rank's desk."""
 
     number: int
-    topic: Literal["stacks", "kept", "kept_input", "kept_tags"]
+    topic: Literal["stacks", "kept", "kept_input", "kept_map", "kept_tags"]
     arguments: tuple[Any, ...] = ()
 
 

@@ -34,6 +34,7 @@ from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafter import Grafter
 from graftlab.kept import KeptPair, KeptPairs
+from graftlab.plots.reduce import difference_map
 from graftlab.ranks import shipping
 from graftlab.ranks.lifeline import die_with_the_notebook
 from graftlab.ranks.messages import (
@@ -235,9 +236,9 @@ class Rank:
             elif query.topic == "kept_tags":
                 value = self._kept.tags(*query.arguments)
             else:
-                name, tags = query.arguments
+                name, tags, *more = query.arguments
                 pair = self._kept.find(name, tags, failed=query.topic == "kept_input")
-                value = None if pair is None else shipping.pack_result(_shown(pair, query.topic))
+                value = None if pair is None else shipping.pack_result(_shown(pair, query.topic, *more))
             reply = pack(Reply(query.number, value))
         except Exception as error:
             reply = pack(Reply(query.number, None, f"{type(error).__name__}: {error}"))
@@ -294,7 +295,11 @@ class Rank:
         return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), self._vars)
 
 
-def _shown(pair: KeptPair, topic: str) -> Any:
+def _shown(pair: KeptPair, topic: str, dims: tuple[int, ...] | None = None) -> Any:
+    if topic == "kept_map":
+        # Reduced here, so that only what is drawn travels, however large the tensors are.
+        assert pair.baseline is not None and pair.target is not None  # a failed one is only found for kept_input
+        return difference_map(pair.baseline, pair.target, dims=dims)
     return pair if topic == "kept_input" else (pair.baseline, pair.target)
 
 
