@@ -349,6 +349,67 @@ def test_a_submit_under_way_at_set_text_is_delivered_with_its_own_text(desk: Des
     assert desk.page.text == desk.editor.value == "restored"
 
 
+def test_an_offer_is_taken_where_nothing_was_typed(desk: Desk) -> None:
+    desk.editor.offer("offered")
+    assert desk.editor.value == "offered"
+    desk.browser.kernel_works()
+    assert desk.page.text == desk.editor.value == "offered"
+    desk.page.type("offered, and typed on")
+    desk.browser.kernel_works()
+    assert desk.events == [("changed", "offered, and typed on")]
+    assert not desk.editor.offer_declined
+
+
+def test_an_offer_is_declined_where_something_was_typed_that_the_kernel_had_not_heard_of(desk: Desk) -> None:
+    declined: list[bool] = []
+    desk.editor.on_change(lambda text: declined.append(desk.editor.offer_declined))
+    for text in ("a", "ab", "abc"):
+        desk.page.type(text)
+    desk.editor.offer("offered")
+    desk.browser.kernel_works()
+    assert desk.page.text == desk.editor.value == "abc"
+    assert desk.events[-1] == ("changed", "abc")
+    assert declined[0]
+    desk.page.type("abcd")
+    desk.browser.kernel_works()
+    assert declined[-1] is False
+    desk.editor.set_text("set")
+    desk.browser.kernel_works()
+    assert desk.page.text == desk.editor.value == "set"
+
+
+def test_what_was_typed_and_taken_back_does_not_decline_an_offer(desk: Desk) -> None:
+    desk.page.type("typed")
+    desk.page.type("start")
+    desk.editor.offer("offered")
+    desk.browser.kernel_works()
+    assert desk.editor.value == desk.page.text
+
+
+def test_the_newest_of_several_offers_is_taken(desk: Desk) -> None:
+    desk.editor.offer("first")
+    desk.editor.offer("second")
+    desk.browser.kernel_works()
+    assert desk.page.text == desk.editor.value == "second"
+    assert desk.events == []
+
+
+def test_a_submit_right_after_an_offer_delivers_the_offer(desk: Desk) -> None:
+    desk.editor.offer("offered")
+    desk.click("apply")
+    desk.browser.kernel_works()
+    assert desk.submitted == [("apply", "offered")]
+
+
+def test_a_submit_right_after_a_declined_offer_delivers_what_was_typed(desk: Desk) -> None:
+    desk.page.type("a")
+    desk.page.type("typed")
+    desk.editor.offer("offered")
+    desk.click("apply")
+    desk.browser.kernel_works()
+    assert desk.submitted == [("apply", "typed")]
+
+
 def test_a_callback_may_set_the_text(desk: Desk) -> None:
     desk.editor.on_submit(lambda text, action: desk.editor.set_text(text.upper()))
     desk.page.type("quiet")

@@ -341,11 +341,12 @@ def test_tag_names_and_helpers_are_completed(screen: Screen, session: FakeSessio
         assert {"layer", "phase", "name", "step", "search", "fullmatch"} <= set(screen.line(name).completions)
 
 
-def test_a_refresh_without_news_sends_nothing(screen: Screen) -> None:
-    sent: list[Any] = []
-    screen.browser.on_update.append(lambda comm_id, changed: sent.append(changed))
+def test_a_refresh_without_news_does_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    screen.browser.on_update.append(lambda comm_id, changed: done.append(changed))
+    monkeypatch.setattr(module.view, "matches", lambda *arguments: done.append(arguments) or "")
     screen.editor.refresh()
-    assert sent == []
+    assert done == []
 
 
 # ---- apply, revert, restore -----------------------------------------------------------------------------------------
@@ -419,6 +420,26 @@ def test_apply_without_a_change_publishes_nothing(screen: Screen, session: FakeS
     screen.apply()
     assert len(session.plans) == 1
     assert screen.message == "Nothing to apply: these filters are in force, as version 0."
+
+
+def test_what_is_edited_elsewhere_between_the_click_and_its_answer_is_not_taken_back(
+    screen: Screen, session: FakeSession
+) -> None:
+    screen.type(b2t="layer == 0")
+    screen.click("apply")
+    screen.browser.queue.append(lambda: session.edit(keep="layer == 1"))
+    screen.browser.kernel_works()
+    assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "layer == 1")
+
+
+def test_an_edit_elsewhere_that_the_screen_does_not_show_yet_is_not_taken_back(
+    screen: Screen, session: FakeSession
+) -> None:
+    session.edit(keep="layer == 1")
+    screen.editor.refresh()
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert (session.plan.keep, session.plan.version) == ("layer == 1", 1)
 
 
 def test_a_click_is_applied_once(screen: Screen, session: FakeSession) -> None:
@@ -657,9 +678,11 @@ def test_a_closed_editor_leaves_no_widget_behind_and_hears_nothing_more(
     screen.editor.close()
     screen.editor.close()
     assert not set(shown) & set(simulated.comms)
+    before = screen.below("b2t")
     session.edit(b2t="layer == 1")
     screen.editor.refresh()
     screen.editor.show_error("too late")
+    assert (screen.below("b2t"), screen.message) == (before, "")
 
 
 # ---- with real ranks ------------------------------------------------------------------------------------------------

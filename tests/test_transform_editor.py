@@ -281,8 +281,10 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
     assert "✗ failed" in screen.tries(RAISES)
     assert screen.page.error == "line 3: IndexError: list index out of range"
     assert screen.applies(RAISES) == (
-        "Not applied. IndexError: list index out of range To apply it all the same, choose other tensors, or none."
+        "Not applied, because it failed. To apply it all the same, choose other tensors to try on, or none."
     )
+    assert "step" in screen.result
+    assert ": IndexError: list index out of range received float32[2, 3]" in screen.result
     assert session.plan.version == before
 
     assert screen.applies(DOUBLES) == f"Applied as plan {before + 1}."
@@ -347,7 +349,7 @@ def test_an_error_shows_its_message_and_marks_its_line(
 ) -> None:
     screen = show(session)
     screen.tries(text)
-    assert message in screen.message
+    assert message in screen.result
     assert message in html.unescape(screen.page.error)
     assert screen.find("source").error_line == line
     screen.type(DOUBLES)
@@ -365,7 +367,7 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
     assert screen.find("try").disabled
     assert screen.find("apply").disabled
     screen.settle()
-    assert "the draft did not end within 0.3 s" in screen.message
+    assert "✗ failed: the draft did not end within 0.3 s" in screen.result
     assert not screen.find("try").disabled
     assert [rank.pid for rank in session.ranks] == pids
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
@@ -684,7 +686,7 @@ def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl
     screen.name(name)
     screen.click("apply")
     screen.settle()
-    assert message in screen.message
+    assert message in screen.message + screen.result
     assert session.plan is before
 
 
@@ -829,14 +831,23 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     screen.settle()
     assert "- return 2 * graft_input" in screen.shown("difference")
     assert "+ return 4 * graft_input" in screen.shown("difference")
+    # And it stays the difference of what is there.
+    screen.type(triples.replace("3 *", "5 *"))
+    screen.settle()
+    assert "+ return 5 * graft_input" in screen.shown("difference")
 
     screen.click("load")
     screen.settle()
     assert screen.text == DOUBLES
+    assert screen.shown("difference") == "no difference"
     assert session.plan.version == second
     assert "● edited, not applied" in screen.in_force
     assert len([label for label in screen.options("version") if label.startswith("not applied")]) == 1
 
+    screen.choose("version", labels[0])
+    screen.settle()
+    assert screen.shown("difference") == ""
+    screen.choose("version", labels[1])
     screen.click("restore")
     screen.settle()
     assert session.plan.version == second + 1

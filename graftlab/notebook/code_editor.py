@@ -236,6 +236,8 @@ class _TextArea(widgets.Textarea):  # type: ignore[misc]
     def __init__(self, value: str, lines: int) -> None:
         super().__init__(value, rows=lines, continuous_update=True, layout=widgets.Layout(width="auto", height="auto"))
         self.unanswered: dict[int, str] = {}
+        self.meant: dict[str, str] = {}
+        """Of a text that nobody has typed, what was offered in its place."""
         self.retired = False
         self._link = widgets.jsdlink((self, "asked"), (self, "answered"))
 
@@ -284,6 +286,7 @@ class TextareaEditor(CodeEditor):
     def offer(self, text: str) -> None:
         with self._lock:
             self._offered = text, self._text.value, time.monotonic()
+            self._text.meant[self._text.value] = text
             self.set_trait("value", text)
             self.submit(_OFFER)
 
@@ -308,7 +311,9 @@ class TextareaEditor(CodeEditor):
             due = {number: action for number, action in area.unanswered.items() if number <= area.answered}
             for number in due:
                 del area.unanswered[number]
-            text = area.value if area.retired else self._settle(area.value, due.values())
+            if not area.retired:
+                self._settle(area, due.values())
+            text = area.meant.get(area.value, area.value)
             if due:
                 self.set_trait("acknowledged", max(due))
             changed = not area.retired and self._store(text)
@@ -316,22 +321,21 @@ class TextareaEditor(CodeEditor):
                 area.close()
         self._tell(text, changed, [action for action in due.values() if action != _OFFER])
 
-    def _settle(self, text: str, due: Iterable[str]) -> str:
-        """Decide on the offer, if there is one. Returns the text that holds: ``text``, which came, or the offer's."""
+    def _settle(self, area: _TextArea, due: Iterable[str]) -> None:
+        """Decide on the offer, if there is one, by the text that came."""
         self.offer_declined = False
         if self._offered is None:
-            return text
+            return
         offered, over, since = self._offered
-        if text not in (over, offered):
+        if area.value not in (over, offered):
             self._offered = None
             self.offer_declined = True
-            return text
-        if _OFFER in due and time.monotonic() - since < _PROMPT:
+            area.meant.clear()
+        elif _OFFER in due and time.monotonic() - since < _PROMPT:
             self._replace(offered)
         elif _OFFER in due:
             # The kernel was busy for a while, in which something may have been typed that comes after this answer.
             self.offer(offered)
-        return offered
 
     def _show_error(self, _change: Any) -> None:
         message, line = self.error_message, self.error_line

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
@@ -12,6 +14,8 @@ from typing import Any, Literal
 
 from graftlab.errors import TransformError
 from graftlab.transforms import SIGNATURE, GraftTransformInput, TransformSpec, default_transform
+
+_COMMENT_WIDTH = 88
 
 Kind = Literal["text", "name", "default"]
 
@@ -139,8 +143,7 @@ def _fits(function: Callable[..., Any]) -> bool:
 def source_of(spec: TransformSpec | None) -> str:
     """The source to read, or a comment that says why there is none. Imports nothing."""
     if spec is None:
-        described = inspect.getdoc(default_transform) or ""
-        return "\n".join(f"# {line}".rstrip() for line in ["The default transform.", "", *described.splitlines()])
+        return _comment(f"The default transform.\n\n{inspect.getdoc(default_transform)}")
     if spec.kind == "source":
         return spec.text
     try:
@@ -150,6 +153,16 @@ def source_of(spec: TransformSpec | None) -> str:
     except (OSError, TypeError, AttributeError) as error:
         why = str(error)
     return f"# The source of {spec.label} cannot be shown: {why}."
+
+
+def _comment(text: str) -> str:
+    """Paragraphs, some of them lists, as lines of Python that need no scrolling."""
+    lines: list[str] = []
+    for paragraph in re.sub(r":\w+:`(\w+)`", r"\1", text).split("\n\n"):
+        for item in re.split(r"\n(?=- )", paragraph):
+            lines += textwrap.wrap(item, _COMMENT_WIDTH)
+        lines.append("")
+    return "\n".join(f"# {line}".rstrip() for line in lines[:-1])
 
 
 def _function_of(spec: TransformSpec) -> Any:

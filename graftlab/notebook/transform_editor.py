@@ -252,6 +252,7 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
                 self._overtaken()
             elif self.editor.error_message:
                 self.editor.clear_error()
+            self._compare_again()
             self._show()
 
     # ---- the draft ----------------------------------------------------------------------------------------------
@@ -313,6 +314,11 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
         ):
             if widget is not None:
                 _set(widget.layout, "display", None if shown else "none")
+        self._compare_again()
+
+    def _compare_again(self) -> None:
+        if self._versions.comparing:
+            self._versions.compare(self._source_of(self._draft()))
 
     # ---- trying and applying, on the worker ---------------------------------------------------------------------
 
@@ -372,14 +378,11 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
                 if on_screen:
                     self.editor.clear_error()
                 return True
-            what = view.summary(trial.error)
             if on_screen:
-                self.editor.show_error(what, trial.error_line)
+                self.editor.show_error(view.summary(trial.error), trial.error_line)
             if job.published:
-                elsewhere = " To apply it all the same, choose other tensors, or none." if selection else ""
-                self._say(f"Not applied. {what}{elsewhere}", "bad")
-            else:
-                self._say(what, "bad")
+                elsewhere = " To apply it all the same, choose other tensors to try on, or none." if selection else ""
+                self._say(f"Not applied, because it failed.{elsewhere}", "bad")
             return False
 
     # ---- what is in force ---------------------------------------------------------------------------------------

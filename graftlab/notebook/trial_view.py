@@ -21,7 +21,7 @@ STYLE = """<style>
 .graftlab-transform-editor .widget-box, .graftlab-transform-editor .jupyter-widget-box { overflow: visible }
 .graftlab-transform-editor .quiet { color: var(--jp-ui-font-color2, #666) }
 .graftlab-transform-editor .bad { color: var(--jp-error-color1, #b00020); overflow-wrap: anywhere }
-.graftlab-transform-editor .graftlab-message .bad { white-space: pre-wrap }
+.graftlab-transform-editor .graftlab-message .bad, .graftlab-trial .verdict { white-space: pre-wrap }
 .graftlab-transform-editor .good, .graftlab-transform-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
 .graftlab-transform-editor .overtaken, .graftlab-transform-editor .unapplied { color: var(--jp-warn-color0, #8a5a00) }
 .graftlab-transform-editor .spinner {
@@ -49,7 +49,7 @@ STYLE = """<style>
 # An exception's own line in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
 _ERROR_SHOWN = 300
-_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine")
+_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine", "nonfinite_differ")
 
 
 def summary(error: str) -> str:
@@ -68,7 +68,7 @@ def trial_html(trial: Trial) -> str:
     parts = [_verdict(trial)]
     if trial.target is not None:
         parts.append(_tensors(trial))
-    if trial.before is not None or trial.after is not None:
+    if trial.after is not None:
         parts.append(_differences(trial))
     if trial.error is not None and "\n" in trial.error:
         parts.append(f'<div class="quiet">traceback</div><pre>{html.escape(trial.error)}</pre>')
@@ -80,7 +80,8 @@ def trial_html(trial: Trial) -> str:
 def _verdict(trial: Trial) -> str:
     where = f" on <b>{html.escape(_place(trial))}</b>" if trial.tags else ""
     if trial.error is not None:
-        return f'<div class="bad verdict">✗ failed{where}</div>'
+        what = html.escape(summary(trial.error))
+        return f'<div class="bad verdict" role="alert">✗ failed{where}: {what}</div>'
     if trial.seconds is None:
         return '<div class="good verdict">✓ it loads; it was not run on any tensors</div>'
     return f'<div class="good verdict">✓ ran{where} in {duration(trial.seconds)}</div>'
@@ -113,15 +114,10 @@ def _differences(trial: Trial) -> str:
     lines = []
     for name in _DIFFERENCES:
         before, after = _value(trial.before, name), _value(trial.after, name)
-        change = _change(before, after)
-        lines.append(
-            f"<tr>{cell(name)}{cell(_written(name, before), 'number')}{cell(_written(name, after), 'number')}"
-            f"{cell(change, 'quiet')}</tr>"
-        )
-    for name in ("nonfinite_differ",):
-        before, after = _value(trial.before, name), _value(trial.after, name)
-        if before or after:
-            lines.append(f"<tr>{cell(name)}{cell(before, 'number')}{cell(after, 'number')}<td></td></tr>")
+        if name == "nonfinite_differ" and not before and not after:
+            continue
+        numbers = "".join(cell(_written(name, value), "number") for value in (before, after))
+        lines.append(f"<tr>{cell(name)}{numbers}{cell(_change(before, after), 'quiet')}</tr>")
     return table(("difference", "before" + ("" if trial.before else " (failed)"), "with the draft", ""), lines)
 
 
@@ -130,7 +126,9 @@ def _value(stats: DiffStats | None, name: str) -> float | None:
 
 
 def _written(name: str, value: float | None) -> str:
-    return f"{value:.8f}" if name == "cosine" and value is not None else number(value)
+    if value is None or name not in ("cosine", "nonfinite_differ"):
+        return number(value)
+    return f"{value:.8f}" if name == "cosine" else f"{value:,}"
 
 
 def _change(before: float | None, after: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -37,12 +38,15 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
             button = widgets.Button(description=label, tooltip=tooltip, layout=widgets.Layout(width="auto"))
             button.on_click(lambda _, action=action: press(action))
             self.buttons[action] = button.add_class(f"graftlab-{action}")
+        self.comparing = False
+        """Whether a difference is shown, which ought to be that of what is in the editor."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
         row = widgets.HBox(
             [self.menu, *self.buttons.values()], layout=widgets.Layout(flex_flow="row wrap", align_items="center")
         )
         super().__init__([widgets.VBox([row, self._diff])])
         self.add_class("graftlab-versions")
+        self.menu.observe(self._on_choice, "value")
 
     @property
     def in_force(self) -> Version:
@@ -72,10 +76,15 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
             self._fill()
 
     def compare(self, draft_source: str) -> None:
-        """Show what has been changed since the chosen version."""
+        """Show what has been changed since the chosen version, until another one is chosen."""
         if self.chosen is not None:
+            self.comparing = True
             lines = difference(source_of(self.chosen.spec), draft_source, self.chosen.label, "in the editor")
             self._diff.value = difference_html(lines)
+
+    def _on_choice(self, _change: Any) -> None:
+        self.comparing = False
+        self._diff.value = ""
 
     def _fill(self) -> None:
         newest, *earlier = reversed(self.versions[-_LISTED:])

@@ -298,7 +298,9 @@ class Rank:
 def _shown(pair: KeptPair, topic: str, dims: tuple[int, ...] | None = None) -> Any:
     if topic == "kept_map":
         # Reduced here, so that only what is drawn travels, however large the tensors are.
-        assert pair.baseline is not None and pair.target is not None  # a failed one is only found for kept_input
+        # A pair whose transform failed has only one of them, and is only found for kept_input.
+        assert pair.baseline is not None
+        assert pair.target is not None
         return difference_map(pair.baseline, pair.target, dims=dims)
     return pair if topic == "kept_input" else (pair.baseline, pair.target)
 
