@@ -21,6 +21,8 @@ def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAFTLAB_HOME", str(tmp_path_factory.mktemp("runs")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        # IPython warns where this names another environment than the one that runs the tests.
+        patch.delenv("VIRTUAL_ENV", raising=False)
         yield
 
 

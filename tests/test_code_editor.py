@@ -396,9 +396,10 @@ def test_the_newest_of_several_offers_is_taken(desk: Desk) -> None:
 
 def test_a_submit_right_after_an_offer_delivers_the_offer(desk: Desk) -> None:
     desk.editor.offer("offered")
+    desk.editor.submit("at once")
     desk.click("apply")
     desk.browser.kernel_works()
-    assert desk.submitted == [("apply", "offered")]
+    assert desk.submitted == [("at once", "offered"), ("apply", "offered")]
 
 
 def test_a_submit_right_after_a_declined_offer_delivers_what_was_typed(desk: Desk) -> None:

@@ -219,7 +219,7 @@ def test_a_fault_is_shown_with_its_position_and_nothing_can_be_applied_until_it_
         ("a and & b", "a and ", "& b"),
         ("名前 == 'ü' and && x", "名前 == 'ü' and ", "&& x"),
         ("a and\n\tb.c", "a and⏎ ", "b.c"),
-        ("x" * 200 + " = 1 or " + "y" * 200, "…" + "x" * 49 + " ", "= 1 or " + "y" * 43 + "…"),
+        ("x" * 200 + " = 1 or " + "y" * 200, "…" + "x" * 39 + " ", "= 1 or " + "y" * 33 + "…"),
         ("'<b>' + <i>", "'<b>' + ", "<i>"),
     ],
 )
@@ -358,6 +358,9 @@ def test_apply_publishes_what_was_typed_and_says_so(screen: Screen, session: Fak
     assert session.plan == GraftPlan(b2t="layer == 0", keep="  name == 'logits' ", version=1)
     assert screen.message == "Version 1 is published; it changes b2t and keep."
     assert "in force" not in screen.below("b2t") + screen.below("keep")
+    session.edit(compare=None)
+    screen.editor.refresh()
+    assert screen.message == ""  # it is not about the plan in force any more
 
 
 def test_apply_takes_the_text_on_the_screen_though_the_kernel_has_an_older_one(

@@ -225,3 +225,43 @@ def test_graftlabs_own_errors_are_explained_by_their_message_and_others_with_the
         shown = explain(error)
     assert "test_refresher.py" in shown
     assert shown.endswith("ValueError: invalid literal for int() with base 10: 'no number'")
+
+
+class ClosedWhenCollected(FakeWidget):
+    """Like ipywidgets' widgets: what nobody holds any more is closed once again."""
+
+    def __init__(self, refresher: Refresher, closed: list[str]) -> None:
+        super().__init__()
+        self.refresher = refresher
+        self.closed = closed
+        self.itself = self  # so that only the garbage collector finds it
+
+    def __del__(self) -> None:
+        self.refresher.remove(self)
+        self.closed.append("closed")
+
+
+class CollectsWhenCompared(FakeWidget):
+    """Has the garbage collector run where it could run by itself: in the middle of the refresher's work."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        gc.collect()
+        return self is other
+
+
+def test_the_garbage_collector_may_close_a_widget_in_the_middle_of_the_refreshers_own_work(
+    refresher: Refresher,
+) -> None:
+    closed: list[str] = []
+    ClosedWhenCollected(refresher, closed)
+    one, other = CollectsWhenCompared(), CollectsWhenCompared()
+    refresher.add(one)
+    # In a thread of its own, which would wait for itself for ever.
+    adding = threading.Thread(target=refresher.add, args=(other,), daemon=True)
+    adding.start()
+    adding.join(30)
+    assert not adding.is_alive()
+    assert closed == ["closed"]
+    ticks_on(other)

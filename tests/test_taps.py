@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,6 +57,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_without_a_session_a_tap_returns_the_very_object(value: Any) -> None:
     assert gl.tap("x", value) is value
     assert gl.tap("x", value, extras={"fill": 1}, layer=3) is value
+
+
+def run_in_a_thread(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Like ``asyncio.run``, which refuses to work in the main thread once browser tests have left a loop there."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()
 
 
 def test_without_a_session_tags_step_and_here_do_nothing() -> None:
@@ -211,7 +218,7 @@ def test_each_asyncio_task_has_its_own_tags(recorder: Recorder) -> None:
         await asyncio.gather(request(1, first, second), request(2, second, first))
         gl.tap("after", 1)
 
-    asyncio.run(serve())
+    run_in_a_thread(serve())
     assert sorted(tags["request"] for tags in recorder.tags_of("request")) == [1, 2]
     assert all(tags["phase"] == "decode" for tags in recorder.tags_of("request"))
     assert recorder.tags_of("after") == [{}] * 3
@@ -227,7 +234,7 @@ def test_a_decorated_coroutine_has_its_tags_while_it_runs(recorder: Recorder) ->
     async def serve() -> list[int]:
         return await asyncio.gather(request(1), request(2))
 
-    assert asyncio.run(serve()) == [1, 2]
+    assert run_in_a_thread(serve()) == [1, 2]
     assert asyncio.iscoroutinefunction(request)
     assert recorder.tags_of("request") == [{"request": 1}, {"request": 2}]
 

@@ -32,14 +32,20 @@ class NameBox(Asked, widgets.Combobox):  # type: ignore[misc]
 
 
 class Menu(Asked, widgets.Dropdown):  # type: ignore[misc]
-    """One of many choices."""
+    """One of many choices. ``filling`` tells those who observe ``value`` that nobody has chosen anything."""
+
+    filling = False
 
     def fill(self, options: Sequence[tuple[str, Any]], value: Any) -> None:
         """New options, with this one chosen; or the first, where it is none of them."""
         values = [option for _, option in options]
-        with self.hold_sync():
-            self.options = options
-            self.value = value if value in values else values[0] if values else None
+        self.filling = True
+        try:
+            with self.hold_sync():
+                self.options = options
+                self.value = value if value in values else values[0] if values else None
+        finally:
+            self.filling = False
 
 
 class Questions:

@@ -313,7 +313,8 @@ class TextareaEditor(CodeEditor):
                 del area.unanswered[number]
             if not area.retired:
                 self._settle(area, due.values())
-            text = area.meant.get(area.value, area.value)
+            arrived: str = area.value
+            text = area.meant.get(arrived, arrived)
             if due:
                 self.set_trait("acknowledged", max(due))
             changed = not area.retired and self._store(text)

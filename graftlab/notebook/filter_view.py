@@ -17,7 +17,7 @@ NAMES_LISTED = 500
 """Taps that are named at all."""
 
 # Characters on each side of a fault that are shown again, however much was pasted.
-_ECHO = 50
+_ECHO = 40
 _TEXT_SHOWN = 160
 _LABEL_SHOWN = 80
 _RANKS_SHOWN = 16
@@ -139,7 +139,8 @@ STYLE = """<style>
 .graftlab-filter-editor .widget-box, .graftlab-filter-editor .jupyter-widget-box { overflow: visible }
 .graftlab-filter-editor .name { font-weight: 600; line-height: 1.2; margin-top: 3px }
 .graftlab-filter-editor .meaning { font-size: 11px; line-height: 1.2; color: var(--jp-ui-font-color2, #666) }
-.graftlab-filter-editor .graftlab-below { margin: 0 4px 6px }
+.graftlab-filter-editor .graftlab-below { margin: 0 4px 6px; width: auto; max-width: 100% }
+.graftlab-filter-editor .graftlab-below > div { min-width: 0; max-width: 100% }
 .graftlab-filter-editor code, .graftlab-filter-editor pre, .graftlab-filter-editor .tap {
   font-family: var(--jp-code-font-family, monospace); font-size: var(--jp-code-font-size, 12px);
 }

@@ -47,7 +47,9 @@ class Refresher:
         # Whoever has been added holds the session; this alone must not.
         self._session = weakref.ref(session)
         self._interval = interval
-        self._lock = threading.Lock()
+        # Reentrant, for ipywidgets closes a widget that nobody holds any more once again, whenever the garbage
+        # collector runs: in a thread that has this lock, too.
+        self._lock = threading.RLock()
         self._widgets: list[Refreshed] = []
         self._errors: dict[int, str] = {}
         self._thread: threading.Thread | None = None
@@ -130,7 +132,7 @@ class Refresher:
 
 
 _refreshers: weakref.WeakKeyDictionary[Session, Refresher] = weakref.WeakKeyDictionary()
-_refreshers_lock = threading.Lock()
+_refreshers_lock = threading.RLock()
 
 
 def refresher_of(session: Session) -> Refresher:

@@ -54,7 +54,6 @@ class TapChooser(widgets.VBox):  # type: ignore[misc]
         self._kept: list[TapChoice] = []
         self._listed: object = None
         self._picked = False
-        self._filling = False
         self._asking: Future[None] | None = None
         self._asked_at: object = None
         self._next_asking = 0.0
@@ -126,15 +125,11 @@ class TapChooser(widgets.VBox):  # type: ignore[misc]
             # It is kept by now, or no longer.
             same = [choice for choice in choices if (choice.name, choice.tags) == (chosen.name, chosen.tags)]
             chosen = same[0] if same else None
-        self._filling = True
-        try:
-            self.menu.fill([(LOAD_ONLY, _NOTHING), *((choice.label, choice) for choice in choices)], chosen)
-        finally:
-            self._filling = False
+        self.menu.fill([(LOAD_ONLY, _NOTHING), *((choice.label, choice) for choice in choices)], chosen)
 
     def _on_choice(self, _change: Any) -> None:
         with self._lock:
-            if not self._filling:
+            if not self.menu.filling:
                 self._picked = True
                 self._show()
                 self._changed()

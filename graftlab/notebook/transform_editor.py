@@ -192,12 +192,12 @@ class TransformEditor(widgets.VBox):  # type: ignore[misc]
 
     def close(self) -> None:
         """Take the editor out of the browser and leave the session alone; a draft that is being tried is forgotten."""
-        refresher_of(self.session).remove(self)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._waiting.clear()
+        refresher_of(self.session).remove(self)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._questions.close()
         for child in self.children:

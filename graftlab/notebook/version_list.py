@@ -83,8 +83,9 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
             self._diff.value = difference_html(lines)
 
     def _on_choice(self, _change: Any) -> None:
-        self.comparing = False
-        self._diff.value = ""
+        if not self.menu.filling:
+            self.comparing = False
+            self._diff.value = ""
 
     def _fill(self) -> None:
         newest, *earlier = reversed(self.versions[-_LISTED:])
