@@ -432,7 +432,7 @@ class Grafter:
         else:
             result, note = overwrite(own, theirs)
             if note:
-                row["note"] = note
+                row["note"] = "; ".join(filter(None, (row["note"], note)))
                 self._warn_once(row["name"], note)
         if before:
             self._log_graft(row, verdict.direction, before, _describe(theirs), stats)

@@ -296,8 +296,8 @@ def test_ambient_tags_reach_filters_rows_and_pairing(session: gl.Session) -> Non
         seen = []
         for phase in ("prefill", "decode"):
             for layer in range(2) if gl.here().side == "baseline" else (1, 0):
-                with gl.tags(phase=phase, layer=layer):
-                    seen.append(gl.tap("h", torch.full((1,), own_value() + 100 * layer)).item())
+                with gl.tags(phase=phase, layer=layer, tensor="hidden"):
+                    seen.append(gl.tap("h", torch.full((1,), own_value() + 100 * layer), tensor="h").item())
         return seen
 
     run = session.run(taps_in_layers, taps_in_layers)
@@ -311,7 +311,7 @@ def test_ambient_tags_reach_filters_rows_and_pairing(session: gl.Session) -> Non
     ]
     assert frame["tags"].iloc[0] == {
         **{"name": "h", "step": frame["step"].iloc[0], "side": "target", "rank": 0},
-        **{"recompute_status": "original", "phase": "prefill", "layer": 1},
+        **{"recompute_status": "original", "phase": "prefill", "layer": 1, "tensor": "h"},
     }
 
 
@@ -331,11 +331,12 @@ def test_taps_of_several_threads_of_one_rank_all_pair(session: gl.Session) -> No
     session.edit(b2t="True")
 
     def in_threads() -> list[float]:
+        sys.setswitchinterval(1e-6)  # threads change places in the middle of everything
         results = [0.0] * 8
 
         def work(number: int) -> None:
             with gl.tags(thread=number):
-                for repeat in range(5):
+                for repeat in range(50):
                     value = torch.full((4,), own_value() + number + 100 * repeat)
                     results[number] += gl.tap("x", value)[0].item()
 
@@ -345,8 +346,9 @@ def test_taps_of_several_threads_of_one_rank_all_pair(session: gl.Session) -> No
             thread.start()
         for thread in threads:
             thread.join()
+        sys.setswitchinterval(0.005)
         return results
 
     run = session.run(in_threads, in_threads)
-    assert run.target == run.baseline == [[5 * (10.0 + number) + 1000.0 for number in range(8)]]
-    assert run.frame["status"].value_counts().to_dict() == {"grafted": 40}
+    assert run.target == run.baseline == [[50 * (10.0 + number) + 122500.0 for number in range(8)]]
+    assert run.frame["status"].value_counts().to_dict() == {"grafted": 400}
