@@ -47,8 +47,8 @@ class Refresher:
         # Whoever has been added holds the session; this alone must not.
         self._session = weakref.ref(session)
         self._interval = interval
-        # Reentrant, for ipywidgets closes a widget that nobody holds any more once again, whenever the garbage
-        # collector runs: in a thread that has this lock, too.
+        # Reentrant: ipywidgets closes a widget that nobody holds any more once again, at whatever moment the garbage
+        # collector runs, so also in a thread that has this lock.
         self._lock = threading.RLock()
         self._widgets: list[Refreshed] = []
         self._errors: dict[int, str] = {}
