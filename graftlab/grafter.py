@@ -12,15 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.diffs import DiffStats, measure
+from graftlab.diffs import measure
 from graftlab.errors import GraftOverlapError, ShippingError, TagError, TransformError, warn
-from graftlab.exchange.base import BufferFullError, Direction, Place, Receipt, RunInfo, TapKey
+from graftlab.exchange.base import BufferFullError, Place, Receipt, RunInfo, TapKey
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.kept import KeptPairs
@@ -36,6 +36,9 @@ Tags = tuple[tuple[str, Any], ...]
 # Tag sets that never repeat (a request id, say) must not fill the memory.
 _MEMO_LIMIT = 100_000
 _SEEN_LIMIT = 10_000
+
+# Of these it is known without asking that no other tensor is inside; to ask a tensor for what it lacks is slow.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 # Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
 _tracker = ModuleTracker()
@@ -344,6 +347,9 @@ class Grafter:
 
     def _tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
+        if type(shown) in _PLAIN_TENSORS and shown.layout == torch.strided and not shown.is_meta:
+            plain_tensor: torch.Tensor = shown
+            return plain_tensor
         if not isinstance(shown, torch.Tensor):
             self._warn_once(name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
             return None
@@ -418,7 +424,7 @@ class Grafter:
                 # To try a better transform on.
                 row["note"] = self.kept.add(graft_input, None) or row["note"]
             return None
-        row.update(asdict(stats))
+        row.update(vars(stats))
         row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
         if verdict.keep:
             row["note"] = self.kept.add(graft_input, theirs) or row["note"]
@@ -426,7 +432,6 @@ class Grafter:
             row["status"] = "compared"
             return None
         row["status"] = "grafted"
-        before = _describe(mine) if logger.isEnabledFor(logging.INFO) else ""
         if replaced is not None:
             result = replacement_for(replaced, theirs)
         else:
@@ -434,25 +439,19 @@ class Grafter:
             if note:
                 row["note"] = "; ".join(filter(None, (row["note"], note)))
                 self._warn_once(row["name"], note)
-        if before:
-            self._log_graft(row, verdict.direction, before, _describe(theirs), stats)
+        if logger.isEnabledFor(logging.INFO):
+            self._log_graft(row, mine, theirs)
         return result
 
-    def _log_graft(self, row: Row, direction: Direction | None, before: str, after: str, stats: DiffStats) -> None:
-        logger.info(
-            "%s grafted %s at tap %r step %d: %s overridden by %s from ranks %s; "
-            "rel_diff=%.3e max_abs=%.3e mean_abs=%.3e",
-            self.place.label,
-            direction,
-            row["name"],
-            row["step"],
-            before,
-            after,
-            row["senders"],
-            stats.rel_diff,
-            stats.max_abs,
-            stats.mean_abs,
+    def _log_graft(self, row: Row, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        ours, others = ("target", "baseline") if row["direction"] == "b2t" else ("baseline", "target")
+        line = (
+            f"{self.place.label} grafted {row['direction']} at tap {row['name']!r} step {row['step']}: "
+            f"{_describe(mine, row, ours)} overridden by {_describe(theirs, row, others)} from ranks {row['senders']}; "
+            f"rel_diff={row['rel_diff']:.3e} max_abs={row['max_abs']:.3e} mean_abs={row['mean_abs']:.3e}"
         )
+        # As logger.info, but for the search of the stack for this line, which would cost more than all the rest.
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
 
     def _row(self, decision: Decision, occurrence: int, status: str, began: float) -> Row:
         row: Row = dict.fromkeys(COLUMNS)
@@ -502,9 +501,10 @@ def _load(plan: GraftPlan) -> Transform | None:
         return fails
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    """Shape, dtype, device and the first values, for the log."""
-    head = tensor.detach().reshape(-1)[:4].tolist()
-    values = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in head)
-    more = ", ..." if tensor.numel() > 4 else ""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} [{values}{more}]"
+def _describe(tensor: torch.Tensor, row: Row, side: str) -> str:
+    """Shape, dtype, device and what was measured of it, for the log."""
+    nonfinite = f" nonfinite={row[f'nonfinite_{side}']}" if row[f"nonfinite_{side}"] else ""
+    return (
+        f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} (mean={row[f'mean_{side}']:.4g} "
+        f"std={row[f'std_{side}']:.4g} min={row[f'min_{side}']:.4g} max={row[f'max_{side}']:.4g}{nonfinite})"
+    )

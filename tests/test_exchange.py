@@ -355,7 +355,7 @@ def test_who_takes_no_part_in_the_run_is_not_waited_for() -> None:
         assert receipt.absent == {0: "baseline[0] takes no part in this run"}
         receiver.publish(key("up"), 2.0)
         assert receiver.exchange._outgoing
-        assert idle.exchange._others[0].inbox == {}
+        assert not any(idle.exchange._others[0].inbox.values())
         assert sender.take(key("up")) == [2.0]
 
 

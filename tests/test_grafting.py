@@ -429,8 +429,8 @@ def test_a_successful_graft_is_logged_with_before_after_and_the_difference(sessi
     line = lines[-1]
     assert "target[0] grafted b2t at tap 'a'" in line
     before, after = line.split("overridden by")
-    assert "float32[2] cpu [20, 20]" in before
-    assert "float32[2] cpu [10, 10]" in after
+    assert "float32[2] cpu (mean=20 std=0 min=20 max=20)" in before
+    assert "float32[2] cpu (mean=10 std=0 min=10 max=10)" in after
     for name in ("rel_diff", "max_abs", "mean_abs"):
         assert f"{name}={row[name]:.3e}" in after
     # What is only compared is a row, not a line in the log.

@@ -44,12 +44,19 @@ class Arena:
             # Receivers map read-only on purpose, and nothing here ever writes through such a window.
             warnings.filterwarnings("ignore", message=".*not writable.*")
             self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self._seen_as: dict[torch.dtype, torch.Tensor] = {}
 
     def window(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes at ``offset`` seen as a contiguous tensor, without a copy."""
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return self._bytes[offset : offset + nbytes].view(dtype).view(shape)
+        try:
+            segment = self._seen_as[dtype]
+        except KeyError:
+            segment = self._seen_as[dtype] = self._bytes.view(dtype)
+        itemsize = dtype.itemsize
+        # Places are multiples of ALIGNMENT, so of any dtype's size too.
+        return segment[offset // itemsize : (offset + nbytes) // itemsize].view(shape)
 
 
 class Allocator:

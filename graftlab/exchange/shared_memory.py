@@ -12,6 +12,7 @@ import logging
 import pickle
 import select
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,13 +72,17 @@ class _Peer:
     dead: bool = False
     ended_step: int = -1
     run_ended: bool = False
-    inbox: dict[TapKey, _Entry | None] = field(default_factory=dict)
+    # By step, because a sender may be a thousand taps ahead, and the end of a step forgets only that step's.
+    inbox: defaultdict[int, dict[TapKey, _Entry | None]] = field(default_factory=lambda: defaultdict(dict))
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
     announced: dict[int, bytes] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.label = self.place.label
+
     def has_answered(self, key: TapKey) -> bool:
-        return key in self.inbox or self.is_past(key.step)
+        return key in self.inbox[key.step] or self.is_past(key.step)
 
     def is_past(self, step: int) -> bool:
         return self.dead or not self.in_run or self.run_ended or self.ended_step >= step
@@ -86,7 +91,7 @@ class _Peer:
         return step in self.announced or self.dead or self.run_ended
 
     def why_absent(self) -> str:
-        label = self.place.label
+        label = self.label
         if self.dead:
             return f"{label} died"
         if not self.in_run:
@@ -151,7 +156,8 @@ class SharedMemoryExchange:
             self._send_releases(peer)
             if peer.in_run:
                 self._send(peer, (_STEP_END, step))
-            peer.inbox = {key: entry for key, entry in peer.inbox.items() if key.step > step}
+            for ended in [known for known in peer.inbox if known <= step]:
+                del peer.inbox[ended]
         self._pump(0)
 
     def end_run(self) -> None:
@@ -280,24 +286,24 @@ class SharedMemoryExchange:
     # ---- receiving ----------------------------------------------------------------------------------------------
 
     def receive(self, key: TapKey) -> Receipt:
-        senders = self._others
-        if not all(peer.has_answered(key) for peer in senders):
+        if not self._all_answered(key):
             self._pump(0)
-        timed_out = not (all(peer.has_answered(key) for peer in senders) or self._wait_for(key))
+        timed_out = not (self._all_answered(key) or self._wait_for(key))
         contributions: list[Contribution] = []
         absent: dict[int, str] = {}
         unreadable: dict[int, str] = {}
         taken: list[tuple[_Peer, _Entry]] = []
-        for peer in senders:
-            rank, label = peer.place.rank, peer.place.label
-            if key not in peer.inbox:
+        for peer in self._others:
+            rank, label = peer.place.rank, peer.label
+            inbox = peer.inbox[key.step]
+            if key not in inbox:
                 absent[rank] = (
                     peer.why_absent()
                     if peer.is_past(key.step)
                     else f"{label} did not reach this tap within {self.timeout:g} s: {peer.page.read()}"
                 )
                 continue
-            entry = peer.inbox.pop(key)
+            entry = inbox.pop(key)
             if entry is None:
                 absent[rank] = f"{label} did not send this tap"
                 continue
@@ -311,6 +317,12 @@ class SharedMemoryExchange:
                 unreadable[rank] = f"the extras of {label} cannot be loaded here: {type(error).__name__}: {error}"
             contributions.append(Contribution(rank, window, extras))
         return Receipt(contributions, absent, timed_out, unreadable, lambda: self._give_back(taken))
+
+    def _all_answered(self, key: TapKey) -> bool:
+        for peer in self._others:  # noqa: SIM110 - a generator costs more than the question, at each tap
+            if not peer.has_answered(key):
+                return False
+        return True
 
     def _give_back(self, taken: list[tuple[_Peer, _Entry]]) -> None:
         for peer, entry in taken:
@@ -326,7 +338,7 @@ class SharedMemoryExchange:
         deadline = time.monotonic() + self.timeout
         self.on_wait([peer.place.world_rank for peer in self._others if not peer.has_answered(key)])
         try:
-            while not all(peer.has_answered(key) for peer in self._others):
+            while not self._all_answered(key):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return False
@@ -408,7 +420,7 @@ class SharedMemoryExchange:
             key = TapKey(*message[1])
             # What comes for a step that has ended here is freed by the end-of-step frame that is on its way back.
             if key.step > self._ended_step:
-                peer.inbox[key] = _Entry(*message[2]) if kind == _ENTRY else None
+                peer.inbox[key.step][key] = _Entry(*message[2]) if kind == _ENTRY else None
         elif kind == _RELEASE:
             for outgoing_id in message[1]:
                 self._let_go(outgoing_id, peer, used=True)

@@ -14,6 +14,10 @@ from graftlab.ranks.messages import unpack
 
 logger = logging.getLogger(__name__)
 
+# After rows, so many milliseconds pass before the next look. To wake a thread that listens costs a rank many times what
+# sending a row costs; while nobody listens, rows gather in the socket.
+_REST = 1
+
 
 class Listener(Protocol):
     """Called on the hub's thread; must not wait for anything."""
@@ -47,8 +51,11 @@ class Hub:
         poller = select.poll()
         for descriptor in (*self._ranks, self._wake_read):
             poller.register(descriptor, select.POLLIN)
+        resting = select.poll()
+        resting.register(self._wake_read, select.POLLIN)
         stopping = False
         while not stopping:
+            rows = False
             ready = [descriptor for descriptor, _ in poller.poll()]
             stopping = self._wake_read in ready
             for descriptor in list(self._ranks) if stopping else ready:
@@ -56,7 +63,7 @@ class Hub:
                 if rank is None:
                     continue
                 try:
-                    self._read(rank)
+                    rows |= self._read(rank)
                 except Exception:
                     # A fault in one listener must not make the notebook deaf for all ranks.
                     logger.exception("graftlab could not handle what %s sent", rank.label)
@@ -65,15 +72,20 @@ class Hub:
                     del self._ranks[descriptor]
                     rank.alive = False
                     self._listener.on_gone(rank)
+            if rows:
+                resting.poll(_REST)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _read(self, rank: RankProcess) -> None:
+    def _read(self, rank: RankProcess) -> bool:
+        """Whether rows were among what came."""
+        came = False
         rows: list[bytes] = []
         for frame in rank.channel.receive():
             message = unpack(frame)
             if isinstance(message, bytes):
                 rows.append(message)
+                came = True
                 continue
             # Order matters: a run is over only when its rows are in.
             if rows:
@@ -82,3 +94,4 @@ class Hub:
             self._listener.on_message(rank, message)
         if rows:
             self._listener.on_rows(rows)
+        return came

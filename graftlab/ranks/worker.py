@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from datetime import timedelta
@@ -122,11 +123,24 @@ def _settle_in(spec: RankSpec, store: str) -> None:
         timeout=timedelta(seconds=spec.timeout),
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_QuickFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger(graftlab.__name__)
     package.addHandler(handler)
     package.setLevel(logging.INFO)
     package.propagate = False
+
+
+class _QuickFormatter(logging.Formatter):
+    """Works out date and time once a second: each graft is a line, and would spend more on its time than on itself."""
+
+    _second = -1
+    _shown = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._shown},{int(record.msecs):03d}"
 
 
 class Rank:
