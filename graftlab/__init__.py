@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.errors import (
     DependencyError,
+    DumpError,
     FilterError,
     GraftError,
     GraftOverlapError,
     GraftWarning,
     LaunchError,
     PlanError,
+    RequestError,
     RunError,
     SessionBusyError,
     SessionClosedError,
@@ -29,7 +31,7 @@ from graftlab.errors import (
 from graftlab.taps import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
-    from graftlab import plots
+    from graftlab import plots, transforms
     from graftlab.frames import load_run
     from graftlab.plan import GraftPlan
     from graftlab.run import Run
@@ -52,11 +54,13 @@ _LAZY = {
     "launch": "graftlab.session",
     "load_run": "graftlab.frames",
     "plots": "graftlab.plots",
+    "transforms": "graftlab.transforms",
     "watch": "graftlab.watching",
 }
 
 __all__ = [
     "DependencyError",
+    "DumpError",
     "FilterError",
     "GraftError",
     "GraftOverlapError",
@@ -66,6 +70,7 @@ __all__ = [
     "Here",
     "LaunchError",
     "PlanError",
+    "RequestError",
     "Run",
     "RunError",
     "Session",
@@ -84,6 +89,7 @@ __all__ = [
     "step",
     "tags",
     "tap",
+    "transforms",
     "watch",
 ]
 
@@ -97,8 +103,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         _explain_missing_torch(f"graftlab.{name}", error)
         raise
-    # plots is a module itself, the others are found in one.
-    value = found if name == "plots" else getattr(found, name)
+    # Some are modules themselves, the others are found in one.
+    value = found if module == f"{__name__}.{name}" else getattr(found, name)
     globals()[name] = value  # found at once from now on
     return value
 

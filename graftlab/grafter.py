@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.diffs import measure
 from graftlab.errors import GraftOverlapError, ShippingError, TagError, TransformError, warn
 from graftlab.exchange.base import BufferFullError, Place, Receipt, RunInfo, TapKey
 from graftlab.exchange.shared_memory import SharedMemoryExchange
@@ -27,7 +26,7 @@ from graftlab.kept import KeptPairs
 from graftlab.overwrite import overwrite, replacement_for
 from graftlab.plan import GraftPlan, Verdict
 from graftlab.rows import COLUMNS, RESERVED_TAGS, Row, plain
-from graftlab.transforms import GraftTransformInput, Transform, dtype_name, run_transform, user_traceback
+from graftlab.transforms import GraftTransformInput, Transform, compare, dtype_name, run_transform, user_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +336,7 @@ class Grafter:
             try:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
-                result = self._take(row, verdict, own, receipt, replaced)
+                result = self._take(row, verdict, own, extras, receipt, replaced)
             finally:
                 receipt.release()
             row["seconds"] = time.perf_counter() - began
@@ -380,7 +379,13 @@ class Grafter:
             raise
 
     def _take(
-        self, row: Row, verdict: Verdict, own: torch.Tensor, receipt: Receipt, replaced: torch.Tensor | None
+        self,
+        row: Row,
+        verdict: Verdict,
+        own: torch.Tensor,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """From what was received to the row and the grafted tensor; None leaves the value alone.
 
@@ -410,12 +415,11 @@ class Grafter:
             recv_world_size=self.place.world_size,
             senders=row["senders"],
             send_world_size=self.place.other_world_size,
+            target_extras=extras,
         )
         try:
             outcome = run_transform(self._transform, graft_input)
-            mine, theirs = graft_input.target, outcome.value
-            baseline, target = (theirs, mine) if verdict.direction == "b2t" else (mine, theirs)
-            stats = measure(baseline, target)
+            stats = compare(outcome, graft_input)
         except (Exception, SystemExit) as error:
             row["status"] = "failed"
             row["error"] = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
@@ -426,6 +430,12 @@ class Grafter:
             return None
         row.update(vars(stats))
         row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
+        mine, theirs = graft_input.target, outcome.value
+        if outcome.rows is not None:
+            row["rows_matched"], row["rows_unmatched"] = len(outcome.rows[0]), outcome.rows_unmatched
+            if outcome.rows_unmatched and not row["rows_matched"]:
+                row["status"], row["error"] = "missing", "the senders have none of the rows of this batch"
+                return None
         if verdict.keep:
             row["note"] = self.kept.add(graft_input, theirs) or row["note"]
         if not verdict.graft:

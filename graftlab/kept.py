@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class KeptPairs:
     def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
         """Keep copies of the input and of the value that the transform made of it, if it made one.
 
-        Returns a note when the pair alone is over the budget and was not kept.
+        Returns a note when the pair alone is over the budget and was not kept, or not all of it could be.
         """
         # Mostly the value is one of the received tensors as it came, and need not be held twice.
         same = None
@@ -65,9 +66,20 @@ class KeptPairs:
         size = sum(map(_nbytes, held if value is None or same is not None else [*held, value]))
         if size > self._budget:
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
+        note: str | None = None
         received = [_copy(tensor) for tensor in graft_input.received_list]
+        try:
+            extras = copy.deepcopy(graft_input.target_extras)
+        except Exception as error:
+            # The pair is worth keeping without them; only a transform that needs them cannot be tried on it.
+            extras = None
+            note = f"kept without the extras of its own tap, which cannot be copied: {error}"
         own = replace(
-            graft_input, tags=dict(graft_input.tags), received_list=received, target=_copy(graft_input.target)
+            graft_input,
+            tags=dict(graft_input.tags),
+            received_list=received,
+            target=_copy(graft_input.target),
+            target_extras=extras,
         )
         if value is not None:
             value = _copy(value) if same is None else received[same]
@@ -77,7 +89,7 @@ class KeptPairs:
             self._bytes += pair.nbytes
             while self._bytes > self._budget:
                 self._bytes -= self._pairs.popleft().nbytes
-        return None
+        return note
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
         """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too."""

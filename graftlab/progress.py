@@ -15,10 +15,13 @@ INTERVAL = 0.2
 
 
 class LongWait:
-    """Shows how many of ``what`` have come by now, from the second second of the wait on. For use in ``with``."""
+    """Shows how many of ``what`` have come by now, from the second second of the wait on. For use in ``with``.
 
-    def __init__(self, title: str, what: str, count: Callable[[], int]) -> None:
-        self._title, self._what, self._count = title, what, count
+    ``total`` is how many there will be, if that is known.
+    """
+
+    def __init__(self, title: str, what: str, count: Callable[[], int], total: int | None = None) -> None:
+        self._title, self._what, self._count, self._total = title, what, count, total
         self._bar: Any = None
         self._start = count()
         self._show_from = time.monotonic() + PATIENCE
@@ -35,7 +38,7 @@ class LongWait:
 
             # A notebook's stdout is no terminal and shows bars all the same; a file or a pipe should get none.
             shows = sys.stdout.isatty() or "ipykernel" in sys.modules
-            self._bar = tqdm(desc=self._title, unit=f" {self._what}", leave=False, disable=not shows)
+            self._bar = tqdm(desc=self._title, total=self._total, unit=f" {self._what}", leave=False, disable=not shows)
         if self._bar is not None:
             self._bar.update(self._count() - self._start - self._bar.n)
         pause = INTERVAL if self._bar is not None else self._show_from - now

@@ -45,7 +45,7 @@ class Run:
         self._frame = frame
         self._write = write
         self._count = count
-        self._first_step = first_step
+        self.first_step = first_step
         self._changed = threading.Condition()
         self._done: dict[int, RunDone] = {}
         self._deaths: dict[int, str] = {}
@@ -88,15 +88,16 @@ class Run:
     def participants(self) -> list[RankProcess]:
         return list(self._ranks)
 
-    def wait(self, timeout: float | None = None) -> Run:
+    def wait(self, timeout: float | None = None, bar: LongWait | None = None) -> Run:
         """Wait until the run is over, showing what the ranks print; returns the run itself.
 
         Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
-        interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on.
+        interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on. ``bar``
+        takes the place of the usual one, which counts rows.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            with LongWait(f"run {self.number}", "rows", self._count) as progress, self._changed:
+            with bar or LongWait(f"run {self.number}", "rows", self._count) as progress, self._changed:
                 while True:
                     output, over = list(self._output), self.done
                     self._output.clear()
@@ -120,6 +121,11 @@ class Run:
         self._raise_failures()
         return self
 
+    @property
+    def steps(self) -> int:
+        """How many steps every rank has ended by now; while the last one goes on, one less than there are."""
+        return max(0, min(rank.whereabouts().step for rank in self._ranks) - self.first_step)
+
     def wait_steps(self, count: int, timeout: float | None = None) -> Run:
         """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
 
@@ -128,7 +134,7 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def there() -> bool:
-            return self.done or all(rank.whereabouts().step >= self._first_step + count for rank in self._ranks)
+            return self.done or self.steps >= count
 
         with self._changed:
             # A rank's step is seen in shared memory, where no signal comes from: hence the looks in between.

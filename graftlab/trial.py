@@ -14,7 +14,7 @@ import torch
 from graftlab.diffs import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.kept import KeptPair
-from graftlab.transforms import TransformSpec, dtype_name, run_transform, user_traceback
+from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
 
 # A draft may print a megabyte, and raise with another; nobody reads more than this.
 PRINTED_LIMIT = 10_000
@@ -81,10 +81,9 @@ def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial
                 began = time.perf_counter()
                 outcome = run_transform(transform, graft_input)
                 trial = replace(trial, seconds=time.perf_counter() - began)
-                value = outcome.value.cpu()
-                own = kept.graft_input.target
-                pair = (value, own) if graft_input.direction == "b2t" else (own, value)
-                trial = replace(trial, result=_in_words(outcome.value), after=measure(*pair), cast=outcome.cast)
+                trial = replace(
+                    trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
+                )
     except (Exception, SystemExit) as error:
         called_exit = f"the draft called exit({error.code!r})\n" if isinstance(error, SystemExit) else ""
         trial = replace(trial, error=_cut(called_exit + user_traceback(error)), error_line=_line_of(error, draft))

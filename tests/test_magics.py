@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ SUBCOMMANDS = (
     "interrupt",
     "down",
     "log",
+    "replay",
     "run",
     "filter",
     "transform",
@@ -402,6 +404,24 @@ def test_a_mistake_in_the_code_is_shown_where_it_is_and_runs_nowhere(notebook: K
 
 
 # ---- help and completion --------------------------------------------------------------------------------------------
+
+
+def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tmp_path: Path) -> None:
+    requests = [({"rid": f"r{i}", "input_ids": [i]}, None, 1.0, 2.0) for i in range(4)]
+    dump = tmp_path / "requests of today.pkl"
+    dump.write_bytes(pickle.dumps({"requests": requests}))
+    typed(notebook, "%%graft both\ndef generate(requests):\n    return [r['input_ids'] for r in requests]")
+    typed(notebook, "def off_by_one(batch):\n    return [[r['input_ids'][0] + (r['rid'] == 'r2')] for r in batch]")
+
+    assert "<Replay of 4 requests: 4 replayed>" in value(notebook, f"%graft replay '{dump}' -o same")
+    assert "True" in value(notebook, "bool(same.summary['same_tokens'].all())")
+    typed(notebook, f"%graft replay '{dump}' --target off_by_one --batch-size 2 --limit 3 -o other")
+    assert "['r2', 'r0', 'r1']" in value(notebook, "other.summary['rid'].tolist()")
+
+    assert notebook.run("%graft replay /nowhere.pkl").error_name == "DumpError"
+    reply = notebook.run(f"%graft replay '{dump}' --baseline missing")
+    assert reply.error_name == "RunError"
+    assert "missing" in reply.error
 
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)

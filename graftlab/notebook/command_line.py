@@ -125,6 +125,21 @@ def _commands() -> dict[str, Command]:
     )
     run.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the Run")
 
+    replay = command(
+        "replay",
+        "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"
+        "Both sides' functions get a list of requests and return as many outputs. They are functions of the\n"
+        "notebook, or of the %%graft cells of their side.",
+    )
+    replay.add_argument("file", metavar="FILE", help="what a RequestDumper wrote")
+    replay.add_argument(
+        "--baseline", metavar="NAME", default="generate", help="the baseline's function (default generate)"
+    )
+    replay.add_argument("--target", metavar="NAME", default="generate", help="the target's function (default generate)")
+    replay.add_argument("--batch-size", type=_count, metavar="N", default=1, help="requests a step (default 1)")
+    replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    replay.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the Replay")
+
     filter_ = command(
         "filter",
         'Edit the plan\'s filters; what is not given stays, "" matches nothing. Without options, show the plan.\n\n'

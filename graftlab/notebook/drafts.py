@@ -29,6 +29,7 @@ _MEANINGS = {
     "recv_world_size": "... of so many",
     "senders": "the ranks behind received_list ...",
     "send_world_size": "... of so many on the sending side",
+    "target_extras": "what this rank's own tap gave as extras, or None",
 }
 FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -125,6 +126,16 @@ class GraftMagics(Magics):
         # Before the wait: a run that fails, or is not waited for to its end, has rows too.
         self._assign(arguments.out, run)
         return run.wait()
+
+    def _replay(self, arguments: argparse.Namespace) -> Any:
+        session, names = self._open(), self._names()
+        # What the notebook does not know is looked for where the %%graft cells of that side ran.
+        functions = [names.get(name, name) for name in (arguments.baseline, arguments.target)]
+        result = session.replay(
+            Path(arguments.file).expanduser(), *functions, batch_size=arguments.batch_size, limit=arguments.limit
+        )
+        self._assign(arguments.out, result)
+        return result
 
     def _filter(self, arguments: argparse.Namespace) -> Any:
         session = self._open()

@@ -1,0 +1,61 @@
+"""What a transform is given, and what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graftlab.exchange.base import Direction
+
+SIGNATURE = "def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor"
+
+
+@dataclass(frozen=True)
+class GraftTransformInput:
+    """What a transform is given, on the receiving rank.
+
+    ``received_list`` holds one tensor a sending rank, in rank order (``senders`` names the ranks), of whatever shape
+    and dtype that rank had; ``received_extras_list`` runs parallel to it and holds what the sender passed as ``extras``
+    (``None`` where it passed none). ``send_world_size`` counts all ranks of the sending side, those that sent nothing
+    included. ``target`` is the receiver's own tensor, ``target_extras`` what the receiver's own tap passed. The tensors
+    are private copies when the transform is the user's; changing them in place is refused, because a result that was
+    also written into an input cannot be told from a mistake.
+    """
+
+    tags: dict[str, Any]
+    received_list: list[torch.Tensor]
+    received_extras_list: list[Any]
+    target: torch.Tensor
+    direction: Direction = "b2t"
+    recv_rank: int = 0
+    recv_world_size: int = 1
+    senders: list[int] = field(default_factory=list)
+    send_world_size: int = 0
+    target_extras: Any = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a transform made, when there is more to say of it than the tensor.
+
+    ``value`` has the target's shape; ``aligned_by`` and ``cast`` say in words how it was brought to fit. With ``rows``
+    only part of it was received, and the rest is the target's own: one int64 index tensor for each leading dimension,
+    all of one length, so that ``value[rows]`` is that part. Statistics then cover these rows alone.
+    ``rows_unmatched`` counts the rows for which something should have come and did not.
+    """
+
+    value: torch.Tensor
+    aligned_by: str | None = None
+    cast: str | None = None
+    rows: tuple[torch.Tensor, ...] | None = None
+    rows_unmatched: int = 0
+
+
+Transform = Callable[[GraftTransformInput], "torch.Tensor | Outcome"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,118 @@
+"""One call of a transform: whatever it does, the target stays as it was, and what comes back fits it."""
+
+from __future__ import annotations
+
+import traceback
+import types
+from dataclasses import replace
+
+import torch
+
+from graftlab.diffs import DiffStats, measure
+from graftlab.errors import TransformError
+from graftlab.transforms.align import align_by_request
+from graftlab.transforms.default import default_transform
+from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, dtype_name
+
+
+def run_transform(transform: Transform | None, graft_input: GraftTransformInput) -> Outcome:
+    """Run the user's transform, or the default for None, and check what comes back.
+
+    The user's runs on private copies, so the target is untouched whatever happens. Raises whatever the transform
+    raises, and :class:`TransformError` when it mutated its input or returned something that is not a tensor of the
+    target's shape. Another dtype or device is converted and noted in ``cast``.
+    """
+    with torch.no_grad():
+        if transform is None:
+            return _fitted(default_transform(graft_input), graft_input.target)
+        if transform is align_by_request:
+            return _fitted(align_by_request(graft_input), graft_input.target)
+        target, received = graft_input.target, graft_input.received_list
+        copies = [_private(tensor) for tensor in received]
+        own = _private(target)
+        value = transform(
+            replace(
+                graft_input,
+                tags=dict(graft_input.tags),
+                received_list=list(copies),
+                received_extras_list=list(graft_input.received_extras_list),
+                target=own,
+                senders=list(graft_input.senders),
+            )
+        )
+        for what, copy, original in [
+            ("target", own, target),
+            *(("received_list", *p) for p in zip(copies, received, strict=True)),
+        ]:
+            if copy.shape != original.shape or not _same_bytes(copy, original):
+                raise TransformError(f"the transform changed its input `{what}` in place; clone() it before writing")
+        outcome = value if isinstance(value, Outcome) else Outcome(value)
+        if not isinstance(outcome.value, torch.Tensor):
+            raise TransformError(
+                f"the transform returned {type(outcome.value).__name__}; it must return a tensor of shape "
+                f"{list(target.shape)}"
+            )
+        return _fitted(replace(outcome, value=outcome.value.detach()), target)
+
+
+def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
+    """How far the target is from what the transform made, in the rows that were received."""
+    mine, theirs = graft_input.target, outcome.value
+    rows = outcome.rows
+    if rows is not None:
+        mine, theirs = mine[rows], theirs[rows]
+    stats = measure(theirs, mine) if graft_input.direction == "b2t" else measure(mine, theirs)
+    if rows is not None and stats.max_abs_index is not None:
+        row, *rest = stats.max_abs_index
+        stats = replace(stats, max_abs_index=(*(int(index[row]) for index in rows), *rest))
+    return stats
+
+
+def _private(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equality that NaNs pass too."""
+    if one.dtype != other.dtype:
+        return False
+    first, second = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (one, other))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:
+    value = outcome.value
+    if value.shape != target.shape:
+        raise TransformError(
+            f"the transform returned shape {list(value.shape)}; the target has shape {list(target.shape)} "
+            f"and nothing is broadcast"
+        )
+    casts = []
+    if value.dtype != target.dtype:
+        if value.is_complex() and not target.is_complex():
+            raise TransformError(
+                f"the transform returned {dtype_name(value.dtype)}, but the target is {dtype_name(target.dtype)}: the "
+                f"imaginary part would be lost; return .real or .abs()"
+            )
+        casts.append(f"{dtype_name(value.dtype)} -> {dtype_name(target.dtype)}")
+    if value.device != target.device:
+        # Senders on other devices arrive through host memory; only a user's choice of device is worth a note.
+        if value.device.type != "cpu":
+            casts.append(f"{value.device} -> {target.device}")
+        value = value.to(target.device)
+    return replace(outcome, value=value, cast=", ".join(casts) or None)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the first frame outside graftlab on: the user's own line comes first."""
+    own = __name__.partition(".")[0]
+    frames = _skip(error.__traceback__, own)
+    # A decorator, torch.no_grad() say, may stand between graftlab and the user's function.
+    frames = _skip(frames, own, "torch") or frames
+    return "".join(traceback.format_exception(type(error), error, frames, chain=frames is not None)).rstrip()
+
+
+def _skip(frames: types.TracebackType | None, *packages: str) -> types.TracebackType | None:
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] in packages:
+        frames = frames.tb_next
+    return frames

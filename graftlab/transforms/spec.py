@@ -1,0 +1,125 @@
+"""A transform as a plan holds it, and how it becomes a function on a rank."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import linecache
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from graftlab.errors import TransformError
+from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Transform
+from graftlab.transforms.running import user_traceback
+
+
+@dataclass(frozen=True)
+class TransformSpec:
+    """A transform as it travels in a plan: ``text`` is a dotted path or source; ``blob`` a pickled function.
+
+    Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is refused here and
+    not on a rank.
+    """
+
+    kind: Literal["path", "source", "function"]
+    text: str
+    blob: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, transform: str | Transform | TransformSpec) -> TransformSpec:
+        """From a dotted path (``"package.module.function"``), source text (with a ``def``) or a function.
+
+        Raises :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
+        """
+        spec = cls.draft(transform)
+        spec.load()
+        return spec
+
+    @classmethod
+    def draft(cls, transform: str | Transform | TransformSpec) -> TransformSpec:
+        """Like :meth:`of`, but nothing of it is run here, not even to see whether it loads."""
+        if isinstance(transform, TransformSpec):
+            return transform
+        if isinstance(transform, str):
+            is_path = all(part.isidentifier() for part in transform.strip().replace(":", ".").split("."))
+            return cls("path", transform.strip()) if is_path else cls("source", transform)
+        if callable(transform):
+            # Imported here because shipping is a matter of ranks; only a function needs it.
+            from graftlab.ranks.shipping import pack_function
+
+            name = getattr(transform, "__qualname__", type(transform).__name__)
+            return cls("function", name, pack_function(transform, what=f"transform {name}"))
+        raise TransformError(
+            f"a transform is a dotted path, source text or a function, not {type(transform).__name__}; "
+            f"its signature is `{SIGNATURE}`"
+        )
+
+    @property
+    def label(self) -> str:
+        if self.kind == "source":
+            return f"source {hashlib.blake2b(self.text.encode(), digest_size=4).hexdigest()}"
+        return self.text
+
+    @property
+    def filename(self) -> str:
+        """What the source is called in tracebacks."""
+        return f"<transform {self.label}>"
+
+    def load(self) -> Transform:
+        """The function itself. Raises :class:`TransformError`."""
+        if self.kind == "path":
+            return _load_path(self.text)
+        if self.kind == "source":
+            return _load_source(self.text, self.filename)
+        from graftlab.ranks.shipping import unpack_function
+
+        loaded: Transform = unpack_function(self.blob)
+        return loaded
+
+
+def _load_path(path: str) -> Transform:
+    module_name, _, attribute = path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise TransformError(
+            f"transform {path!r} is not a dotted path; write 'package.module.function', or pass the function itself"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise TransformError(f"transform {path!r}: module {module_name!r} cannot be imported: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise TransformError(f"transform {path!r}: module {module_name!r} has no function {attribute!r}")
+    transform: Transform = function
+    return transform
+
+
+def _load_source(source: str, filename: str) -> Transform:
+    try:
+        # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
+        code = compile(source, filename, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise TransformError(f"the transform's source does not compile, line {line}: {error}") from error
+    # With this entry a traceback shows the user's own lines although no such file exists.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    import graftlab
+
+    namespace: dict[str, Any] = {"__name__": "graftlab_transform", "torch": torch, "gl": graftlab}
+    namespace["GraftTransformInput"] = GraftTransformInput
+    given = set(namespace)
+    try:
+        exec(code, namespace)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise TransformError(f"the transform's source failed while it was loaded:\n{user_traceback(error)}") from error
+    made = [value for name, value in namespace.items() if name not in given and isinstance(value, types.FunctionType)]
+    function = namespace.get("transform") or (made[0] if len(made) == 1 else None)
+    if not callable(function):
+        raise TransformError(f"the transform's source defines no function named 'transform'; write `{SIGNATURE}: ...`")
+    transform: Transform = function
+    return transform

@@ -1,0 +1,89 @@
+"""Request ids and bootstrap rooms as numbers: the same everywhere, and never two alike in one batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab.errors import RequestError
+from graftlab.requests.identity import bootstrap_rooms_tensor, request_id_to_int, request_ids_tensor
+
+VECTORS = {"": -5426141060434712860, "req-0": -8966579018032821426, "请求-1": 188416781982650042}
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
+@pytest.mark.parametrize("request_id", VECTORS)
+def test_an_id_has_the_number_that_other_programs_give_it(request_id: str) -> None:
+    assert request_id_to_int(request_id) == VECTORS[request_id]
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None:
+    code = "from graftlab.requests.identity import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
+    for seed in ("0", "4711"):
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        assert [int(number) for number in done.stdout.split()] == list(VECTORS.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ids_and_rooms_are_int64_on_the_batchs_device(device: str) -> None:
+    ids = request_ids_tensor(list(VECTORS), device)
+    rooms = bootstrap_rooms_tensor([7, None, -(2**63), 2**63 - 1], device)
+
+    assert ids.tolist() == list(VECTORS.values())
+    assert rooms.tolist() == [7, -1, -(2**63), 2**63 - 1]
+    for tensor in (ids, rooms, request_ids_tensor([], device), bootstrap_rooms_tensor([], device)):
+        assert tensor.dtype == torch.int64
+        assert tensor.device.type == device
+        assert tensor.dim() == 1
+
+
+def test_a_batch_without_requests_gives_empty_tensors() -> None:
+    assert request_ids_tensor([]).shape == bootstrap_rooms_tensor([]).shape == (0,)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8")), unique=True, max_size=30))
+def test_different_ids_have_different_numbers_in_the_batchs_order(ids: list[str]) -> None:
+    numbers = request_ids_tensor(ids).tolist()
+    assert numbers == [request_id_to_int(each) for each in ids]
+    assert len(set(numbers)) == len(ids)
+
+
+def test_an_id_that_is_there_twice_is_named() -> None:
+    with pytest.raises(RequestError, match=r"\['b'\] are more than once in one batch"):
+        request_ids_tensor(["a", "b", "c", "b"])
+
+
+@pytest.mark.parametrize("bad", [7, None, b"req-0"])
+def test_only_strings_are_ids(bad: object) -> None:
+    with pytest.raises(RequestError, match=f"a string, not {type(bad).__name__}"):
+        request_ids_tensor(["a", bad])  # type: ignore[list-item]
+
+
+def test_an_id_without_utf8_is_refused_with_the_reason() -> None:
+    with pytest.raises(RequestError, match="cannot be written in UTF-8: surrogates"):
+        request_id_to_int("\ud800")
+
+
+@pytest.mark.parametrize("room", [2**63, -(2**63) - 1])
+def test_a_room_beyond_int64_is_named(room: int) -> None:
+    with pytest.raises(
+        RequestError, match=rf"bootstrap room {room} \(request 1 of the batch\) does not fit into int64"
+    ):
+        bootstrap_rooms_tensor([0, room])
+
+
+@pytest.mark.parametrize("room", ["7", 7.0, True])
+def test_a_room_is_an_integer(room: object) -> None:
+    with pytest.raises(RequestError, match="is not an integer"):
+        bootstrap_rooms_tensor([room])  # type: ignore[list-item]
