@@ -50,6 +50,11 @@ class Channel:
                 self._offer(memoryview(_LENGTH.pack(len(payload))))
                 self._offer(memoryview(payload))
 
+    @property
+    def backed_up(self) -> bool:
+        """Whether some of what was sent waits for the other end to read."""
+        return bool(self._waiting)
+
     def _offer(self, data: memoryview) -> None:
         if not self._waiting:
             data = self._write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,9 +15,9 @@ from graftlab.ranks.messages import unpack
 
 logger = logging.getLogger(__name__)
 
-# After rows, so many milliseconds pass before the next look. To wake a thread that listens costs a rank many times what
-# sending a row costs; while nobody listens, rows gather in the socket.
-_REST = 1
+# After rows, so many milliseconds pass before the next look, unless a bell rings. To wake a thread that listens costs a
+# rank many times what sending a row costs; while nobody listens, rows gather in the socket.
+_REST = 20
 
 
 class Listener(Protocol):
@@ -48,11 +49,11 @@ class Hub:
             self._thread.join(5.0)
 
     def _listen(self) -> None:
-        poller = select.poll()
-        for descriptor in (*self._ranks, self._wake_read):
-            poller.register(descriptor, select.POLLIN)
-        resting = select.poll()
-        resting.register(self._wake_read, select.POLLIN)
+        poller, bells = select.poll(), _Bells(self._wake_read)
+        for each in self._ranks.values():
+            poller.register(each.channel.fileno(), select.POLLIN)
+            bells.add(each.bell)
+        poller.register(self._wake_read, select.POLLIN)
         stopping = False
         while not stopping:
             rows = False
@@ -69,11 +70,12 @@ class Hub:
                     logger.exception("graftlab could not handle what %s sent", rank.label)
                 if rank.channel.closed:
                     poller.unregister(descriptor)
+                    bells.remove(rank.bell)
                     del self._ranks[descriptor]
                     rank.alive = False
                     self._listener.on_gone(rank)
             if rows:
-                resting.poll(_REST)
+                bells.wait(_REST)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -95,3 +97,35 @@ class Hub:
         if rows:
             self._listener.on_rows(rows)
         return came
+
+
+class _Bells:
+    """What ends a rest: a rank that sent more than rows, has more rows than its socket holds, or is gone."""
+
+    def __init__(self, wake: int) -> None:
+        self._poller = select.poll()
+        self._poller.register(wake, select.POLLIN)
+        self._bells: dict[int, socket.socket] = {}
+
+    def add(self, bell: socket.socket) -> None:
+        bell.setblocking(False)
+        self._bells[bell.fileno()] = bell
+        self._poller.register(bell, select.POLLIN)
+
+    def remove(self, bell: socket.socket) -> None:
+        if self._bells.pop(bell.fileno(), None) is not None:
+            self._poller.unregister(bell)
+
+    def wait(self, milliseconds: int) -> None:
+        for descriptor, _ in self._poller.poll(milliseconds):
+            bell = self._bells.get(descriptor)
+            # At its end it would ring for ever; the rank's channel tells the rest.
+            if bell is not None and not _rings(bell):
+                self.remove(bell)
+
+
+def _rings(bell: socket.socket) -> bool:
+    try:
+        return bool(bell.recv(4096))
+    except OSError:
+        return False

@@ -68,6 +68,7 @@ class RankProcess:
         seat: Seat,
         process: BaseProcess,
         channel: Channel,
+        bell: socket.socket,
         lifeline: socket.socket,
         segment: int,
         log: Path,
@@ -76,6 +77,7 @@ class RankProcess:
         self.place = place
         self.seat = seat
         self.channel = channel
+        self.bell = bell
         self.log = log
         self.stacks_file = stacks
         self.pid: int | None = None
@@ -117,6 +119,7 @@ class RankProcess:
         """Close what ties the process to the notebook; a rank that were still there would end now."""
         self.alive = False
         self.channel.close()
+        self.bell.close()
         self._lifeline.close()
         # Even one mapped page would keep all that the rank ever published in memory.
         self._last_look = self.whereabouts()
@@ -291,15 +294,16 @@ def _launch(
                 cwd=os.getcwd(),
             )
             ours, theirs = socket.socketpair()
+            bell, their_bell = socket.socketpair()
             lifeline, their_lifeline = socket.socketpair()
-            with theirs, their_lifeline:
+            with theirs, their_bell, their_lifeline:
                 with _hidden_main():
                     process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
                     process.start()
                 me = place.world_rank
                 handed = [*segments, *(links[me, other].fileno() for other in range(len(places)) if other != me)]
-                _send_descriptors(ours, [*handed, stores[place.side], their_lifeline.fileno()])
-            ranks.append(RankProcess(place, seat, process, Channel(ours), lifeline, segments[me], log, stacks))
+                _send_descriptors(ours, [*handed, stores[place.side], their_bell.fileno(), their_lifeline.fileno()])
+            ranks.append(RankProcess(place, seat, process, Channel(ours), bell, lifeline, segments[me], log, stacks))
         _await_hellos(ranks, options.timeout, given_up)
         return ranks
     except BaseException as error:

@@ -7,6 +7,7 @@ while the model computes, and ends the process at once when the notebook is gone
 from __future__ import annotations
 
 import ast
+import contextlib
 import faulthandler
 import logging
 import os
@@ -72,14 +73,14 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     faulthandler.enable()
     stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    *descriptors, store, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()) + 1)
+    *descriptors, store, bell, lifeline = _receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
     die_with_the_notebook(lifeline)
-    channel = Channel(connection)
+    line = Line(Channel(connection), socket.socket(fileno=bell))
     _settle_in(spec, spec.store or f"/proc/self/fd/{store}")
-    rank = Rank(spec, channel, descriptors)
-    channel.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
+    rank = Rank(spec, line, descriptors)
+    line.send(pack(Hello(os.getpid(), spec.device, spec.backend, spec.notes)))
     rank.serve()
-    channel.drain(5.0)
+    line.channel.drain(5.0)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -143,11 +144,43 @@ class _QuickFormatter(logging.Formatter):
         return f"{self._shown},{int(record.msecs):03d}"
 
 
+class Line:
+    """The rank's end of its line to the notebook.
+
+    The notebook lets rows gather for a moment before it looks again; the bell asks it to look now.
+    """
+
+    def __init__(self, channel: Channel, bell: socket.socket) -> None:
+        self.channel = channel
+        bell.setblocking(False)
+        self._bell = bell
+        self._rung = False
+
+    def send(self, frame: bytes) -> None:
+        """Send what somebody may wait for."""
+        self.channel.send(frame)
+        self._ring()
+
+    def post(self, frame: bytes) -> None:
+        """Send what may wait with others of its kind: a row."""
+        self.channel.send(frame)
+        # More than the socket holds: once is enough to be looked at.
+        backed_up = self.channel.backed_up
+        if backed_up and not self._rung:
+            self._ring()
+        self._rung = backed_up
+
+    def _ring(self) -> None:
+        # A bell that is full rings already; one without a notebook has nobody to hear it.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+
 class Rank:
     """What a rank holds between runs: its grafter, its namespace, and its line to the notebook."""
 
-    def __init__(self, spec: RankSpec, channel: Channel, descriptors: list[int]) -> None:
-        self._channel = channel
+    def __init__(self, spec: RankSpec, line: Line, descriptors: list[int]) -> None:
+        self._line = line
         self._place = place = spec.place
         everyone = [other.world_rank for other in place.everyone()]
         segments, sockets = descriptors[: len(everyone)], descriptors[len(everyone) :]
@@ -187,16 +220,16 @@ class Rank:
     # ---- what the grafter reports -------------------------------------------------------------------------------
 
     def row(self, row: Row) -> None:
-        self._channel.send(pack_row(row))
+        self._line.post(pack_row(row))
 
     def seen(self, tags: dict[str, Any]) -> None:
-        self._channel.send(pack(TapSeen(tags)))
+        self._line.post(pack(TapSeen(tags)))
 
     def adopted(self, version: int, step: int) -> None:
-        self._channel.send(pack(PlanAdopted(version, step)))
+        self._line.send(pack(PlanAdopted(version, step)))
 
     def _print(self, text: str) -> None:
-        self._channel.send(pack(Output(text)))
+        self._line.send(pack(Output(text)))
 
     def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
@@ -223,10 +256,10 @@ class Rank:
 
     def _desk(self) -> None:
         poller = select.poll()
-        poller.register(self._channel.fileno(), select.POLLIN)
+        poller.register(self._line.channel.fileno(), select.POLLIN)
         while True:
             poller.poll()
-            for frame in self._channel.receive():
+            for frame in self._line.channel.receive():
                 message = unpack(frame)
                 if isinstance(message, PlanUpdate):
                     self.grafter.offer_plan(message.plan)
@@ -239,7 +272,7 @@ class Rank:
                     self._stopping = True
                     os.write(self._stop_write, b"x")
                     self._jobs.put(message)
-            if self._channel.closed:
+            if self._line.channel.closed:
                 # The notebook is gone, by whatever death: nobody would ever collect what this rank computes.
                 os._exit(1)
 
@@ -256,7 +289,7 @@ class Rank:
             reply = pack(Reply(query.number, value))
         except Exception as error:
             reply = pack(Reply(query.number, None, f"{type(error).__name__}: {error}"))
-        self._channel.send(reply)
+        self._line.send(reply)
 
     # ---- the main thread ----------------------------------------------------------------------------------------
 
@@ -282,10 +315,10 @@ class Rank:
         for stream in self._streams:
             stream.flush_lines()
         self.grafter.end_run()
-        self._channel.send(pack(RunDone(run, result, failure)))
+        self._line.send(pack(RunDone(run, result, failure)))
         if self._exchange.settle(self._stop_read):
             self.grafter.close_run()
-            self._channel.send(pack(RunSettled(run, self.grafter.next_step)))
+            self._line.send(pack(RunSettled(run, self.grafter.next_step)))
 
     def _work(self, work: Work) -> Any:
         if work.kind == "call":
