@@ -48,7 +48,7 @@ class LiveTaps:
         return sorted(rows, key=lambda row: (row["run"], row["step"], row["order"], row["side"], row["rank"]))
 
     def _read(self, start: int, stop: int) -> None:
-        for index, row in enumerate(self._store.window(start, stop), start):
+        for index, row in enumerate(self._store.rows(start, stop), start):
             tags = ((name, value) for name, value in row["tags"].items() if name not in _NOT_THE_TAP)
             key = (row["direction"], row["side"], row["rank"], *((n, str(v)) for n, v in tags))
             known = self._newest.get(key)

@@ -22,7 +22,7 @@ import pandas as pd
 
 from graftlab.errors import LaunchError, SessionBusyError, SessionClosedError, SessionError
 from graftlab.exchange.base import RunInfo, Side
-from graftlab.frames import RowStore, to_frame
+from graftlab.frames import RowStore
 from graftlab.live import LiveTaps
 from graftlab.plan import UNSET, GraftPlan, Unset
 from graftlab.ranks import shipping
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from graftlab.notebook.filter_editor import FilterEditor
     from graftlab.notebook.transform_editor import TransformEditor
     from graftlab.plots import DifferenceMap
+    from graftlab.requests.replay import Replay
     from graftlab.session_plots import SessionPlots
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,43 @@ class Session:
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
         return self._begin(works)
 
+    def replay(
+        self,
+        path: str | Path,
+        baseline: Callable[[list[Any]], Sequence[Any]] | str,
+        target: Callable[[list[Any]], Sequence[Any]] | str,
+        *,
+        batch_size: int = 1,
+        limit: int | None = None,
+        noise_floor: float = 1e-5,
+        trusted: bool = False,
+    ) -> Replay:
+        """Feed recorded requests to both sides, a step a batch, and tell which diverge, the worst first.
+
+        ``path`` is a file of a :class:`~graftlab.requests.RequestDumper`, read as
+        :func:`~graftlab.requests.load_dump` reads it. ``baseline`` and ``target`` are functions, or expressions for
+        one where ``%%graft`` cells run: they get a list of up to ``batch_size`` requests as they were recorded, and
+        return as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and perhaps ``logits``).
+        ``limit`` takes only the first so many requests. Rows carry the tag ``rid``; taps above ``noise_floor``
+        (``rel_l2``) diverge. In a batch of several requests the taps speak for all of them.
+
+        A damaged request is reported and skipped; one at which a function raises has the status ``failed``. Raises
+        :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay, and
+        what :meth:`run` raises.
+        """
+        from graftlab.requests.replay import replay
+
+        return replay(
+            self,
+            path,
+            baseline,
+            target,
+            batch_size=batch_size,
+            limit=limit,
+            noise_floor=noise_floor,
+            trusted=trusted,
+        )
+
     def execute(self, source: str, on: str = "both") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
 
@@ -243,12 +281,12 @@ class Session:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All rows so far, one a tap a receiving rank; see :func:`graftlab.frames.to_frame`."""
-        return to_frame(self._rows.rows())
+        """All rows so far, one a tap a receiving rank; see :meth:`graftlab.frames.RowStore.frame`."""
+        return self._rows.frame()
 
     def frame_of(self, number: int) -> pd.DataFrame:
         """The rows of one run."""
-        return to_frame(row for row in self._rows.rows() if row["run"] == number)
+        return self._rows.frame(number)
 
     def live_taps(self) -> LiveTaps:
         """A new follower of this session's rows, for whoever shows them while they come."""

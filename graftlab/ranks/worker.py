@@ -238,10 +238,10 @@ class Rank:
         while frame is not None and frame.f_code is not Rank._work.__code__:
             on_the_wire |= str(frame.f_globals.get("__name__")).startswith(_WIRE)
             frame = frame.f_back
-        if frame is None:
+        if frame is None and self._run_number < 0:
             return
-        if on_the_wire and not waits:
-            # Look again when that is done, unless it was the last thing that the user's code did.
+        if frame is None or (on_the_wire and not waits):
+            # Look again when the user's code has begun, or that is done; unless it was the last thing that it did.
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True
             again.start()
