@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from graftlab.errors import LaunchError, SessionBusyError, SessionClosedError, SessionError
+from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.exchange.base import RunInfo, Side
+from graftlab.folders import make_run_folder
 from graftlab.frames import RowStore
 from graftlab.live import LiveTaps
 from graftlab.plan import UNSET, GraftPlan, Unset
@@ -32,7 +30,6 @@ from graftlab.ranks.messages import (
     Output,
     PlanAdopted,
     PlanUpdate,
-    Query,
     Reply,
     RunDone,
     RunRequest,
@@ -41,9 +38,10 @@ from graftlab.ranks.messages import (
     Work,
     pack,
 )
+from graftlab.ranks.questions import Questions
 from graftlab.ranks.trial import try_in_process
-from graftlab.rows import plain
 from graftlab.run import Run
+from graftlab.session_kept import KeptOnRanks
 from graftlab.transforms import Transform, TransformSpec
 from graftlab.trial import Trial
 
@@ -59,9 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOME_VARIABLE = "GRAFTLAB_HOME"
-# How long a rank may take to answer a question that needs no waiting.
-_ANSWER_TIMEOUT = 5.0
 # Tags that tell where and when a tap was reached, not which tap it is.
 _PLACE_TAGS = frozenset({"step", "side", "rank"})
 
@@ -93,7 +88,7 @@ def launch(
     Raises :class:`LaunchError`, with the log's tail where a rank died.
     """
     options = LaunchOptions(baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget)
-    return Session(options, plan or GraftPlan(), _make_folder(folder))
+    return Session(options, plan or GraftPlan(), make_run_folder(folder))
 
 
 class Session:
@@ -110,8 +105,7 @@ class Session:
         self._rows = RowStore(folder)
         self._runs: list[Run] = []
         self._cells = itertools.count(1)
-        self._questions = itertools.count(1)
-        self._answers: dict[int, queue.SimpleQueue[Reply]] = {}
+        self._questions = Questions(options.timeout)
         self._next_step = 0
         self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._adopted: dict[int, dict[str, int]] = {}
@@ -121,6 +115,7 @@ class Session:
         except BaseException:
             self._rows.close()
             raise
+        self._kept = KeptOnRanks(self._ranks, self._ask)
         self._hub = Hub(self._ranks, self)
         _open_sessions.add(self)
         self._publish(plan)
@@ -328,7 +323,7 @@ class Session:
         ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
         :class:`SessionError` that lists what is kept when there is none.
         """
-        _, packed = self._find_kept("kept", name, rank, tags)
+        _, packed = self._kept.find("kept", name, rank, tags)
         pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
         return pair
 
@@ -339,7 +334,7 @@ class Session:
         pair.
         """
         self._require_open()
-        return [tags for rank in self._receivers() for tags in self._ask(rank, "kept_tags", failed)]
+        return self._kept.tags(failed)
 
     def try_transform(
         self,
@@ -361,12 +356,8 @@ class Session:
         kept: bytes | None = None
         process = self._ranks[-1]
         if name is not None:
-            process, kept = self._find_kept("kept_input", name, rank, tags)
+            process, kept = self._kept.find("kept_input", name, rank, tags)
         return try_in_process(TransformSpec.draft(transform), kept, process.seat.device, limit)
-
-    def _receivers(self) -> list[RankProcess]:
-        # Taps are received by the target's ranks, but for those that are grafted t2b.
-        return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
 
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
@@ -376,32 +367,9 @@ class Session:
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, and the same is raised;
         :func:`graftlab.plots.draw_difference_map` draws it.
         """
-        _, packed = self._find_kept("kept_map", name, rank, tags, dims)
+        _, packed = self._kept.find("kept_map", name, rank, tags, dims)
         found: DifferenceMap = shipping.unpack_result(packed)
         return found
-
-    def _find_kept(
-        self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any], *more: Any
-    ) -> tuple[RankProcess, bytes]:
-        self._require_open()
-        wanted_tags = {tag: plain(value) for tag, value in tags.items()}
-        steps: dict[RankProcess, int] = {}
-        for process in self._receivers():
-            if rank in (None, process.place.rank):
-                for found in self._ask(process, "kept_tags", topic == "kept_input"):
-                    if found["name"] == name and all(found.get(k) == v for k, v in wanted_tags.items()):
-                        steps[process] = found["step"]
-        # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
-        for process in sorted(steps, key=lambda process: -steps[process]):
-            packed = self._ask(process, topic, name, wanted_tags, *more)
-            if packed is not None:
-                return process, packed
-        kept = dict.fromkeys(str(tags["name"]) for tags in self.kept())
-        wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
-        raise SessionError(
-            f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. "
-            f"Set session.edit(keep=...) to a filter that matches the tap, and run again"
-        )
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
@@ -482,23 +450,7 @@ class Session:
 
     def stacks(self) -> dict[str, str]:
         """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits."""
-        return {rank.label: self._stack_of(rank) for rank in self._ranks if rank.alive}
-
-    def _stack_of(self, rank: RankProcess) -> str:
-        try:
-            return str(self._ask(rank, "stacks"))
-        except SessionError:
-            # Its desk gets no turn, so some C code holds the interpreter: ask the signal handler, which needs none.
-            before = rank.stacks_file.stat().st_size
-            rank.signal(signal.SIGUSR1)
-            deadline = time.monotonic() + _ANSWER_TIMEOUT
-            while time.monotonic() < deadline:
-                if rank.stacks_file.stat().st_size > before and not rank.join(0.05):
-                    break
-                rank.join(0.05)
-            with open(rank.stacks_file, encoding="utf-8", errors="replace") as file:
-                file.seek(before)
-                return file.read() or f"{rank.label} did not answer within {_ANSWER_TIMEOUT:g} s"
+        return {rank.label: self._questions.stack_of(rank) for rank in self._ranks if rank.alive}
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.
@@ -558,20 +510,7 @@ class Session:
 
     def _ask(self, rank: RankProcess, topic: Any, *arguments: Any) -> Any:
         self._require_open()
-        number = next(self._questions)
-        answer = self._answers[number] = queue.SimpleQueue()
-        # Tensors may take their time; a rank that is asked for its stack alone hangs if it does.
-        limit = _ANSWER_TIMEOUT if topic == "stacks" else max(_ANSWER_TIMEOUT, self.options.timeout)
-        try:
-            rank.channel.send(pack(Query(number, topic, arguments)))
-            reply = answer.get(timeout=limit)
-        except queue.Empty:
-            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.whereabouts()})") from None
-        finally:
-            del self._answers[number]
-        if reply.error is not None:
-            raise SessionError(f"{rank.label}: {reply.error}")
-        return reply.value
+        return self._questions.ask(rank, topic, *arguments)
 
     # ---- what the hub reports, on its thread --------------------------------------------------------------------
 
@@ -595,9 +534,7 @@ class Session:
         elif isinstance(message, PlanAdopted):
             self._adopted.setdefault(message.version, {})[rank.label] = message.step
         elif isinstance(message, Reply):
-            waiting = self._answers.get(message.number)
-            if waiting is not None:
-                waiting.put(message)
+            self._questions.on_reply(message)
 
     def on_gone(self, rank: RankProcess) -> None:
         for run in self._runs[-1:]:
@@ -606,22 +543,6 @@ class Session:
                     run.note_death(rank, "the session was closed")
                     continue
                 run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
-
-
-def _make_folder(folder: str | Path | None) -> Path:
-    """The session's run folder, made if need be. Raises LaunchError when it cannot be."""
-    if folder is None:
-        home = Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
-        path = home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
-        source = f"set {HOME_VARIABLE} to a folder you can write to"
-    else:
-        path, source = Path(folder).expanduser(), "pass another folder="
-    try:
-        (path / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
-        (path / "session.json").write_text(json.dumps({"started": time.time(), "kernel": os.getpid()}))
-    except OSError as error:
-        raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}; {source}") from error
-    return path
 
 
 @atexit.register

@@ -16,7 +16,7 @@ import pytest
 from processes import family, still_there, watch
 
 import graftlab as gl
-from graftlab.session import HOME_VARIABLE
+from graftlab.folders import HOME_VARIABLE
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
