@@ -323,6 +323,7 @@ class Session:
         ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
         :class:`SessionError` that lists what is kept when there is none.
         """
+        self._require_open()
         _, packed = self._kept.find("kept", name, rank, tags)
         pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
         return pair
@@ -367,6 +368,7 @@ class Session:
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, and the same is raised;
         :func:`graftlab.plots.draw_difference_map` draws it.
         """
+        self._require_open()
         _, packed = self._kept.find("kept_map", name, rank, tags, dims)
         found: DifferenceMap = shipping.unpack_result(packed)
         return found
