@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 p
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 LAB_ARGS ?=
+BENCH_ARGS ?=
 
 run := $(VENV)/bin/python
 demo_ready := $(VENV)/.graftlab-demo
@@ -16,7 +17,7 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test lint soak clean
+.PHONY: help demo lab test lint soak bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,9 +39,12 @@ lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 soak: $(test_ready) ## run the tests that take minutes
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
 
+bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")
+	$(run) -m benchmarks $(BENCH_ARGS)
+
 clean: ## remove what the other targets made
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find graftlab tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find graftlab tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are younger than what they were installed from, so a second make installs nothing.
 $(demo_ready): pyproject.toml constraints.txt | $(run)

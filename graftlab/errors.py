@@ -9,7 +9,10 @@
     |-- TagError(ValueError)              a tap was called with tags that it cannot have
     |-- GraftOverlapError(RuntimeError)   one tap matches both b2t and t2b
     |-- ShippingError(TypeError)          a function or value cannot travel to the ranks
+    |-- RequestError(ValueError)          requests that cannot be told apart, recorded or replayed
     |-- DependencyError(ImportError)      an optional package is needed here and is not installed
+    |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
+    |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
     `-- SessionError(RuntimeError)
         |-- LaunchError                   the ranks could not be started
         |-- SessionBusyError              a run is still going on
@@ -24,6 +27,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 
 class GraftError(Exception):
@@ -76,8 +81,33 @@ class ShippingError(GraftError, TypeError):
     """A function or a value cannot travel between the notebook and the ranks."""
 
 
+class RequestError(GraftError, ValueError):
+    """Requests that cannot be told apart, recorded or replayed."""
+
+
 class DependencyError(GraftError, ImportError):
     """An optional package is needed here and is not installed."""
+
+
+class DumpError(GraftError):
+    """Recorded requests cannot be written where they should go, or a file of them cannot be read.
+
+    Of a file that cannot be read to its end, ``offset`` is the byte where reading stopped and ``requests`` are those
+    that came whole before it; ``offset`` is None where the fault is not in the bytes.
+    """
+
+    def __init__(self, message: str, offset: int | None = None, requests: Sequence[Any] = ()) -> None:
+        super().__init__(message, offset, requests)
+        self.message = message
+        self.offset = offset
+        self.requests = list(requests)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class GraphError(GraftError, ValueError):
+    """A slot, a registry or a runner of captured graphs cannot be made, or used, as asked."""
 
 
 class SessionError(GraftError, RuntimeError):

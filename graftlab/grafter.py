@@ -332,7 +332,7 @@ class Grafter:
                 return value
             if self._plan.rank_dependent:
                 self._exchange.decline(key)
-            receipt = self._exchange.receive(key)
+            receipt = self._exchange.receive(key, own)
             try:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None

@@ -6,6 +6,7 @@ import dataclasses
 import decimal
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab import diffs
+from graftlab import diff_sums, diffs
 from graftlab.diffs import DiffStats, measure
 
 NAN, INF = math.nan, math.inf
@@ -144,8 +145,19 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks, and a shorter last one, without large tensors."""
+    """Several blocks, measured as large ones are, and a shorter last one, measured as small ones are."""
     monkeypatch.setattr(diffs, "CPU_BLOCK", 64)
+    monkeypatch.setattr(diff_sums, "_FEW", 20)
+    monkeypatch.setattr(diff_sums, "_ROW", 32)
+
+
+@pytest.mark.parametrize("size", [100, 3000])
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
+def test_random_tensors_are_measured_to_six_digits(dtype: torch.dtype, size: int) -> None:
+    # Not around zero, where a mean or a cosine may be as small as one pleases.
+    x = random((size,), torch.float64, 0) + 0.7
+    y = x + 0.3 * random((size,), torch.float64, 1)
+    assert_right(x.to(dtype), y.to(dtype), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -183,7 +195,7 @@ def test_tensors_of_several_blocks(size: int, dtype: torch.dtype) -> None:
     found = measure(x, y)
     wide_x, wide_y = (t.to(torch.float64).numpy().astype(np.longdouble) for t in (x, y))
     difference = wide_y - wide_x
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     squares_x, squares_y, squares = (np.square(values).sum() for values in (wide_x, wide_y, difference))
     assert found.rel_l2 == pytest.approx(float(np.sqrt(squares / squares_x)), rel=tolerance)
     assert found.rel_diff == pytest.approx(float(squares / (squares_x + squares_y)), rel=tolerance)
@@ -318,6 +330,27 @@ def test_masked_attention_scores_are_compared_where_they_are_finite(small_blocks
     assert not hidden[found.max_abs_index]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_gap_is_no_zero(dtype: torch.dtype, sign: int, small_blocks: None) -> None:
+    x, y = (sign * (random((300,), dtype, seed).abs() + 1) for seed in (0, 1))
+    x[3:200:3], y[5:250:5] = NAN, INF
+    found = assert_right(x, y)
+    assert min(abs(found.min_baseline), abs(found.max_baseline)) >= 1
+    # Without any difference the largest is at the first pair that is finite.
+    x[:70] = -INF
+    same = assert_right(x, x.clone())
+    assert same.max_abs == 0
+    assert same.max_abs_index == (70,)
+
+
+def test_a_spread_and_a_product_are_measured_past_gaps(small_blocks: None) -> None:
+    x, y = random((300,), torch.float32, 0) + 1e4, random((300,), torch.bfloat16, 1)
+    x[::7], y[::5] = INF, NAN
+    for baseline, target in ((x, y), (y, x)):
+        assert_right(baseline, target)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e-38, 1e-12, 1e12, 1e30, 3e37])
 def test_magnitudes_whose_squares_leave_float32(dtype: torch.dtype, scale: float, small_blocks: None) -> None:
@@ -380,6 +413,26 @@ def test_a_constant_difference_is_not_lost_in_roundings_that_point_one_way(size:
     y = x + shift
     exact = (y.double() - x.double()).norm() / x.double().norm()
     assert measure(x, y).rel_l2 == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [1000, 70_000, diffs.CPU_BLOCK])
+def test_one_magnitude_all_over_is_not_lost_in_roundings_either(size: int, dtype: torch.dtype) -> None:
+    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x, y = (0.3 * signs).to(dtype), (1.1 * signs.flip(0)).to(dtype)
+    wide_x, wide_y = x.double(), y.double()
+    found = measure(x, y)
+    assert found.rel_l2 == pytest.approx(((wide_x - wide_y).norm() / wide_x.norm()).item(), rel=1e-6)
+    assert found.std_baseline == pytest.approx(wide_x.std(correction=0).item(), rel=1e-6)
+    assert found.std_target == pytest.approx(wide_y.std(correction=0).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [1000.0, 1e-3, 3e-14])
+def test_one_element_that_differs_in_its_last_bit_makes_a_spread(value: float, small_blocks: None) -> None:
+    x = torch.full((300,), value)
+    x[123] = torch.nextafter(x[123], torch.tensor(INF))
+    found = assert_right(x, 2 * x)
+    assert 0 < found.std_baseline < 1e-7 * value
 
 
 @pytest.mark.parametrize("ratio", [1e-20, 1e-6, 1e-3, 0.2, 7.0, 1e3, 1e6, 1e15])
@@ -471,6 +524,38 @@ def test_changed_defaults_and_autocast_do_not_matter(small_blocks: None) -> None
                 torch.set_default_dtype(torch.float32)
 
 
+def test_threads_measure_without_disturbing_each_other() -> None:
+    pairs = [[random((100_003,), dtype, seed) for seed in (0, 1)] for dtype in (torch.float32, torch.bfloat16) * 2]
+    pairs[1][0][::5] = NAN
+    wanted = [measure(*pair) for pair in pairs]
+    found: list[list[DiffStats]] = [[] for _ in pairs]
+
+    def work(i: int) -> None:
+        found[i] = [measure(*pairs[i]) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [set(map(repr, each)) for each in found] == [{repr(each)} for each in wanted]
+
+
+def test_memory_made_in_inference_mode_serves_outside_of_it() -> None:
+    x, y = random((100_000,), torch.bfloat16, 0), random((100_000,), torch.bfloat16, 1)
+    found = []
+
+    def work() -> None:  # a new thread has no memory yet
+        with torch.inference_mode():
+            found.append(measure(x, y))
+        found.append(measure(x, y))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [measure(x, y)] * 2
+
+
 def test_statistics_are_values() -> None:
     found = measure(torch.zeros(3), torch.ones(3))
     assert pickle.loads(pickle.dumps(found)) == found
@@ -504,6 +589,20 @@ def test_random_tensors_are_measured_as_exact_arithmetic_does(
         assert_right(*pair)
     finally:
         diffs.CPU_BLOCK = before
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32], ids=str)
+def test_what_a_gpu_does_is_right_on_the_cpu_too(
+    dtype: torch.dtype, scale: float, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = (random((7, 50), dtype, seed) * (scale if dtype != torch.int32 else 1) for seed in (0, 1))
+    x.view(-1)[123:125] = 50
+    wanted = measure(x, y)
+    monkeypatch.setattr(diff_sums, "_is_slow_to_answer", lambda _: True)
+    found = assert_right(x, y)
+    assert found.max_abs_index == wanted.max_abs_index
+    assert found.mean_abs == pytest.approx(wanted.mean_abs, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

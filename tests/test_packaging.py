@@ -113,7 +113,7 @@ def test_the_constraints_allow_what_pyproject_asks_for() -> None:
 
 
 def test_every_installation_of_the_repository_is_constrained() -> None:
-    for target, extra in (("demo", "demo"), ("lab", "demo"), ("test", "test"), ("lint", "test")):
+    for target, extra in (("demo", "demo"), ("lab", "demo"), ("test", "test"), ("lint", "test"), ("bench", "demo")):
         planned = make("--always-make", "--dry-run", target).stdout
         installs = re.findall(r".* -m pip install .*", planned)
         assert installs, target
@@ -152,7 +152,7 @@ def test_no_committed_file_names_a_package_index() -> None:
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE).group(1).split())
-    assert targets == {"help", "demo", "lab", "test", "lint", "soak", "clean"}
+    assert targets == {"help", "demo", "lab", "test", "lint", "soak", "bench", "clean"}
     assert targets == set(re.findall(r"^  make (\w+) ", make().stdout, re.MULTILINE))
 
 

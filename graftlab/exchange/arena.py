@@ -60,10 +60,13 @@ class Arena:
 
 
 class Allocator:
-    """First fit over the data part of a segment; neighbouring holes are joined when memory is given back."""
+    """First fit over the data part of a segment; neighbouring holes are joined when memory is given back.
 
-    def __init__(self, size: int) -> None:
-        self._holes = [(PAGE, size - PAGE)]
+    The data begin at ``start``; the first page of the host's segments is taken.
+    """
+
+    def __init__(self, size: int, start: int = PAGE) -> None:
+        self._holes = [(start, size - start)]
         self._taken: dict[int, int] = {}
         self.bytes_in_use = 0
 

@@ -83,7 +83,7 @@ class Contribution:
     """What one sending rank published under a key.
 
     ``tensor`` may be a read-only window into the exchange's memory: it is valid until :meth:`Receipt.release`, and
-    writing to it is not allowed.
+    writing to it is not allowed. On a GPU it may be used on the stream that was current at :meth:`Exchange.receive`.
     """
 
     rank: int
@@ -105,7 +105,10 @@ class Receipt:
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:
-        """Give the senders their memory back. The contributions' tensors must not be used afterwards."""
+        """Give the senders their memory back. The contributions' tensors must not be used afterwards.
+
+        What the GPU's current stream was told to do with them before still counts as use; nobody waits for it here.
+        """
         if self._release is not None:
             self._release()
             self._release = None
@@ -131,8 +134,11 @@ class Exchange(Protocol):
     def decline(self, key: TapKey) -> None:
         """Say that this rank will publish nothing under the key, so that nobody waits for it."""
 
-    def receive(self, key: TapKey) -> Receipt:
-        """Wait until every sender has published, declined, ended the step or died, or the time limit is over."""
+    def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
+        """Wait until every sender has published, declined, ended the step or died, or the time limit is over.
+
+        The contributions come to the device of ``near``, the receiver's own tensor; without it, wherever they are.
+        """
 
     def end_step(self, step: int) -> None:
         """Say that this rank will neither publish nor ask for anything of this step any more."""

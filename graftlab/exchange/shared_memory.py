@@ -4,6 +4,8 @@ Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies
 sends each receiver a small frame with the key and the place; a receiver looks at the bytes where they are. What was
 received is given back in batches; what nobody asked for is free when the receivers end the step. A peer's death is
 the end of its socket's stream, which the kernel of the machine reports at once, whatever it died of.
+
+Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same.
 """
 
 from __future__ import annotations
@@ -23,30 +25,35 @@ from graftlab.errors import ShippingError
 from graftlab.exchange.arena import Allocator, Arena
 from graftlab.exchange.base import BufferFullError, Contribution, Place, Receipt, RunInfo, TapKey
 from graftlab.exchange.channel import Channel
+from graftlab.exchange.device import Cuda, DeviceReader, DeviceStaging, Gpu
+from graftlab.exchange.staging import HostStaging, Staging
 from graftlab.exchange.whereabouts import WhereaboutsPage
 
 logger = logging.getLogger(__name__)
 
 # First item of each frame between two ranks.
-_ENTRY, _DECLINE, _RELEASE, _STEP_END, _RUN_END, _ANNOUNCE = range(6)
+_ENTRY, _DECLINE, _RELEASE, _STEP_END, _RUN_END, _ANNOUNCE, _CHUNK, _CHUNK_ANSWER = range(8)
 
 # Releases travel together: this many, or this share of the budget, whichever comes first.
 _RELEASE_COUNT = 64
 _RELEASE_SHARE = 8
 # How often a sender without room looks whether the receiver waits for it (see _wait_for_room).
 _ROOM_POLL = 0.02
+# How often a rank that waits looks whether the GPU has done with what was received, so that it can be given back.
+_READ_POLL = 0.001
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A published tensor as the receiver knows it."""
+    """A published tensor as the receiver knows it. ``place`` means what the sender's staging says."""
 
     id: int
-    offset: int
+    place: Any
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     extras: bytes | None
+    on_device: bool = False
 
 
 @dataclass
@@ -54,7 +61,8 @@ class _Outgoing:
     """A published tensor as its sender knows it: which receivers have not let go of it yet, and did any use it."""
 
     step: int
-    offset: int | None
+    staging: Staging
+    place: Any
     pending: set[int]
     memo: object
     used: bool = False
@@ -114,13 +122,17 @@ class SharedMemoryExchange:
         *,
         budget: int = 256 << 20,
         timeout: float = 60.0,
+        gpu: Gpu | None = None,
     ) -> None:
         everyone = place.everyone()
         self._place = place
-        self._arena = arena
         self._budget = budget
         self.timeout = timeout
         self._allocator = Allocator(len(arena.map))
+        self._host = HostStaging(arena, self._allocator)
+        gpu = gpu or Cuda()
+        self._device = DeviceStaging(gpu, place.label, budget, self._tell_of_chunk)
+        self._reader = DeviceReader(gpu)
         self._peers = {
             rank: _Peer(everyone[rank], channel, their_arena, WhereaboutsPage(their_arena.map))
             for rank, (channel, their_arena) in peers.items()
@@ -151,6 +163,7 @@ class SharedMemoryExchange:
             peer.announced.clear()
 
     def end_step(self, step: int) -> None:
+        self._give_back_read(wait=True)
         self._ended_step = step
         for peer in self._others:
             self._send_releases(peer)
@@ -161,6 +174,7 @@ class SharedMemoryExchange:
         self._pump(0)
 
     def end_run(self) -> None:
+        self._give_back_read(wait=True)
         for peer in self._others:
             self._send_releases(peer)
         for peer in self._peers.values():
@@ -191,29 +205,44 @@ class SharedMemoryExchange:
 
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: object = None) -> None:
         packed = self._pack_extras(key, extras)
-        if len(self._outgoing) > 4 * _RELEASE_COUNT:
+        on_host = tensor.is_cpu
+        if len(self._outgoing) > 4 * _RELEASE_COUNT or (not on_host and self._device.awaits_answers):
             self._pump(0)
         nbytes = tensor.numel() * tensor.element_size()
-        offset = self._make_room(key, nbytes) if nbytes else None
+        if nbytes and self._is_full_for(nbytes):
+            self._make_room(key, nbytes)
         # Only now: a receiver may have ended the step, or died, while this rank waited for room.
         receivers = [peer for peer in self._others if not peer.is_past(key.step)]
         if not receivers:
-            if offset is not None:
-                self._allocator.give_back(offset)
             self._unmatched.append(memo)
             return
-        shape = tuple(tensor.shape)
-        if offset is not None:
-            # torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them.
-            source = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-            self._arena.window(offset, nbytes, source.dtype, shape).copy_(source)
-        self._next_id += 1
         ranks = {peer.place.world_rank for peer in receivers}
-        self._outgoing[self._next_id] = _Outgoing(key.step, offset, ranks, memo)
-        entry = (self._next_id, offset or 0, nbytes, tensor.dtype, shape, packed)
+        staging: Staging = self._host
+        place: Any = None
+        if nbytes:
+            if not on_host:
+                place = self._device.put(tensor, nbytes, ranks)
+            if place is None:
+                place = self._put_on_host(key, tensor, nbytes, ranks)
+            else:
+                staging = self._device
+        self._next_id += 1
+        self._outgoing[self._next_id] = _Outgoing(key.step, staging, place, ranks, memo)
+        entry: tuple[object, ...] = (self._next_id, place or 0, nbytes, tensor.dtype, tuple(tensor.shape), packed)
+        if staging is not self._host:
+            entry = (*entry, True)
         frame = pickle.dumps((_ENTRY, tuple(key), entry), protocol=pickle.HIGHEST_PROTOCOL)
         for peer in receivers:
             peer.channel.send(frame)
+
+    def _put_on_host(self, key: TapKey, tensor: torch.Tensor, nbytes: int, ranks: set[int]) -> int:
+        place = self._host.put(tensor, nbytes, ranks)
+        if place is None:
+            raise BufferFullError(
+                f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not "
+                f"fit into what its segment has left"
+            )
+        return place
 
     def _pack_extras(self, key: TapKey, extras: object) -> bytes | None:
         if extras is None:
@@ -231,22 +260,14 @@ class SharedMemoryExchange:
             if not peer.is_past(key.step):
                 self._send(peer, (_DECLINE, tuple(key)))
 
-    def _make_room(self, key: TapKey, nbytes: int) -> int:
-        if self._is_full_for(nbytes):
-            self._pump(0)
+    def _make_room(self, key: TapKey, nbytes: int) -> None:
+        self._pump(0)
         if self._is_full_for(nbytes):
             self._wait_for_room(key, nbytes)
-        offset = self._allocator.take(nbytes)
-        if offset is None:
-            raise BufferFullError(
-                f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not "
-                f"fit into what its segment has left"
-            )
-        return offset
 
     def _is_full_for(self, nbytes: int) -> bool:
         # A tensor larger than the whole budget goes when nothing else is in the buffer.
-        in_use = self._allocator.bytes_in_use
+        in_use = self._allocator.bytes_in_use + self._device.bytes_in_use
         return in_use > 0 and in_use + nbytes > self._budget
 
     def _wait_for_room(self, key: TapKey, nbytes: int) -> None:
@@ -260,6 +281,7 @@ class SharedMemoryExchange:
                         f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: its buffer of "
                         f"{self._budget >> 20} MiB stayed full for {self.timeout:g} s; {self.where_peers_are()}"
                     )
+                self._give_back_read(wait=False)
                 before = self._who_waits_for_me()
                 quiet = not self._pump(min(remaining, _ROOM_POLL))
                 if quiet and before & self._who_waits_for_me():
@@ -285,7 +307,7 @@ class SharedMemoryExchange:
 
     # ---- receiving ----------------------------------------------------------------------------------------------
 
-    def receive(self, key: TapKey) -> Receipt:
+    def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
         if not self._all_answered(key):
             self._pump(0)
         timed_out = not (self._all_answered(key) or self._wait_for(key))
@@ -293,6 +315,8 @@ class SharedMemoryExchange:
         absent: dict[int, str] = {}
         unreadable: dict[int, str] = {}
         taken: list[tuple[_Peer, _Entry]] = []
+        on_host = near is None or near.is_cpu
+        read_on_device = False
         for peer in self._others:
             rank, label = peer.place.rank, peer.label
             inbox = peer.inbox[key.step]
@@ -308,7 +332,16 @@ class SharedMemoryExchange:
                 absent[rank] = f"{label} did not send this tap"
                 continue
             taken.append((peer, entry))
-            window = peer.arena.window(entry.offset, entry.nbytes, entry.dtype, entry.shape)
+            if on_host and not entry.on_device:
+                window = peer.arena.window(entry.place, entry.nbytes, entry.dtype, entry.shape)
+            else:
+                try:
+                    window = self._bring(peer, entry, near)
+                except Exception as error:
+                    absent[rank] = f"{label} sent this tap, but its tensor cannot be brought here: {error}"
+                    self._give_back([taken.pop()])
+                    continue
+                read_on_device |= entry.on_device
             try:
                 extras = None if entry.extras is None else pickle.loads(entry.extras)
             except Exception as error:
@@ -316,7 +349,17 @@ class SharedMemoryExchange:
                 extras = None
                 unreadable[rank] = f"the extras of {label} cannot be loaded here: {type(error).__name__}: {error}"
             contributions.append(Contribution(rank, window, extras))
-        return Receipt(contributions, absent, timed_out, unreadable, lambda: self._give_back(taken))
+        give_back = self._give_back_when_read if read_on_device else self._give_back
+        return Receipt(contributions, absent, timed_out, unreadable, lambda: give_back(taken))
+
+    def _bring(self, peer: _Peer, entry: _Entry, near: torch.Tensor | None) -> torch.Tensor:
+        """A tensor that is on a GPU, or is wanted on one, as it is to be used here."""
+        where = (entry.place, entry.nbytes, entry.dtype, entry.shape)
+        if entry.on_device:
+            window = self._reader.window(peer.place.world_rank, *where, alive=not peer.dead)
+        else:
+            window = peer.arena.window(*where)
+        return window if near is None else window.to(near.device)
 
     def _all_answered(self, key: TapKey) -> bool:
         for peer in self._others:  # noqa: SIM110 - a generator costs more than the question, at each tap
@@ -332,6 +375,22 @@ class SharedMemoryExchange:
             if large or len(peer.to_release) >= _RELEASE_COUNT:
                 self._send_releases(peer)
 
+    def _give_back_when_read(self, taken: list[tuple[_Peer, _Entry]]) -> None:
+        """The same for tensors some of which are on a GPU, whose streams may have them still to read."""
+        for peer, entry in taken:
+            if entry.on_device:
+                self._reader.let_go(peer.place.world_rank, entry.place, (peer, entry))
+            else:
+                self._give_back([(peer, entry)])
+        self._give_back(self._reader.read(wait=False))
+
+    def _give_back_read(self, *, wait: bool) -> None:
+        """Tell the senders of everything that no GPU reads any more; with ``wait``, of everything that was let go."""
+        if self._reader.reading:
+            self._give_back(self._reader.read(wait=wait))
+            for peer in self._others:
+                self._send_releases(peer)
+
     def _wait_for(self, key: TapKey) -> bool:
         for peer in self._others:
             self._send_releases(peer)
@@ -342,7 +401,8 @@ class SharedMemoryExchange:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return False
-                self._pump(remaining)
+                self._give_back_read(wait=False)
+                self._pump(min(remaining, _READ_POLL) if self._reader.reading else remaining)
             return True
         finally:
             self.on_wait([])
@@ -384,6 +444,9 @@ class SharedMemoryExchange:
 
     def _send(self, peer: _Peer, message: tuple[object, ...]) -> None:
         peer.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def _tell_of_chunk(self, world_rank: int, chunk: int, shared: bytes) -> None:
+        self._send(self._peers[world_rank], (_CHUNK, chunk, shared))
 
     def _send_releases(self, peer: _Peer) -> None:
         if peer.to_release:
@@ -430,6 +493,11 @@ class SharedMemoryExchange:
         elif kind == _RUN_END:
             peer.run_ended = True
             self._let_go_all(peer, None)
+        elif kind == _CHUNK:
+            failure = self._reader.open(peer.place.world_rank, message[1], message[2])
+            self._send(peer, (_CHUNK_ANSWER, failure))
+        elif kind == _CHUNK_ANSWER:
+            self._device.answered(peer.place.world_rank, message[1])
         else:
             peer.announced[message[1]] = message[2]
 
@@ -441,8 +509,8 @@ class SharedMemoryExchange:
         outgoing.pending.discard(peer.place.world_rank)
         if not outgoing.pending:
             del self._outgoing[outgoing_id]
-            if outgoing.offset is not None:
-                self._allocator.give_back(outgoing.offset)
+            if outgoing.place is not None:
+                outgoing.staging.give_back(outgoing.place)
             if not outgoing.used:
                 self._unmatched.append(outgoing.memo)
 
