@@ -1,0 +1,1 @@
+"""How fast graftlab is, beside the published protocol and the machine's own limits: ``python -m benchmarks``."""

@@ -1,0 +1,92 @@
+"""One graft, as the sender and as the receiver see it, by size, dtype and number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import graftlab as gl
+from benchmarks import published, worlds
+from benchmarks.lines import Budget, Line, Setup, Spread, quantity
+from benchmarks.loops import Times, graft_repeatedly
+from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+
+FILTER = "search('hidden', name) and layer < 4"
+
+# Smaller tensors may still be in a cache, which the memory's bandwidth says nothing of.
+_BEYOND_CACHES = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Bytes of a tensor, how often we graft it, and the reference in a world of 1+1 and of 2+2; and the budget."""
+
+    bytes: int
+    ours: int
+    reference: tuple[int, int]
+    budget: float | None = None
+
+
+_SIZES = (
+    _Size(4 << 10, 1000, (200, 60), budget=15),
+    _Size(256 << 10, 400, (100, 40)),
+    _Size(4 << 20, 150, (20, 8), budget=25),
+    _Size(64 << 20, 20, (4, 2), budget=25),
+)
+
+
+def measure(setup: Setup) -> list[Line]:
+    with published.grafter(FILTER) as package:
+        lines = _measure_world(setup, 1, package)
+    return [*lines, *_measure_world(setup, 2, None), Line("grafts", package.note)]
+
+
+def _measure_world(setup: Setup, ranks: int, package: published.PublishedGrafter | None) -> list[Line]:
+    lines = []
+    with ReferenceWorld(ranks, ranks) as reference, worlds.session(setup, ranks, ranks, b2t=FILTER) as session:
+        for dtype in ("float32", "bfloat16"):
+            for size in _SIZES:
+                run = session.run(_ours, _ours, args=(size.bytes, dtype, setup.repeats(size.ours)))
+                ours = [*run.baseline, *run.target]
+                repeats = setup.repeats(size.reference[ranks - 1])
+                theirs = reference.run(_reference, size.bytes, dtype, repeats)
+                packaged = package.graft(size.bytes, dtype, repeats) if package else None
+                for what, figure in (("receiver", _receivers), ("sender", _senders), ("loop, a tap", _loop)):
+                    budget = size.budget if what == "receiver" and ranks == 1 else None
+                    lines.append(
+                        Line(
+                            "grafts",
+                            f"graft {quantity(size.bytes, 'B')} {dtype} {ranks}+{ranks}, {what}",
+                            "s",
+                            figure(ours),
+                            figure(theirs),
+                            figure(packaged) if packaged else None,
+                            limit=size.bytes / setup.copy_bandwidth if size.bytes >= _BEYOND_CACHES else None,
+                            budgets=(Budget("ratio", "at least", budget),) if budget else (),
+                            in_readme=budget is not None,
+                        )
+                    )
+    return lines
+
+
+def _senders(times: Sequence[Times]) -> Spread:
+    return Spread.of(taken for rank in times[: len(times) // 2] for taken in rank.taps)
+
+
+def _receivers(times: Sequence[Times]) -> Spread:
+    return Spread.of(taken for rank in times[len(times) // 2 :] for taken in rank.taps)
+
+
+def _loop(times: Sequence[Times]) -> Spread:
+    return Spread.of([max(rank.wall for rank in times)])
+
+
+def _ours(size: int, dtype: str, repeats: int) -> Times:
+    here = gl.here()
+    assert here is not None
+    return graft_repeatedly(gl.tap, gl.step, here.side, here.rank, size, dtype, repeats)
+
+
+def _reference(seat: Seat, size: int, dtype: str, repeats: int) -> Times:
+    grafter = ReferenceGrafter(seat, b2t=FILTER)
+    return graft_repeatedly(grafter.tap, grafter.step, seat.side, seat.rank, size, dtype, repeats)

@@ -1,0 +1,147 @@
+"""Rows: how fast they come into the frame, whether the notebook stays responsive meanwhile, and large frames."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+import graftlab as gl
+from benchmarks import worlds
+from benchmarks.lines import Budget, Line, Setup, Spread, quantity
+from graftlab import diffs, taps
+from graftlab.rows import COLUMNS, Row, encode
+
+_TICK = 1e-3
+# A number that no other column of an encoded row holds.
+_PLACEHOLDER = 987654321
+
+
+def measure(setup: Setup) -> list[Line]:
+    return [*_from_taps(setup), *_as_fast_as_they_come(setup), *_large_frames(setup)]
+
+
+def _from_taps(setup: Setup) -> list[Line]:
+    """Rows of real taps, as fast as one receiver makes them."""
+    count = 1000 if setup.quick else 10_000
+    rates = []
+    with worlds.session(setup, compare="True") as session:
+        for _ in range(setup.repeats(3, 2) + 1):
+            began = time.perf_counter()
+            run = session.run(_tap_often, _tap_often, args=(count,))
+            frame = run.frame
+            rates.append(count / (time.perf_counter() - began))
+            assert len(frame) == count, f"{count - len(frame)} of {count} rows are lost"
+    return [Line("rows", "rows of small taps into the frame", "rows/s", Spread.of(rates[1:]))]
+
+
+def _tap_often(count: int) -> None:
+    torch.set_num_threads(1)
+    value = torch.randn(16)
+    for index in range(count):
+        gl.tap("x", value, layer=index % 32)
+        if index % 1000 == 999:
+            gl.step()
+
+
+def _as_fast_as_they_come(setup: Setup) -> list[Line]:
+    """Rows that a rank sends without taps: through its channel, the notebook's store and file, into the frame."""
+    count = 5000 if setup.quick else 50_000
+    arrival, rates, pauses = [], [], []
+    with worlds.session(setup) as session:
+        idle = _longest_pause(session, wanted=1, limit=0.5)
+        for _ in range(setup.repeats(3, 2) + 1):
+            wanted = session.row_count + count
+            began = time.perf_counter()
+            run = session.start(target=_send_rows_of(count, run=len(session.runs)))
+            pauses.append(_longest_pause(session, wanted))
+            arrival.append(count / (time.perf_counter() - began))
+            frame = run.wait().frame
+            rates.append(count / (time.perf_counter() - began))
+            assert sorted(frame["order"]) == list(range(count)), f"of {count} rows, {len(frame)} came, or others"
+    return [
+        Line("rows", "rows from a rank to the notebook", "rows/s", Spread.of(arrival[1:])),
+        Line(
+            "rows",
+            "rows from a rank into the frame",
+            "rows/s",
+            Spread.of(rates[1:]),
+            budgets=(Budget("figure", "at least", 50_000),),
+            note="none lost",
+            in_readme=True,
+        ),
+        Line(
+            "rows",
+            "longest pause of the notebook meanwhile",
+            "s",
+            Spread.of(pauses[1:]),
+            note=f"between ticks of 1 ms; {quantity(idle, 's')} when idle",
+        ),
+    ]
+
+
+def _send_rows_of(count: int, run: int) -> Callable[[], None]:
+    def send_rows() -> None:
+        grafter = taps.grafter()
+        assert grafter is not None
+        template = _row()
+        for order in range(count):
+            grafter._reporter.row({**template, "run": run, "order": order})
+
+    return send_rows
+
+
+def _row() -> Row:
+    value = torch.randn(16)
+    row: Row = dict.fromkeys(COLUMNS)
+    row.update(asdict(diffs.measure(value, value + 1e-3)))
+    tags = {"name": "model.layers.3.mlp", "step": 0, "side": "target", "rank": 0, "layer": 3}
+    row.update(step=0, order=0, name=tags["name"], tags=tags, direction="b2t", side="target", rank=0)
+    row.update(status="compared", senders=[0], shape=[16], dtype="float32", plan_version=0, occurrence=0, seconds=1e-4)
+    return row
+
+
+def _longest_pause(session: gl.Session, wanted: int, limit: float = 600.0) -> float:
+    """The longest time between two ticks on this thread, until so many rows are there or ``limit`` seconds are over."""
+    longest = 0.0
+    began = last = time.perf_counter()
+    while session.row_count < wanted and last - began < limit:
+        time.sleep(_TICK)
+        now = time.perf_counter()
+        longest = max(longest, now - last)
+        last = now
+    return longest
+
+
+def _large_frames(setup: Setup) -> list[Line]:
+    """The frame of a session with very many rows, and the next one after some more have come."""
+    count, more = (10_000, 1000) if setup.quick else (1_000_000, 10_000)
+    with worlds.session(setup) as session:
+        line = encode({**_row(), "order": _PLACEHOLDER})
+        _append(session, line, 0, count)
+        began = time.perf_counter()
+        frame = session.frame
+        built = time.perf_counter() - began
+        assert len(frame) == count
+        del frame
+        appended = []
+        for index in range(setup.repeats(3, 2)):
+            _append(session, line, count + index * more, more)
+            began = time.perf_counter()
+            frame = session.frame
+            appended.append(time.perf_counter() - began)
+            assert len(frame) == count + (index + 1) * more
+            del frame
+    return [
+        Line("rows", f"frame of {count:,} rows", "s", Spread.of([built])),
+        Line("rows", f"the frame again after {more:,} more", "s", Spread.of(appended)),
+    ]
+
+
+def _append(session: gl.Session, line: bytes, first: int, count: int) -> None:
+    """Give the session rows as the thread that hears the ranks does, a thousand at once."""
+    before, after = line.split(b"%d" % _PLACEHOLDER)
+    for start in range(first, first + count, 1000):
+        session.on_rows([b"%s%d%s" % (before, order, after) for order in range(start, start + 1000)])

@@ -1,0 +1,65 @@
+"""The cost of one step against its number of taps: every tap should cost the same, however many there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import graftlab as gl
+from benchmarks import worlds
+from benchmarks.lines import Line, Setup, Spread
+from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+
+_FILTER = "search('hidden', name)"
+# Taps a step, how many steps we take, and how many the reference.
+_STEPS = ((10, 200, 20), (100, 60, 5), (1000, 15, 2), (10_000, 5, 0))
+
+
+def measure(setup: Setup) -> list[Line]:
+    lines, costs = [], []
+    with ReferenceWorld(1, 1) as reference, worlds.session(setup, b2t=_FILTER) as session:
+        for taps, ours, theirs in _STEPS[:3] if setup.quick else _STEPS:
+            run = session.run(_ours, _ours, args=(taps, setup.repeats(ours, 2)))
+            taken = Spread.of(run.target[0])
+            costs.append((taps, taken.median))
+            beside = reference.run(_reference, taps, setup.repeats(theirs, 1))[1] if theirs else None
+            lines.append(
+                Line(
+                    "steps",
+                    f"step of {taps:,} taps, a tap",
+                    "s",
+                    Spread.of(each / taps for each in run.target[0]),
+                    Spread.of(each / taps for each in beside) if beside else None,
+                )
+            )
+    counts, seconds = np.log(np.array(costs)).T
+    exponent = float(np.polyfit(counts, seconds, 1)[0])
+    note = "1 is linear; the slope of log(time of a step) over log(taps)"
+    return [*lines, Line("steps", "growth with the number of taps", "", Spread.of([exponent]), note=note)]
+
+
+def _ours(taps: int, repeats: int) -> list[float]:
+    torch.set_num_threads(1)
+    return _time_steps(gl.tap, gl.step, taps, repeats)
+
+
+def _reference(seat: Seat, taps: int, repeats: int) -> list[float]:
+    grafter = ReferenceGrafter(seat, b2t=_FILTER)
+    return _time_steps(grafter.tap, grafter.step, taps, repeats)
+
+
+def _time_steps(tap: Callable[..., Any], step: Callable[[], None], taps: int, repeats: int) -> list[float]:
+    """Seconds of each step of so many distinct small taps, the first one left out."""
+    value = torch.randn(64)
+    taken = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        for layer in range(taps):
+            tap("hidden", value, layer=layer)
+        step()
+        taken.append(time.perf_counter() - began)
+    return taken[1:]
