@@ -111,7 +111,7 @@ def add_up(blocks: Sequence[Block], dtype: torch.dtype) -> Totals | None:
     place = parts[farthest].place
     if place is None:
         if distances is None or farthest < len(parts) - 1:
-            distances = _distances(*blocks[farthest], dtype)
+            distances = _distances(*blocks[farthest], dtype, gaps)
         place = place_of_largest(distances)
     return _totals(sums, blocks, dtype, farthest * blocks[0][0].numel() + place)
 
@@ -263,9 +263,13 @@ def _measure_at_once(blocks: Sequence[Block], dtype: torch.dtype) -> list[_Sums 
     return found
 
 
-def _distances(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _distances(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, gaps: bool) -> torch.Tensor:
     """``|x - y|``, and -1 where either is not finite."""
-    return _fill(_scratch(3, x, dtype), x, y).nan_to_num_(-1.0, -1.0, -1.0)
+    if x.dtype == dtype == y.dtype:
+        distances = torch.sub(y, x, out=_scratch(1, x, dtype)[0]).abs_()
+    else:
+        distances = _fill(_scratch(3, x, dtype), x, y)
+    return distances.nan_to_num_(-1.0, -1.0, -1.0) if gaps else distances
 
 
 def place_of_largest(values: torch.Tensor) -> int:

@@ -1,0 +1,145 @@
+"""``python -m graftlab.requests.configure_logging``: change what a running server records and logs of its requests."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_TIMEOUT = 10.0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)}\n")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET, which changes nothing and may well answer 200."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+class _Refused(Exception):
+    """The server cannot be reached, or did not do as it was told."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Post what was given; 0 when the server took it, 1 when not. A bad value exits with 2, before anything is sent."""
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    url, token = given.pop("url"), given.pop("token")
+    changes = {name: value for name, value in given.items() if value is not None}
+    try:
+        settings = post(f"{url}/configure_logging", changes, token)
+    except _Refused as error:
+        sys.stderr.write(f"{parser.prog}: {_one_line(str(error))}\n")
+        return 1
+    sys.stdout.write(f"{settings}\n")
+    return 0
+
+
+def post(url: str, changes: dict[str, Any], token: str | None = None) -> str:
+    """The server's answer to these changes. Raises :class:`_Refused`."""
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    # Straight to the server: a proxy of the environment knows nothing of this machine's ports.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    try:
+        request = urllib.request.Request(url, json.dumps(changes).encode(), headers, method="POST")
+        with opener.open(request, timeout=_TIMEOUT) as answer:
+            return str(answer.read().decode("utf-8", "replace")).strip()
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _Refused(f"{url} refused: {error.code} {error.reason}: {_reason(error)}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _Refused(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        body = error.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return "no reason given"
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, TypeError, KeyError):
+        return body or "no reason given"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="configure_logging",
+        description="Change what a running server records and logs of its requests. What is not given stays as it is; "
+        "the settings then in force are printed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", type=_url, required=True, help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--token", help="that the server asks for")
+    parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
+    parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
+    parser.add_argument(
+        "--dump-requests-exclude-meta-keys",
+        metavar="A,B",
+        type=_names,
+        help='keys of meta_info that are left out; "" keeps every key',
+    )
+    parser.add_argument("--log-requests", action=argparse.BooleanOptionalAction, help="log each request")
+    parser.add_argument(
+        "--log-requests-level",
+        metavar="N",
+        type=_level,
+        help="0 ids and durations, 1 metadata too, 2 what came in and went out, shortened, 3 all of it",
+    )
+    return parser
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a server, such as http://127.0.0.1:8000")
+    return text.rstrip("/")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+    return int(text)
+
+
+def _level(text: str) -> int:
+    if text not in ("0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 3 is needed, not {text!r}")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    if not text.strip():
+        return []
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"names with commas between them are needed, not {text!r}")
+    return names
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 500 else f"{line[:500]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Recording of requests in a process that serves them: never in its way, and never losing what it acknowledged."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graftlab.errors import DumpError
+from graftlab.requests.crash import CrashWatch
+from graftlab.requests.records import RecordedRequest
+from graftlab.requests.writing import Answer, Begun, DumpSettings, Finished, Writer, log
+
+logger = logging.getLogger(__name__)
+
+# Seconds that the end of a process waits for its requests to reach the disk.
+CRASH_PATIENCE = 20.0
+CLOSE_PATIENCE = 60.0
+
+
+class RequestDumper:
+    """Records requests into files of ``threshold`` each, which :func:`~graftlab.requests.load_dump` reads.
+
+    ``folder`` is made if it is not there; None records for a crash only, and nothing at all without a ``crash_folder``.
+    Keys in ``exclude_meta_keys`` are left out of what is recorded of ``response["meta_info"]``. ``server_args`` are
+    written into each file. At most ``max_waiting`` finished requests wait for a disk that fails (or two files, if that
+    is more); then new ones are refused.
+
+    **What is acknowledged.** A request for which :meth:`add` returned True is in exactly one file once the process has
+    ended, if the end leaves Python time to act: :meth:`close`, a normal exit, :meth:`dump_before_crash`, and, with
+    ``catch_crashes``, SIGTERM, SIGQUIT and an uncaught exception. Nothing that is in memory survives SIGKILL or a power
+    cut: against those, a request is safe once a :meth:`flush` that began after its ``add`` has returned True. Files
+    appear whole or not at all; what a kill interrupts leaves a hidden ``.*.tmp``, which no reader need look at.
+
+    **A crash** writes one file, into ``crash_folder`` (or ``folder``), of what is in no file yet: the requests finished
+    in the last ``crash_window`` seconds, and those begun and not finished, their ``response`` and ``finished`` None.
+    Requests finished before that and not yet written go into an ordinary file. The crash's file names the files written
+    before it in that window. A request that finishes while the process ends is not written again; where a signal does
+    not end the process after all, it is, with its response.
+
+    Requests, and what is inside of responses, are held by reference and pickled later, in the writer's thread: do not
+    change them after ``add``. Any thread may call any method. A process that is forked off has nothing to write.
+
+    Raises :class:`~graftlab.errors.DumpError` where a folder cannot be made, and with ``catch_crashes`` outside of the
+    main thread; ValueError for a ``threshold`` below 1.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        threshold: int = 1000,
+        exclude_meta_keys: Iterable[str] = ("routed_experts", "hidden_states"),
+        crash_folder: str | Path | None = None,
+        crash_window: float = 300.0,
+        server_args: Any = None,
+        *,
+        catch_crashes: bool = False,
+        max_waiting: int = 20_000,
+    ) -> None:
+        settings = _checked(DumpSettings(_path(folder), threshold, tuple(exclude_meta_keys)))
+        self._for_crashes = _made(_path(crash_folder))
+        self._rest = (self._for_crashes, crash_window, server_args, max_waiting)
+        self._writer = Writer(settings, *self._rest)
+        self._closed = False
+        self._watch = CrashWatch(self._last_act, self._went_on) if catch_crashes else None
+        self._writer.start()
+        atexit.register(self.close)
+        _dumpers.add(self)
+
+    @property
+    def settings(self) -> DumpSettings:
+        return self._writer.settings
+
+    @property
+    def written(self) -> int:
+        """How many requests are in files, unfinished ones among them."""
+        return self._writer.written
+
+    @property
+    def waiting(self) -> int:
+        """How many finished requests are in memory alone."""
+        return self._writer.waiting
+
+    def begin(self, request: Any, created: float) -> bool:
+        """Tell that a request is being served, so that a crash before its ``add`` records it as unfinished.
+
+        It is known by its identity: give the same object to :meth:`add`, or to :meth:`forget` if there will be none.
+        Returns whether it is acknowledged. Never raises.
+        """
+        writer = self._writer
+        if self._is_off(writer) or len(writer.begun) >= writer.limit:
+            return False
+        writer.begun[id(request)] = Begun(RecordedRequest(request, None, created, None))
+        return not (self._closed or writer.dying)
+
+    def forget(self, request: Any) -> None:
+        """A request that was begun will not be recorded after all."""
+        self._writer.begun.pop(id(request), None)
+
+    def add(self, request: Any, response: Any, created: float, finished: float) -> bool:
+        """Record a finished request; times are seconds since the epoch. Returns whether it is acknowledged.
+
+        It is not when the dumper is closed or off, when too many wait, and while the process ends. Never raises, waits
+        for no disk, and changes none of the objects.
+        """
+        try:
+            return self._add(request, response, created, finished)
+        except Exception:
+            logger.exception("a request was not recorded")
+            return False
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Write what waits; True if all that was added before is on disk, False if not, or not within ``timeout`` s."""
+        writer = self._writer
+        answer = writer.wait(writer.order("flush", log_here=timeout is not None), timeout)
+        if timeout is None:
+            _log(answer)
+        return answer is not None and answer.done
+
+    def close(self) -> bool:
+        """Write what waits, with what was begun and never finished, and record no more; True if nothing is lost.
+
+        Where ``folder`` fails, ``crash_folder`` is tried. Called at a normal exit as well.
+        """
+        writer = self._writer
+        self._closed = True
+        answer = writer.wait(writer.order("close", log_here=False), CLOSE_PATIENCE)
+        _log(answer)
+        if self._watch is not None:
+            self._watch.stop()
+        atexit.unregister(self.close)
+        return answer is not None and answer.done
+
+    def dump_before_crash(self, reason: str = "asked for") -> Path | None:
+        """Write the crash's file; None where there is nothing that is in no file yet, or it cannot be written.
+
+        Each request once: a second call writes what is new since the first. Never raises, and waits for at most 20 s.
+        Safe in a signal handler.
+        """
+        writer = self._writer
+        answer = writer.wait(writer.order("crash", reason, log_here=False), CRASH_PATIENCE)
+        if answer is None:
+            answer = Answer(False, None, [(logging.ERROR, f"the crash was not written within {CRASH_PATIENCE:g} s")])
+        # A handler may have interrupted the very write to the log that it now asks for.
+        with contextlib.suppress(Exception):
+            log(answer.notes)
+        return answer.path
+
+    def apply(self, settings: DumpSettings) -> None:
+        """Change folder, threshold and excluded keys from the next request on.
+
+        What waits goes into the new folder, or into the old one where recording ends. Raises
+        :class:`~graftlab.errors.DumpError` for a folder that cannot be made and ValueError for a threshold below 1, and
+        then changes nothing.
+        """
+        writer = self._writer
+        before = writer.settings
+        writer.settings = after = _checked(settings, before)
+        if after.folder is None and before.folder is not None:
+            writer.order("retire", folder=before.folder)
+        writer.call()
+
+    def _add(self, request: Any, response: Any, created: float, finished: float) -> bool:
+        writer = self._writer
+        if self._is_off(writer):
+            return False
+        if writer.waiting >= writer.limit:
+            writer.refused.put(None)
+            writer.call()
+            return False
+        settings = writer.settings
+        begun = writer.begun.get(id(request))
+        record = RecordedRequest(request, _without(settings.exclude_meta_keys, response), created, finished)
+        writer.inbox.append(Finished(record, begun, for_crash=settings.folder is None))
+        # Only now, so that a crash in between finds it in one of the two places.
+        if begun is not None:
+            writer.begun.pop(id(request), None)
+        if writer.waiting >= settings.threshold:
+            writer.call()
+        # Read after the record was put down: a crash that began later takes it in.
+        return not (self._closed or writer.dying)
+
+    def _last_act(self, reason: str) -> None:
+        """The process is about to end: from here on nothing more is acknowledged."""
+        self._writer.dying += 1
+        self.dump_before_crash(reason)
+
+    def _went_on(self) -> None:
+        self._writer.dying -= 1
+
+    def _is_off(self, writer: Writer) -> bool:
+        return self._closed or (writer.settings.folder is None and self._for_crashes is None)
+
+    def _start_over(self) -> None:
+        """In a process that was forked off: what waits is the parent's, and so is the thread."""
+        self._writer = Writer(self._writer.settings, *self._rest)
+
+
+_dumpers: weakref.WeakSet[RequestDumper] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for dumper in list(_dumpers):
+        dumper._start_over()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _without(keys: tuple[str, ...], response: Any) -> Any:
+    """The response, without these keys in a copy of its ``meta_info``."""
+    if not issubclass(type(response), dict):
+        return response
+    # Copies, since servers take such dicts apart once the response is out.
+    copy: dict[Any, Any] = dict(response)
+    meta: Any = copy.get("meta_info")
+    if issubclass(type(meta), dict):
+        copy["meta_info"] = meta = dict(meta)
+        for key in keys:
+            meta.pop(key, None)
+    return copy
+
+
+def _path(folder: str | Path | None) -> Path | None:
+    return None if folder is None or folder == "" else Path(folder).absolute()
+
+
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DumpError(f"the folder {folder} for recorded requests cannot be made: {error}") from error
+    return folder
+
+
+def _checked(settings: DumpSettings, before: DumpSettings | None = None) -> DumpSettings:
+    if settings.threshold < 1:
+        raise ValueError(f"threshold is the number of requests in a file, at least 1, not {settings.threshold}")
+    folder = _path(settings.folder)
+    # One that has vanished since is not made again in passing: it may be a disk that is not mounted.
+    if before is None or folder != before.folder:
+        _made(folder)
+    return replace(settings, folder=folder)
+
+
+def _log(answer: Answer | None) -> None:
+    if answer is not None:
+        log(answer.notes)

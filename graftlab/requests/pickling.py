@@ -1,0 +1,243 @@
+"""Requests into bytes, whatever is in them: what cannot be pickled gives way, step by step, and nothing else does."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import reprlib
+import sys
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+from graftlab.requests.records import Dropped, Opaque, RecordedRequest
+
+# How many containers inside each other are taken apart before the rest is replaced by its repr.
+_DEEPEST = 32
+_LONGEST_REPR = 10_000
+# What pickles without fail, and without running code of anybody's.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+class NotWritten(Exception):
+    """Requests could not be written this time; the message says why."""
+
+
+class _Sink:
+    """A file whose own errors cannot be taken for those of what is pickled into it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def start_over(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes what is pickled only to see whether it can be."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Pickler(pickle.Pickler):
+    """Stores tensors as the bytes of just their own elements, on no device, readable by public torch functions."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        tensor_class = getattr(torch, "Tensor", None)  # absent while another thread is still importing torch
+        if torch is None or tensor_class is None or not issubclass(type(obj), tensor_class):
+            return NotImplemented
+        if obj.layout != torch.strided or obj.device.type == "meta" or obj.is_quantized:
+            return NotImplemented
+        local = obj.to_local() if hasattr(obj, "to_local") else obj
+        plain = local.detach().resolve_conj().resolve_neg().to("cpu").contiguous().as_subclass(tensor_class)
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return tensor_from_bytes, (data, str(plain.dtype).removeprefix("torch."), tuple(plain.shape))
+
+
+def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
+    """The CPU tensor of these elements, row by row in this machine's byte order; ``dtype`` is named as in ``torch``.
+
+    Raises ValueError where the three do not belong together.
+    """
+    import torch
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"torch has no dtype {dtype!r}")
+    try:
+        if not data:
+            return torch.empty(0, dtype=kind).reshape(shape)  # raises where the shape is not empty
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}: {error}") from None
+
+
+def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Dropped], list[str]]:
+    """Pickle ``{"server_args", "requests", "dropped", ...}`` into an empty file.
+
+    Returns what had to give way, and for each step that failed the reason.
+
+    First whole; then without ``server_args``; then with each request that cannot be pickled taken apart, field by
+    field, and what cannot be pickled in it replaced by its repr. All other requests are kept as they are. The file's
+    own ``dropped`` ends with what is returned. Raises :class:`NotWritten` where the file or the memory is full.
+    """
+    dropped: list[Dropped] = []
+    failures: list[str] = []
+    sink = _Sink(file)
+    for step, mend in _STEPS.items():
+        sink.start_over()
+        content = mend(content, dropped)
+        whole = {**content, "dropped": [*content["dropped"], *dropped]}
+        error = _pickle(whole, cast(IO[bytes], sink))
+        if sink.error is not None:
+            raise NotWritten(str(sink.error)) from sink.error
+        if error is None:
+            return dropped, failures
+        failures.append(f"{step} they cannot be pickled: {describe(error)}")
+    # Builtin values alone were left, so that what is missing is memory.
+    raise NotWritten(failures[-1])
+
+
+def _pickle(value: Any, file: IO[bytes]) -> BaseException | None:
+    """Why this cannot be pickled; None where it can. Objects may raise what they like here, SystemExit too."""
+    try:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _whether_it_pickles(value: Any) -> BaseException | None:
+    return _pickle(value, cast(IO[bytes], _Nowhere()))
+
+
+def _without_server_args(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
+    error = _whether_it_pickles(content["server_args"])
+    if error is None:
+        return content
+    dropped.append({"where": "server_args", "reason": describe(error)})
+    return {**content, "server_args": None}
+
+
+def _with_mended_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
+    return {**content, "requests": _mended(content["requests"], _whether_it_pickles, dropped)}
+
+
+def _with_plain_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
+    """The last step, for objects that can be pickled at one time and not at another."""
+    content = {**content, "server_args": None}
+    return {**content, "requests": _mended(content["requests"], _whether_it_is_plain, dropped)}
+
+
+def _whether_it_is_plain(value: Any) -> BaseException | None:
+    if type(value) in _PLAIN:
+        return None
+    return TypeError(f"{type(value).__qualname__} objects did not pickle the same way twice")
+
+
+_STEPS: dict[str, Callable[[dict[str, Any], list[Dropped]], dict[str, Any]]] = {
+    "whole": lambda content, dropped: content,
+    "without server_args": _without_server_args,
+    "with every request that fails taken apart": _with_mended_requests,
+    "with builtin values alone": _with_plain_requests,
+}
+
+Check = Callable[[Any], "BaseException | None"]
+
+
+def _mended(requests: list[tuple[Any, ...]], check: Check, dropped: list[Dropped]) -> list[tuple[Any, ...]]:
+    mended = []
+    for index, record in enumerate(requests):
+        if check(record) is None:
+            mended.append(record)
+            continue
+        mender = _Mender(check, dropped)
+        fields = zip(RecordedRequest._fields, record, strict=True)
+        mended.append(tuple(mender.mend(value, f"requests[{index}].{name}", top=True) for name, value in fields))
+    return mended
+
+
+class _Mender:
+    """Takes one request apart as far as it must be to keep what can be kept."""
+
+    def __init__(self, check: Check, dropped: list[Dropped]) -> None:
+        self._check = check
+        self._dropped = dropped
+        # What stands for a container, for the next time that it is met; it may hold itself.
+        self._known: dict[int, Any] = {}
+
+    def mend(self, value: Any, where: str, top: bool = False, depth: int = 0) -> Any:
+        error = self._check(value)
+        if error is None:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        kind = type(value)
+        if depth == _DEEPEST and kind in (dict, list, tuple):
+            self._dropped.append({"where": where, "reason": f"more than {_DEEPEST} containers deep: {describe(error)}"})
+            return reprlib.repr(value)  # the whole of it may be without end
+        if kind is dict:
+            new: Any = {}
+            self._known[id(value)] = new
+            self._mend_items(value, new, depth, lambda key: f"{where}[{_repr(key)[:100]}]")
+        elif kind is list:
+            new = self._known[id(value)] = []
+            new += [self.mend(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(list(value))]
+        elif kind is tuple:
+            new = tuple(self.mend(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value))
+        elif top and (attributes := _attributes(value)):
+            # The request itself is worth more than its repr: its attributes are its fields.
+            self._dropped.append({"where": where, "reason": f"kept by its attributes: {describe(error)}"})
+            new = self._known[id(value)] = Opaque(f"{kind.__module__}.{kind.__qualname__}", (), {})
+            self._mend_items(attributes, new.state, depth, lambda key: f"{where}.{key}")
+        else:
+            self._dropped.append({"where": where, "reason": describe(error)})
+            new = _repr(value)
+        self._known[id(value)] = new
+        return new
+
+    def _mend_items(self, old: dict[Any, Any], new: dict[Any, Any], depth: int, name: Callable[[Any], str]) -> None:
+        for key, item in list(old.items()):
+            where = name(key)
+            if (error := self._check(key)) is not None:
+                self._dropped.append({"where": f"the key of {where}", "reason": describe(error)})
+                key = _repr(key)
+            new[key] = self.mend(item, where, depth=depth + 1)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object holds by name. Not of modules and classes, which hold a world."""
+    if isinstance(value, type) or type(value) is type(sys):
+        return None
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return dict(found)
+
+
+def _repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except BaseException as error:
+        return f"<{type(value).__qualname__} object, whose repr raises {describe(error)}>"
+    return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}... ({len(text)} characters)"
+
+
+def describe(error: BaseException) -> str:
+    """The error's class and message, even of an error that cannot be shown."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "its message cannot be shown"
+    return f"{type(error).__name__}: {text[:500]}"

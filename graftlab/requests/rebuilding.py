@@ -1,0 +1,339 @@
+"""What a file of requests may name and get: builtin data, tensors, arrays and the kit's own dataclasses.
+
+Every function here takes what any file may hold; what does not fit becomes an :class:`Opaque` as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from graftlab.requests.pickling import tensor_from_bytes
+from graftlab.requests.records import Opaque, RecordedRequest
+
+logger = logging.getLogger(__name__)
+
+# Types that may stand in the data themselves, as in {"dtype": float}.
+_TYPES = {
+    f"builtins.{kind.__name__}": kind
+    for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice)
+}
+_VALUES = {"builtins.Ellipsis": Ellipsis, "builtins.NotImplemented": NotImplemented}
+# As Python 2 and the protocols before 3 write them.
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy.core.multiarray": "numpy._core.multiarray"}
+_OLD_MODULES |= {"numpy.core.numeric": "numpy._core.numeric", "exceptions": "builtins"}
+_OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str", "builtins.long": "builtins.int"}
+
+
+# Where the requests of the kit's own server are defined, which reading imports; no other module, whatever a file names.
+_SERVED = "graftlab.engine.request"
+
+# Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
+_YET_TO_COME = "an Opaque without its state"
+
+
+class _Array:
+    """A numpy array whose shape and contents come later."""
+
+
+def named(module: str, name: str) -> Any:
+    """What stands for a class, a function or another global of this name."""
+    module = _OLD_MODULES.get(module, module)
+    full = f"{module}.{name}"
+    full = _OLD_NAMES.get(full, full)
+    if full in _TYPES:
+        return _TYPES[full]
+    if full in _VALUES:
+        return _VALUES[full]
+    if module == "torch" and (dtype := _torch_dtype(name)) is not None:
+        return dtype
+    return _own_dataclass(module, name) or Opaque(full)
+
+
+def call(function: Any, args: tuple[Any, ...]) -> Any:
+    """What the call of a global gives, where that is known; it is never called."""
+    name = _name(function)
+    maker = _MAKERS.get(name)
+    if maker is not None:
+        try:
+            return maker(*args)
+        except Exception as error:
+            # Of another version, or made up.
+            logger.debug("%s with arguments that were not expected: %s", name, error)
+    return Opaque(name, tuple(args))
+
+
+def new(kind: Any, args: Sequence[Any]) -> Any:
+    """An object of a class, before it gets its state."""
+    if kind is Opaque and not args:
+        return Opaque(_YET_TO_COME)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not args:
+        return object.__new__(kind)
+    return call(kind, tuple(args))
+
+
+def waits_for_state(value: Any) -> bool:
+    """Whether :func:`with_state` will give another object."""
+    return isinstance(value, _Array) or _is_numpy_dtype(value)
+
+
+def with_state(value: Any, state: Any) -> Any:
+    """The object with its state; the same one where it can be changed. Raises TypeError where it has none."""
+    if isinstance(value, Opaque):
+        if value.class_name is _YET_TO_COME:
+            _fill_opaque(value, state)
+        else:
+            value.state = state
+        return value
+    if isinstance(value, _Array):
+        return _or_opaque(_array_of_state, state, "numpy.ndarray")
+    if _is_numpy_dtype(value):
+        return _or_opaque(functools.partial(_dtype_of_state, value), state, "numpy.dtype")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _fill(value, state)
+        return value
+    raise TypeError(f"a {type(value).__name__} has no state")
+
+
+def _or_opaque(make: Callable[[Any], Any], state: Any, name: str) -> Any:
+    try:
+        return make(state)
+    except Exception as error:
+        logger.debug("%s with a state that was not expected: %s", name, error)
+        return Opaque(name, (), state)
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, Opaque):
+        return function.class_name if function.args is None else f"{function.class_name}(...)"
+    if isinstance(function, type):
+        return f"{function.__module__}.{function.__qualname__}"
+    return f"an object of {type(function).__module__}.{type(function).__qualname__}"
+
+
+# ---- builtin data ----------------------------------------------------------------------------------------------------
+
+
+def _collection(kind: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
+    def make(items: Sequence[Any] = ()) -> Any:
+        # A range, say, could stand for more items than there is memory.
+        return kind(_expect(items, list, tuple))
+
+    return make
+
+
+def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(data.encode("latin-1")) if isinstance(data, str) else bytearray(_expect(data, bytes))
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """Protocols before 3 have no bytes: Python writes them as latin-1 text and the call that encodes it."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(encoding)
+    return str.encode(_expect(text, str), "latin-1")
+
+
+def _range(*numbers: int) -> range:
+    return range(*(_expect(number, int) for number in numbers))
+
+
+def _complex(real: float, imag: float) -> complex:
+    return complex(_expect(real, float, int), _expect(imag, float, int))
+
+
+def _object_of(kind: Any, base: Any, state: Any) -> Any:
+    if base is tuple:
+        return new(kind, _expect(state, tuple))
+    return new(kind, () if state is None else (state,))
+
+
+def _object_with_names(kind: Any, args: Sequence[Any], names: Any) -> Any:
+    return new(kind, (*args, names) if names else args)
+
+
+def _expect(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} was not expected")
+    return value
+
+
+# ---- the kit's own dataclasses ---------------------------------------------------------------------------------------
+
+
+def _own_dataclass(module: str, name: str) -> type | None:
+    """A dataclass of the kit; None where there is none of this name, or its module has not been imported."""
+    if module.partition(".")[0] != "graftlab":
+        return None
+    if module == _SERVED:
+        with contextlib.suppress(ImportError):  # it needs torch
+            importlib.import_module(_SERVED)
+    found = vars(sys.modules.get(module, object)).get(name)
+    is_own = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
+    return found if is_own else None
+
+
+def _fill(value: Any, state: Any) -> None:
+    """Set the fields as unpickling would, but without code of the class."""
+    names = [field.name for field in dataclasses.fields(value)]
+    if isinstance(state, list):  # of frozen dataclasses with slots
+        state = dict(zip(names, state, strict=True))
+    if isinstance(state, tuple):  # of other classes with slots
+        state = {name: item for part in state if part is not None for name, item in part.items()}
+    for name, item in _expect(state, dict).items():
+        if hasattr(value, "__dict__"):
+            vars(value)[_expect(name, str)] = item
+        elif name in names:
+            object.__setattr__(value, name, item)
+
+
+def _fill_opaque(value: Opaque, state: Any) -> None:
+    value.class_name = _expect(state["class_name"], str)
+    value.args = state["args"] if state["args"] is None else _expect(state["args"], tuple)
+    value.state = state["state"]
+    value.items = _expect(state["items"], list)
+
+
+# ---- numpy -----------------------------------------------------------------------------------------------------------
+
+
+def _is_numpy_dtype(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.dtype)
+
+
+def _numpy_dtype(text: str, align: Any = False, copy: Any = True) -> Any:
+    import numpy
+
+    return numpy.dtype(_expect(text, str))
+
+
+def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
+    """The dtype in the byte order, with the unit or with the fields that its state tells."""
+    import numpy
+
+    _, order, subdtype, names, fields, itemsize, *_ = state
+    if subdtype is not None or order not in ("<", ">", "|", "="):
+        raise ValueError("an array as an element")
+    if names is not None:
+        formats = [fields[name][0] for name in names]
+        if not all(_is_numpy_dtype(kind) and not kind.hasobject for kind in formats):
+            raise ValueError("fields that are no numbers")
+        offsets = [_expect(fields[name][1], int) for name in names]
+        return numpy.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
+    if dtype.kind in "mM":
+        unit, count = state[8][1][:2]
+        unit = unit.decode("ascii") if isinstance(unit, bytes) else _expect(unit, str)
+        dtype = numpy.dtype(dtype.kind + "8" if unit == "generic" else f"{dtype.kind}8[{_expect(count, int)}{unit}]")
+    elif dtype.kind in "SUV" and itemsize >= 0:
+        dtype = numpy.dtype(f"{dtype.kind}{_expect(itemsize, int) // (4 if dtype.kind == 'U' else 1)}")
+    return dtype if order == "|" else dtype.newbyteorder(order)
+
+
+def _empty_array(kind: Any, shape: Any, typecode: Any) -> _Array:
+    if not isinstance(kind, Opaque) or kind.class_name != "numpy.ndarray":
+        raise TypeError("a subclass of numpy.ndarray")
+    return _Array()
+
+
+def _array_of_state(state: tuple[Any, ...]) -> Any:
+    import numpy
+
+    _, shape, dtype, fortran, data = state
+    order: Literal["F", "C"] = "F" if fortran else "C"
+    if dtype == numpy.dtype(object):
+        flat = numpy.empty(len(_expect(data, list)), dtype=object)
+        for index, item in enumerate(data):
+            flat[index] = item
+        return flat.reshape(shape, order=order)
+    return _array(data, dtype, shape, order)
+
+
+def _array(data: bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: str = "C") -> Any:
+    import numpy
+
+    _expect(data, bytes, bytearray)
+    if not _is_numpy_dtype(dtype) or dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError("bytes, dtype and shape do not belong together")
+    return numpy.ndarray(shape, dtype, bytearray(data), order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: Any, data: bytes) -> Any:
+    return _array(data, dtype, ())[()]
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    found = vars(torch).get(name)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _torch_device(*args: Any) -> Any:
+    import torch
+
+    return torch.device(*(_expect(arg, str, int) for arg in args))
+
+
+def _torch_size(shape: tuple[int, ...] = ()) -> Any:
+    import torch
+
+    return torch.Size(_expect(number, int) for number in shape)
+
+
+def _torch_storage(data: bytes) -> Any:
+    """torch.save's bytes of a storage, which plain pickle puts into a tensor."""
+    import torch
+
+    return torch.load(io.BytesIO(_expect(data, bytes)), map_location="cpu", weights_only=True)
+
+
+def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, more: Any = None) -> Any:
+    import torch
+
+    if not isinstance(storage, torch.TypedStorage) or more:
+        raise TypeError("another kind of storage, or a lazy conjugate or negative")
+    # as_strided refuses what would lie outside of the storage.
+    return torch.empty(0, dtype=storage.dtype).set_(storage).as_strided(size, stride, offset)
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any) -> Any:
+    import torch
+
+    return _expect(data, torch.Tensor)
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "builtins.set": _collection(set),
+    "builtins.frozenset": _collection(frozenset),
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": _bytes,
+    "builtins.complex": _complex,
+    "builtins.range": _range,
+    "builtins.slice": slice,
+    "_codecs.encode": _bytes,
+    "copyreg._reconstructor": _object_of,
+    "copyreg.__newobj__": lambda kind, *args: new(kind, args),
+    "copyreg.__newobj_ex__": _object_with_names,
+    "graftlab.requests.records.RecordedRequest": RecordedRequest,
+    "graftlab.requests.pickling.tensor_from_bytes": tensor_from_bytes,
+    "numpy.dtype": _numpy_dtype,
+    "numpy._core.multiarray._reconstruct": _empty_array,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy._core.numeric._frombuffer": _array,
+    "torch.Size": _torch_size,
+    "torch.device": _torch_device,
+    "torch.storage._load_from_bytes": _torch_storage,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+}

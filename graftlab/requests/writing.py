@@ -1,0 +1,374 @@
+"""The thread that turns recorded requests into files, and alone owns them from when it takes them in.
+
+Everything between it and the serving threads goes through queues that need no lock: a signal handler may run while the
+main thread is inside of any of them. That is also why the thread itself does not log, since the interrupted main
+thread may hold a lock of the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import re
+import secrets
+import shlex
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+from graftlab.requests.pickling import NotWritten, pickle_in_steps
+from graftlab.requests.records import Dropped, RecordedRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Note = tuple[int, str]
+Kind = Literal["flush", "retire", "crash", "close"]
+
+# Options whose value does not belong into files that are handed around.
+_SECRET = re.compile(r"--?(?:[\w-]*[-_])?(?:token|secret|password|api[-_]key)", re.IGNORECASE)
+# Seconds between the tries of a full buffer, after one and after many failures.
+_FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
+
+
+@dataclass(frozen=True)
+class DumpSettings:
+    """What can be changed while requests are recorded. Without a ``folder`` they are only kept for a crash."""
+
+    folder: Path | None
+    threshold: int
+    exclude_meta_keys: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Begun:
+    """A request that is being served. ``over`` once it is recorded as finished, or written as unfinished."""
+
+    record: RecordedRequest
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request on its way to a file, or ``for_crash`` alone."""
+
+    record: RecordedRequest
+    begun: Begun | None
+    for_crash: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of an order: whether nothing waits any longer, and the crash's file if one was written."""
+
+    done: bool
+    path: Path | None
+    notes: list[Note]
+
+
+@dataclass(frozen=True)
+class _Order:
+    kind: Kind
+    reason: str
+    folder: Path | None
+    log_here: bool
+    reply: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
+
+
+class Writer:
+    """Takes from ``inbox`` what serving threads put there and writes it: a full buffer at a time, or as ordered."""
+
+    def __init__(
+        self, settings: DumpSettings, crash_folder: Path | None, crash_window: float, server_args: Any, max_waiting: int
+    ) -> None:
+        self.settings = settings
+        self.inbox: deque[Finished] = deque()
+        self.begun: dict[int, Begun] = {}
+        self.refused: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts without a lock
+        self.written = 0
+        self.dying = 0  # how many ends of the process are under way
+        self._crash_folder = crash_folder
+        self._crash_window = crash_window
+        self._server_args = server_args
+        self._max_waiting = max_waiting
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._called = False
+        self._held: deque[RecordedRequest] = deque()
+        self._passing: deque[RecordedRequest] = deque(maxlen=max_waiting)
+        self._refusals = 0
+        self._failures = 0
+        self._retry_at: float | None = None
+        self._paths: deque[tuple[float, str]] = deque(maxlen=1000)
+        self._token = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+        self._started = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="graftlab-requests", daemon=True)
+
+    # ---- for any thread, and for signal handlers ---------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Finished requests that are in no file yet."""
+        return len(self.inbox) + len(self._held)
+
+    @property
+    def limit(self) -> int:
+        """How many may wait; at least two files, or none would ever be full."""
+        return max(self._max_waiting, 2 * self.settings.threshold)
+
+    def start(self) -> None:
+        if self._started.acquire(blocking=False):  # taken once and for all
+            try:
+                self._thread.start()
+            except BaseException:
+                self._started.release()
+                raise
+
+    def call(self) -> None:
+        """Have the thread look into the inbox soon."""
+        if not self._called:
+            self._called = True
+            self.start()
+            self._orders.put(None)
+
+    def order(
+        self,
+        kind: Kind,
+        reason: str = "",
+        folder: Path | None = None,
+        log_here: bool = True,
+    ) -> _Order:
+        """Have the thread do this after all that was recorded before. With ``log_here`` nobody waits for its notes."""
+        order = _Order(kind, reason, folder or self.settings.folder, log_here)
+        self.start()
+        self._orders.put(order)
+        return order
+
+    def wait(self, order: _Order, timeout: float | None) -> Answer | None:
+        """The answer to an order; None when it does not come within so many seconds."""
+        if threading.current_thread() is self._thread:
+            return None  # from inside an object that is being pickled: the answer could never come
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            # A thread that has closed answers no more, and may do so at any moment.
+            ended = self._thread.ident is not None and not self._thread.is_alive()
+            try:
+                return order.reply.get(timeout=0 if ended else min(left, 0.05))
+            except queue.Empty:
+                if ended:
+                    return Answer(not self.waiting, None, [])
+        return None
+
+    # ---- the thread's own --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        order: _Order | None = None
+        while order is None or order.kind != "close":
+            pause = None if self._retry_at is None else max(0.0, self._retry_at - time.monotonic())
+            try:
+                order = self._orders.get(timeout=pause)
+            except queue.Empty:
+                order = None
+            notes: list[Note] = []
+            path = None
+            try:
+                path = self._obey(order, notes)
+            except BaseException as error:  # of recorded objects, which may raise what they like wherever they are used
+                notes.append((logging.ERROR, f"requests wait, as the writer failed: {type(error).__name__}"))
+            if order is not None:
+                order.reply.put(Answer(not self._held, path, notes))
+            if notes and (order is None or order.log_here):
+                # A thread of its own may wait for the log's lock, for as long as it takes.
+                with contextlib.suppress(RuntimeError):  # no more threads are to be had; requests go before their log
+                    threading.Thread(target=log, args=(notes,), name="graftlab-requests-log", daemon=True).start()
+
+    def _obey(self, order: _Order | None, notes: list[Note]) -> Path | None:
+        if order is None:
+            self._called = False
+        self._take_in()
+        if order is None:
+            self._write_full(notes)
+        elif order.kind == "flush":
+            self._write_all([order.folder], notes)
+        elif order.kind == "retire":
+            # Nothing came after what was to go into this folder, unless there is a new one, where all can go.
+            if self.settings.folder is None:
+                self._write_all([order.folder], notes)
+        elif order.kind == "crash":
+            return self._crash(order, notes)
+        else:
+            self._close(order, notes)
+        return None
+
+    def _write_full(self, notes: list[Note]) -> None:
+        if self._retry_at is not None and time.monotonic() < self._retry_at:
+            return
+        self._retry_at = None
+        settings = self.settings
+        while settings.folder is not None and len(self._held) >= settings.threshold:
+            if not self._write_held([settings.folder], settings.threshold, notes):
+                break
+
+    def _take_in(self) -> None:
+        while self.inbox:
+            finished = self.inbox.popleft()
+            if finished.begun is not None:
+                if finished.begun.over and self.dying:
+                    continue  # the crash's file has it as unfinished
+                finished.begun.over = True
+            (self._passing if finished.for_crash else self._held).append(finished.record)
+        while not self.refused.empty():
+            self.refused.get()
+            self._refusals += 1
+        while self._passing and not self._is_recent(self._passing[0]):
+            self._passing.popleft()
+
+    def _is_recent(self, record: RecordedRequest) -> bool:
+        # Whoever gives no number for a time has the request kept, not lost.
+        try:
+            return not time.time() - float(record.finished or "nan") > self._crash_window
+        except Exception:
+            return True
+
+    def _write_all(self, folders: list[Path | None], notes: list[Note]) -> None:
+        while self._held and self._write_held(folders, self.settings.threshold, notes):
+            pass
+
+    def _write_held(self, folders: Iterable[Path | None], count: int, notes: list[Note]) -> bool:
+        records = list(itertools.islice(self._held, count))
+        if self._write("", folders, records, {}, notes) is None:
+            self._failures += 1
+            self._retry_at = time.monotonic() + min(_FIRST_RETRY * 2.0 ** (self._failures - 1), _LAST_RETRY)
+            return False
+        for _ in records:
+            self._held.popleft()
+        self._failures, self._retry_at = 0, None
+        return True
+
+    def _crash(self, order: _Order, notes: list[Note]) -> Path | None:
+        recent = [*self._passing, *(record for record in self._held if self._is_recent(record))]
+        old = [record for record in self._held if not self._is_recent(record)]
+        open_ones = self._open_ones()
+        folders = [self._crash_folder, order.folder]
+        path = None
+        if recent or open_ones:
+            # What is in a file already is not written again; the crash's file says where it is.
+            since = time.time() - self._crash_window
+            before = [str(name) for written, name in self._paths if written >= since]
+            crash = {"crash": {"reason": order.reason, "files": before}}
+            records = [*recent, *(begun.record for begun in open_ones)]
+            path = self._write("crash_", folders, records, crash, notes)
+            if path is not None:
+                for begun in open_ones:
+                    begun.over = True
+                self._passing.clear()
+                self._held = deque(old)
+        if self._held:
+            self._write_all(folders[::-1], notes)
+        return path
+
+    def _close(self, order: _Order, notes: list[Note]) -> None:
+        if order.folder is not None:
+            for begun in self._open_ones():
+                begun.over = True
+                self._held.append(begun.record)
+        self._write_all([order.folder, self._crash_folder], notes)
+        if self._held:
+            notes.append((logging.ERROR, f"{len(self._held)} recorded requests are lost: they could not be written"))
+
+    def _open_ones(self) -> list[Begun]:
+        return [begun for begun in self.begun.copy().values() if not begun.over]
+
+    def _write(
+        self,
+        prefix: str,
+        folders: Iterable[Path | None],
+        records: list[RecordedRequest],
+        more: dict[str, Any],
+        notes: list[Note],
+    ) -> Path | None:
+        """One file in the first folder that takes it; None where none does."""
+        refusals = self._refusals
+        dropped: list[Dropped] = []
+        if refusals:
+            dropped = [{"where": f"{refusals} requests", "reason": f"refused, as {self.limit} were waiting"}]
+        content = {
+            "server_args": self._server_args,
+            "requests": [tuple(record) for record in records],
+            "launch_command": launch_command(),
+            "dropped": dropped,
+            **more,
+        }
+        for folder in dict.fromkeys(folder for folder in folders if folder is not None):
+            name = f"{prefix}{time.strftime('%Y-%m-%d_%H-%M-%S')}_{self._token}_{next(self._numbers):06d}.pkl"
+            try:
+                gone, failures = write_whole(folder / name, lambda file: pickle_in_steps(content, file))
+            except (OSError, NotWritten) as error:
+                more_refused = f"; {refusals} more were refused" if refusals else ""
+                text = (
+                    f"cannot write {len(records)} requests into {folder}: {error}; {self.waiting} wait in memory, "
+                    f"where at most {self.limit} may, and the next flush tries again{more_refused}"
+                )
+                notes.append((logging.WARNING, text))
+                continue
+            self._refusals = 0
+            self.written += len(records)
+            self._paths.append((time.time(), str(folder / name)))
+            notes += [(logging.WARNING, f"the requests of {folder / name}: {failure}") for failure in failures]
+            notes += [(logging.WARNING, f"{folder / name}: {item['where']}: {item['reason']}") for item in gone]
+            notes.append((logging.INFO, f"wrote {len(records)} requests to {folder / name}"))
+            return folder / name
+        return None
+
+
+def launch_command() -> str:
+    """The command line that started this process, as a shell would take it, with ``***`` for what is secret in it."""
+    words: list[str] = []
+    for word in map(str, sys.orig_argv):
+        option, equals, _ = word.partition("=")
+        if equals and _SECRET.fullmatch(option):
+            word = f"{option}=***"
+        elif words and _SECRET.fullmatch(words[-1]):
+            word = "***"
+        words.append(word)
+    return shlex.join(words)
+
+
+def log(notes: list[Note]) -> None:
+    for level, text in notes:
+        logger.log(level, "%s", text)
+
+
+def write_whole(path: Path, fill: Callable[[IO[bytes]], T]) -> T:
+    """Make a file that appears whole or not at all, and outlives a power cut. What was recorded is its owner's alone.
+
+    Raises OSError, and what ``fill`` raises.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            result = fill(file)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    # The file is there; not every file system can make its name durable too.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return result
