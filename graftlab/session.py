@@ -178,11 +178,11 @@ class Session:
         """Feed recorded requests to both sides, a step a batch, and tell which diverge, the worst first.
 
         ``path`` is a file of a :class:`~graftlab.requests.RequestDumper`, read as
-        :func:`~graftlab.requests.load_dump` reads it. ``baseline`` and ``target`` are functions, or expressions for
-        one where ``%%graft`` cells run: they get a list of up to ``batch_size`` requests as they were recorded, and
-        return as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and perhaps ``logits``).
-        ``limit`` takes only the first so many requests. Rows carry the tag ``rid``; taps above ``noise_floor``
-        (``rel_l2``) diverge. In a batch of several requests the taps speak for all of them.
+        :func:`~graftlab.requests.load_dump` reads it, or a folder of such files. ``baseline`` and ``target`` are
+        functions, or expressions for one where ``%%graft`` cells run: they get a list of up to ``batch_size`` requests
+        as they were recorded, and return as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and
+        perhaps ``logits``). ``limit`` takes only the first so many requests. Rows carry the tag ``rid``; taps above
+        ``noise_floor`` (``rel_l2``) diverge. In a batch of several requests the taps speak for all of them.
 
         A damaged request is reported and skipped; one at which a function raises has the status ``failed``. Raises
         :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay, and

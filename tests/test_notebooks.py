@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "quickstart.ipynb",
         "live_editing.ipynb",
+        "replay.ipynb",
         "tensor_diffs.ipynb",
     }
     for path in NOTEBOOKS.glob("*.ipynb"):
@@ -69,3 +71,25 @@ def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path
     assert steps[1][1] == steps[0][2] + 1
     assert steps[2][1] == steps[1][2] + 1
     assert sum(count for *_, count in steps) == steps[2][2] - steps[0][1] + 1
+
+
+@pytest.mark.timeout(240)
+def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: Path) -> None:
+    outputs = execute("replay.ipynb", tmp_path)
+    text = texts(outputs)
+    assert not any(output.output_type == "error" for output in outputs)
+    assert "requests        50" in text
+    # Before and after the exclude keys were changed.
+    with_timings = int(re.search(r"with timings +(\d+)", text)[1])
+    assert 0 < with_timings < 50
+    # Those that never had more than 23 tokens, and those that had.
+    no, yes = ([int(number) for number in line.split()[1:]] for line in re.findall(r"^(?:False|True) .*$", text, re.M))
+    assert no[0] + yes[0] == 50
+    assert (no[2], no[3]) == (23, 0)
+    assert yes[1] == 24
+    assert yes[3] > 0
+    taps = re.findall(r"^(\w+) \(phase=\w+, layer=(\d+)\) +\d+$", text, re.M)
+    assert set(taps) == {("attn_out", "0")}
+    assert "(True, True)" in text, "the graft brings back every recorded answer"
+    assert re.search(r"0\)?, True\)", text), "and so does the mended window"
+    assert pictures(outputs) == 1

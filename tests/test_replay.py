@@ -160,6 +160,18 @@ def test_of_a_file_that_ends_early_the_whole_requests_are_replayed(
     assert "whole requests before it" in caplog.text
 
 
+def test_a_folder_is_replayed_file_by_file(session: gl.Session, tmp_path: Path) -> None:
+    write(tmp_path / "2026-11-21_04.pkl", [recorded("second", 2)])
+    write(tmp_path / "2026-11-21_03.pkl", [recorded("first", 1), "damaged"])
+    write(tmp_path / ".half.pkl.tmp", [recorded("never", 3)])
+    replay = session.replay(tmp_path, good, good)
+    assert replay.frame["rid"].unique().tolist() == ["first", "second"]
+    assert replay.summary[["rid", "index"]].values.tolist() == [["first", 0], ["second", 2], ["#1", 1]]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DumpError, match="there are no recorded requests in the folder"):
+        session.replay(tmp_path / "none", good, good)
+
+
 def test_a_file_without_anything_to_replay_is_refused(session: gl.Session, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no request that can be replayed: it is empty"):
         session.replay(write(tmp_path / "empty.pkl", []), good, good)

@@ -131,7 +131,7 @@ def _commands() -> dict[str, Command]:
         "Both sides' functions get a list of requests and return as many outputs. They are functions of the\n"
         "notebook, or of the %%graft cells of their side.",
     )
-    replay.add_argument("file", metavar="FILE", help="what a RequestDumper wrote")
+    replay.add_argument("file", metavar="FILE", help="what a RequestDumper wrote, or the folder of it")
     replay.add_argument(
         "--baseline", metavar="NAME", default="generate", help="the baseline's function (default generate)"
     )

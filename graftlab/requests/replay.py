@@ -45,7 +45,7 @@ _NOT_THE_TAP = frozenset({"name", "step", "side", "rank", "recompute_status", "r
 
 @dataclass(frozen=True)
 class Skipped:
-    """A recorded request that was not fed to anybody, and why. ``index`` is its place in the file."""
+    """A recorded request that was not fed to anybody, and why. ``index`` is its place among all that were read."""
 
     rid: str
     index: int
@@ -100,22 +100,13 @@ def replay(
     for name, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"replay: {name} must be a whole number of at least 1, not {value!r}")
-    dump, trouble = _load(path, trusted)
-    chosen = list(enumerate(dump["requests"]))[:limit]
-    lost = _lost(dump)
-    skipped = [
-        Skipped(_rid(index, record), index, reason)
-        for index, record in chosen
-        if (reason := lost.get(index) or _damage(record)) is not None
-    ]
+    chosen = _read(Path(path), trusted)[:limit]
+    skipped = [Skipped(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None]
     for each in skipped:
         logger.warning("replay of %s: request %d (%s) is skipped: %s", path, each.index, each.rid, each.reason)
-    left_out = {each.index for each in skipped}
-    good = [(index, record) for index, record in chosen if index not in left_out]
+    good = [(index, each.record) for index, each in enumerate(chosen) if each.lost is None]
     if not good:
-        raise RequestError(
-            f"{path} holds no request that can be replayed{trouble}: " + (_reasons(skipped) or "it is empty")
-        )
+        raise RequestError(f"{path} holds no request that can be replayed: " + (_reasons(skipped) or "it is empty"))
     batches = [good[start : start + batch_size] for start in range(0, len(good), batch_size)]
     names = [",".join(_rid(index, record) for index, record in batch) for batch in batches]
     requests = [[record.request for _, record in batch] for batch in batches]
@@ -129,18 +120,36 @@ def replay(
     return Replay(run, _with_skipped(summary, skipped), skipped)
 
 
-def _load(path: str | Path, trusted: bool) -> tuple[Dump, str]:
-    """The file, or as much of it as can be read; and what was wrong with it, in words."""
+@dataclass(frozen=True)
+class _Read:
+    """A recorded request, and why it cannot be replayed, if it cannot."""
+
+    record: RecordedRequest
+    lost: str | None
+
+
+def _read(path: Path, trusted: bool) -> list[_Read]:
+    """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
+    if not path.is_dir():
+        return _read_file(path, trusted)
+    files = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
+    if not files:
+        raise DumpError(f"there are no recorded requests in the folder {path}: no file in it ends in .pkl")
+    return [each for file in files for each in _read_file(file, trusted)]
+
+
+def _read_file(path: Path, trusted: bool) -> list[_Read]:
     try:
-        return load_dump(path, trusted), ""
+        dump = load_dump(path, trusted)
     except OSError as error:
         raise DumpError(f"{path} cannot be read: {error.strerror or error}") from error
     except DumpError as error:
         if not error.requests:
             raise
         logger.warning("%s; these are replayed", error)
-        dump: Dump = {"server_args": None, "requests": error.requests, "launch_command": "", "dropped": []}
-        return dump, f" ({error})"
+        return [_Read(record, _damage(record)) for record in error.requests]
+    lost = _lost(dump)
+    return [_Read(record, lost.get(index) or _damage(record)) for index, record in enumerate(dump["requests"])]
 
 
 def _lost(dump: Dump) -> dict[int, str]:

@@ -1,0 +1,19 @@
+"""Captured graphs: the static buffers they read, and how a batch gets into those and nothing else stays in them."""
+
+from __future__ import annotations
+
+from .builders import build_decode_registry, build_prefill_registry
+from .pool import clear_input_buffer_pool, share_input_buffer
+from .registry import CudaGraphBufferRegistry
+from .slots import FillContext, GraphSlot, PaddingPolicy
+
+__all__ = [
+    "CudaGraphBufferRegistry",
+    "FillContext",
+    "GraphSlot",
+    "PaddingPolicy",
+    "build_decode_registry",
+    "build_prefill_registry",
+    "clear_input_buffer_pool",
+    "share_input_buffer",
+]

@@ -1,0 +1,299 @@
+"""All static buffers of a captured graph: made in one place, filled in one go, shown in place of a batch's fields."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from graftlab.errors import GraphError
+from graftlab.graphs.copies import copy_all, is_lossless
+from graftlab.graphs.pool import share_input_buffer
+from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
+
+Batch = TypeVar("Batch")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+_NO_FIELD = object()
+
+# Of each kind of plan. A decode has one for each size of its batch; past this many, all are made again.
+_MOST_PLANS = 256
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a fill of given sizes, from sources of given shapes, dtypes and devices, writes where: checked before."""
+
+    resets: list[tuple[Tensor, float | int | bool]]
+    # Which sources go into which heads, by device and dtypes.
+    copies: list[tuple[list[int], list[Tensor]]]
+    heads: list[Tensor | None]
+    absent: frozenset[str]
+
+
+class CudaGraphBufferRegistry:
+    """The slots of one graph runner, or of several that never run at once. For one thread at a time.
+
+    ``device`` is that of slots that name none; ``max_bs`` and ``max_num_tokens`` are the largest sizes ever captured.
+    With ``share_pool``, slots take their memory from the process's pool (:func:`share_input_buffer`).
+    """
+
+    def __init__(self, device: torch.device | str, max_bs: int, max_num_tokens: int, share_pool: bool = False) -> None:
+        if max_bs < 0 or max_num_tokens < 0:
+            raise GraphError(f"max_bs={max_bs} and max_num_tokens={max_num_tokens} cannot be negative")
+        self.device = torch.device(device)
+        self.max_bs, self.max_num_tokens, self.share_pool = max_bs, max_num_tokens, share_pool
+        self._slots: dict[str, GraphSlot] = {}
+        self._absent: frozenset[str] = frozenset()
+        self._forget_plans()
+
+    # ---- slots ----------------------------------------------------------------------------------------------------
+
+    def register_slot(self, slot: GraphSlot, bind: Tensor | None = None) -> GraphSlot:
+        """Give a slot its buffer: new memory, the pool's, or the tensor ``bind``, whose content stays as it is.
+
+        Returns the slot; of one that another registry has, a copy with a buffer of its own. Memory from the pool
+        keeps its content too, but for FILL_ONCE, whose value may never have been written there; so do not register
+        between a fill and its replay.
+
+        Raises :class:`GraphError` for a second slot of a name, for a tensor to adopt that has not exactly the slot's
+        shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
+        """
+        if slot.name in self._slots:
+            raise slot.error("there is a slot of this name already")
+        if slot._registered:
+            slot = dataclasses.replace(slot, buffer=None)
+        if slot.enabled:
+            buffer = self._buffer_for(slot, slot.buffer if bind is None else bind)
+            # Where the slot cannot be cut, it is not registered.
+            ends = FillContext(0, self.max_bs, 0, self.max_num_tokens)
+            dataclasses.replace(slot, buffer=buffer).head_and_tail(ends)
+            object.__setattr__(slot, "buffer", buffer)
+        object.__setattr__(slot, "_registered", True)
+        self._slots[slot.name] = slot
+        self._forget_plans()
+        return slot
+
+    def _buffer_for(self, slot: GraphSlot, adopted: Tensor | None) -> Tensor:
+        shape = torch.Size(slot.shape_fn(self.max_bs, self.max_num_tokens))
+        # A device that leaves out its index, as "cuda" does, gets one with its first tensor.
+        device = torch.empty(0, device=self.device if slot.device is None else slot.device).device
+        if adopted is not None:
+            got = (adopted.shape, adopted.dtype, adopted.device)
+            if got != (shape, slot.dtype, device):
+                raise slot.error(f"cannot adopt {_described(*got)}; allowed is {_described(shape, slot.dtype, device)}")
+            return adopted
+        # Filled outside inference mode too, where a tensor that was made inside it could not be written.
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = new = torch.empty(shape, dtype=slot.dtype, device=device)
+            if self.share_pool:
+                buffer = share_input_buffer(slot.name, new)
+            if buffer.data_ptr() == new.data_ptr() or slot.padding_policy is PaddingPolicy.FILL_ONCE:
+                buffer.fill_(slot.fill_value)
+        return buffer
+
+    def get_slot(self, name: str) -> GraphSlot:
+        """The slot of this name, its buffer in it. Raises :class:`GraphError` where there is none."""
+        try:
+            return self._slots[name]
+        except KeyError:
+            raise GraphError(f"no slot {name!r}; there are {self.slot_names()}") from None
+
+    def has_slot(self, name: str) -> bool:
+        """Whether a slot of this name is registered, enabled or not."""
+        return name in self._slots
+
+    def slot_names(self) -> list[str]:
+        """All slots, enabled or not, in the order in which they were registered."""
+        return list(self._slots)
+
+    # ---- batches --------------------------------------------------------------------------------------------------
+
+    def fill_from(
+        self,
+        batch: Any,
+        *,
+        raw_bs: int,
+        padded_bs: int,
+        raw_num_tokens: int,
+        padded_num_tokens: int,
+        pp_proxy_tensors: Any = None,
+    ) -> None:
+        """Make the buffers hold `batch`: first reset tails, then copy, then call the ``post_fill`` hooks.
+
+        `batch` is any object with fields as attributes; a field that is None, or not there, is absent. The buffer of
+        an absent field is reset as a whole where its policy resets tails, since a graph that was captured with it
+        reads it all the same, and keeps what it has where not. A source may lie in the buffers themselves.
+
+        Raises :class:`GraphError`, before anything was written, for sizes beyond the registry's, a source that has not
+        exactly the batch's own size in its slot, and one whose dtype would lose data (:func:`is_lossless`).
+        """
+        ctx = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+        sources: list[Any] = [
+            getattr(batch, slot.name, None) if slot.source_fn is None else slot.source_fn(batch, ctx)
+            for slot in self._copied
+        ]
+        # Equal keys are equally right or wrong, so that what is planned was checked too.
+        key = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, *map(_kind, sources))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = _remember(self._plans, key, self._make_plan(ctx, sources))
+        with torch.no_grad():
+            self._set_apart(sources, plan.heads)
+            for part, value in plan.resets:
+                part.fill_(value)
+            for indices, heads in plan.copies:
+                copy_all(heads, [sources[index] for index in indices])
+            self._absent = plan.absent
+            for hook, buffer in self._hooks:
+                hook(buffer, batch, ctx)
+
+    def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch) -> Batch:
+        """A copy of the template with views of the buffers, of the padded sizes, in place of its fields.
+
+        Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays
+        the template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too;
+        in its ``sampling_info``, what is the batch's tensor under the batch's name for it becomes the view as well.
+
+        Raises :class:`GraphError` for sizes beyond the registry's.
+        """
+        key = (padded_bs, padded_num_tokens)
+        views = self._views.get(key)
+        if views is None:
+            views = _remember(self._views, key, self._make_views(*key))
+        shown: dict[str, Any] = {}
+        shown_in_info: dict[str, Tensor] = {}
+        info = getattr(forward_batch_template, "sampling_info", None)
+        for slot, view in views:
+            own = getattr(forward_batch_template, slot.name, _NO_FIELD)
+            is_absent = slot.name in self._absent or (own is None and slot.copy_from_batch and slot.source_fn is None)
+            if own is _NO_FIELD or is_absent:
+                continue
+            shown[slot.name] = view
+            if own is not None and getattr(info, slot.name, None) is own:
+                shown_in_info[slot.name] = view
+        if shown_in_info:
+            shown["sampling_info"] = _with_fields(info, shown_in_info)
+        return _with_fields(forward_batch_template, shown)
+
+    # ---- plans ----------------------------------------------------------------------------------------------------
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._views: dict[tuple[int, int], list[tuple[GraphSlot, Tensor]]] = {}
+        self._enabled = [slot for slot in self._slots.values() if slot.enabled]
+        self._copied = [slot for slot in self._enabled if slot.copy_from_batch]
+        buffers = [(slot.post_fill, slot.buffer) for slot in self._enabled if slot.buffer is not None]
+        self._hooks = [(hook, buffer) for hook, buffer in buffers if hook is not None]
+        storages = [buffer.untyped_storage() for _, buffer in buffers]
+        ends = sorted({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages})
+        self._starts, self._ends = [start for start, _ in ends], [end for _, end in ends]
+
+    def _make_plan(self, ctx: FillContext, sources: Sequence[Any]) -> _Plan:
+        self._check_sizes(ctx)
+        resets: list[tuple[Tensor, float | int | bool]] = []
+        grouped: defaultdict[tuple[object, ...], tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
+        heads: list[Tensor | None] = []
+        absent: set[str] = set()
+        for slot in self._enabled:
+            head, part = slot.head_and_tail(ctx)
+            if slot.copy_from_batch:
+                source = sources[len(heads)]
+                if source is None:
+                    absent.add(slot.name)
+                    heads.append(None)
+                    part = slot.slice_for(ctx.padded_bs, ctx.padded_num_tokens)
+                else:
+                    _check_source(slot, source, head, ctx)
+                    indices, into = grouped[head.device, source.device, head.dtype, source.dtype]
+                    indices.append(len(heads))
+                    into.append(head)
+                    heads.append(head)
+            if slot.padding_policy.resets and part is not None:
+                resets.append((part, slot.fill_value))
+        return _Plan(resets, list(grouped.values()), heads, frozenset(absent))
+
+    def _make_views(self, padded_bs: int, padded_num_tokens: int) -> list[tuple[GraphSlot, Tensor]]:
+        self._check_sizes(FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens))
+        return [(slot, slot.slice_for(padded_bs, padded_num_tokens)) for slot in self._enabled]
+
+    def _check_sizes(self, ctx: FillContext) -> None:
+        for what, axis, raw, padded, most in (
+            ("bs", "bs", ctx.raw_bs, ctx.padded_bs, self.max_bs),
+            ("num_tokens", "tokens", ctx.raw_num_tokens, ctx.padded_num_tokens, self.max_num_tokens),
+        ):
+            if 0 <= raw <= padded <= most:
+                continue
+            slots = [slot.name for slot in self._enabled if slot.axis == axis]
+            raise GraphError(
+                f"got raw_{what}={raw} and padded_{what}={padded}; allowed is 0 <= raw <= padded <= {most} "
+                f"(max_{what}), for which slots {slots} have room"
+            )
+
+    def _set_apart(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
+        """Clone, in place in the list, the sources that lie in a buffer, for it is about to be written.
+
+        One that is the very place it would be copied to may stay: no reset touches it.
+        """
+        for index, source in enumerate(sources):
+            if source is None:
+                continue
+            address = source.data_ptr()
+            place = bisect.bisect_right(self._starts, address) - 1
+            if place >= 0 and address < self._ends[place]:
+                head = heads[index]
+                assert head is not None, "planned for this source"
+                if address != head.data_ptr() or source.stride() != head.stride() or source.dtype != head.dtype:
+                    sources[index] = source.clone()
+
+
+def _remember(plans: dict[Key, Value], key: Key, plan: Value) -> Value:
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def _kind(source: object) -> object:
+    """What a plan has to know about a source."""
+    if isinstance(source, Tensor):
+        return source.shape, source.dtype, source.device
+    return None if source is None else type(source)
+
+
+def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
+    if not isinstance(source, Tensor):
+        raise slot.error(f"got {type(source).__name__} from the batch; allowed is a tensor, or None")
+    if source.shape != head.shape:
+        assert slot.buffer is not None
+        size = {"bs": f" with raw_bs={ctx.raw_bs}", "tokens": f" with raw_num_tokens={ctx.raw_num_tokens}", "none": ""}
+        raise slot.error(
+            f"got a source of shape {list(source.shape)}; allowed is {list(head.shape)}{size[slot.axis]}, "
+            f"and the whole slot has room for {list(slot.buffer.shape)}"
+        )
+    if not is_lossless(source.dtype, slot.dtype):
+        raise slot.error(
+            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; allowed is what fits into it "
+            "whatever the numbers are. Where they do fit, convert them in a source_fn"
+        )
+
+
+def _with_fields(template: Batch, fields: dict[str, Any]) -> Batch:
+    """A shallow copy with some fields changed; frozen dataclasses and plain namespaces alike."""
+    changed = copy.copy(template)
+    for name, value in fields.items():
+        # Past what keeps a frozen dataclass frozen: nobody else has this copy yet.
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"a tensor of shape {list(shape)}, {dtype}, on {device}"

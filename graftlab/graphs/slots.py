@@ -1,0 +1,194 @@
+"""Slots: what a static buffer of a captured graph holds, and what becomes of the part that no batch fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from graftlab.errors import GraphError
+
+Axis = Literal["bs", "tokens", "none"]
+
+
+class PaddingPolicy(Enum):
+    """What the tail of a buffer holds: the places between the batch's own size and the size that the graph reads."""
+
+    KEEP_PAD = "keep_pad"
+    """What was there: a hook, or the owner of an adopted buffer, put it there on purpose."""
+
+    FILL_SENTINEL = "fill_sentinel"
+    """``pad_value``, written before every copy (and over the whole buffer when it is allocated)."""
+
+    ZERO = "zero"
+    """0, written before every copy."""
+
+    FOREACH_COPY = "foreach_copy"
+    """What an earlier batch left: only for values that the graph never uses past the batch's own size."""
+
+    FILL_ONCE = "fill_once"
+    """``pad_value`` where no batch has reached yet: it is written over the whole buffer, and only at allocation."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether the tail is written before every copy, so that nothing of an earlier batch is left in it."""
+        return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO)
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether the policy says nothing without a ``pad_value``; the others take no notice of one."""
+        return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
+
+
+@dataclass(frozen=True)
+class FillContext:
+    """The sizes of one fill: the batch's own (raw), and those that the graph was captured for (padded)."""
+
+    raw_bs: int
+    padded_bs: int
+    raw_num_tokens: int
+    padded_num_tokens: int
+    pp_proxy_tensors: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSlot:
+    """One static buffer, and how it is filled. All but ``buffer``, which a registry gives it, stays as it was made.
+
+    ``shape_fn(max_bs, max_num_tokens)`` gives the buffer's whole shape. ``axis`` says whether requests or tokens lie
+    along it; ``"none"`` is a buffer that is always filled whole. ``slice_fn(buffer, n)`` gives the view of its first
+    n of these, ``buffer[:n]`` unless told; it is asked once for a size. ``device`` is the registry's unless told.
+
+    ``source_fn(batch, ctx)`` gives what to copy, or None where the batch has no such thing; the batch's field of the
+    slot's name unless told. Without ``copy_from_batch`` nothing is copied. ``post_fill(buffer, batch, ctx)`` is
+    called with the whole buffer after all copies of every fill, also where the field was absent.
+
+    A slot that is not ``enabled`` keeps its name and nothing else: no memory, never filled, never shown. ``buffer`` is
+    a tensor to adopt, if it comes before the slot is registered.
+
+    Raises :class:`GraphError` for what contradicts itself.
+    """
+
+    name: str
+    shape_fn: Callable[[int, int], tuple[int, ...]]
+    dtype: torch.dtype
+    axis: Axis
+    device: torch.device | str | None = None
+    padding_policy: PaddingPolicy = PaddingPolicy.KEEP_PAD
+    pad_value: float | int | bool | None = None
+    enabled: bool = True
+    copy_from_batch: bool = True
+    post_fill: Callable[[Tensor, Any, FillContext], object] | None = None
+    slice_fn: Callable[[Tensor, int], Tensor] | None = None
+    source_fn: Callable[[Any, FillContext], Tensor | None] | None = None
+    buffer: Tensor | None = None
+    _registered: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        policy = self.padding_policy
+        if self.axis not in ("bs", "tokens", "none"):
+            raise self.error(f"axis={self.axis!r}; an axis is 'bs', 'tokens' or 'none'")
+        if not isinstance(policy, PaddingPolicy):
+            raise self.error(f"padding_policy={policy!r}; it takes one of {[str(each) for each in PaddingPolicy]}")
+        if self.axis == "none" and policy.resets:
+            raise self.error(f"axis='none' has no tail for {policy} to reset; choose KEEP_PAD or FILL_ONCE")
+        if self.axis == "none" and self.slice_fn is not None:
+            raise self.error("axis='none' is always taken whole, so a slice_fn would never be asked")
+        if policy.needs_value:
+            if self.pad_value is None:
+                raise self.error(f"{policy} needs a pad_value")
+            if not _fits(self.pad_value, self.dtype):
+                raise self.error(f"pad_value={self.pad_value!r} cannot be written as {self.dtype}")
+        if self.source_fn is not None and not self.copy_from_batch:
+            raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be asked")
+
+    @property
+    def fill_value(self) -> float | int | bool:
+        """What a new buffer is filled with, and what a policy that resets writes into the tail."""
+        return self.pad_value if self.padding_policy.needs_value and self.pad_value is not None else 0
+
+    def size_of(self, bs: int, num_tokens: int) -> int | None:
+        """Which of the two sizes runs along the slot's axis; None where neither does."""
+        if self.axis == "none":
+            return None
+        return bs if self.axis == "bs" else num_tokens
+
+    def slice_for(self, padded_bs: int, padded_num_tokens: int) -> Tensor:
+        """The part of the buffer that a graph of these sizes reads: a view that begins where the buffer begins.
+
+        Raises :class:`GraphError` where there is no buffer yet, or where it, or ``slice_fn``, has no such part.
+        """
+        buffer = self.buffer
+        if buffer is None:
+            raise self.error("no buffer yet; register the slot first, and enabled")
+        size = self.size_of(padded_bs, padded_num_tokens)
+        if size is None:
+            return buffer
+        if size < 0:
+            raise self.error(f"got a size of {size} along its axis {self.axis!r}; it cannot be negative")
+        if self.slice_fn is None:
+            if not buffer.dim() or size > buffer.shape[0]:
+                raise self.error(f"got a size of {size} along its axis {self.axis!r}; its shape is {_shape(buffer)}")
+            return buffer[:size]
+        view = self.slice_fn(buffer, size)
+        if not isinstance(view, Tensor) or not _begins(view, buffer):
+            raise self.error(f"slice_fn(buffer, {size}) is no view of the buffer that begins where the buffer begins")
+        return view
+
+    def head_and_tail(self, ctx: FillContext) -> tuple[Tensor, Tensor | None]:
+        """Views of what the batch fills and of the padding after it, which is None where there is none.
+
+        Raises :class:`GraphError` as :meth:`slice_for` does, and where ``slice_fn`` makes a smaller size's view that
+        is no beginning of a larger size's along one axis.
+        """
+        head = self.slice_for(ctx.raw_bs, ctx.raw_num_tokens)
+        raw, padded = self.size_of(ctx.raw_bs, ctx.raw_num_tokens), self.size_of(ctx.padded_bs, ctx.padded_num_tokens)
+        if raw == padded:
+            return head, None
+        whole = self.slice_for(ctx.padded_bs, ctx.padded_num_tokens)
+        if self.slice_fn is None:
+            return head, whole[raw:]
+        grown = [axis for axis, (less, more) in enumerate(zip(head.shape, whole.shape, strict=True)) if less != more]
+        if not grown:
+            return head, None
+        axis, less = grown[0], head.shape[grown[0]]
+        if len(grown) > 1 or less > whole.shape[axis]:
+            raise self.error(
+                f"slice_fn gives {_shape(head)} for {raw} and {_shape(whole)} for {padded}; it must grow along one axis"
+            )
+        return head, whole.narrow(axis, less, whole.shape[axis] - less)
+
+    def error(self, fault: str) -> GraphError:
+        """An error about this slot."""
+        return GraphError(f"slot {self.name!r}: {fault}")
+
+
+def _begins(view: Tensor, buffer: Tensor) -> bool:
+    # Not by data_ptr: a tensor without elements has none.
+    return (
+        view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        and view.storage_offset() == buffer.storage_offset()
+        and view.stride() == buffer.stride()
+        and view.dtype == buffer.dtype
+    )
+
+
+def _fits(value: float | int | bool, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds the number: an integer exactly, a fraction up to rounding."""
+    try:
+        stored = torch.tensor(value, dtype=dtype).item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        # A number that is too large becomes infinite.
+        return abs(stored) != math.inf or abs(value) == math.inf
+    return bool(stored == value)
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
