@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,8 +43,7 @@ _ROOM_POLL = 0.02
 _READ_POLL = 0.001
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A published tensor as the receiver knows it. ``place`` means what the sender's staging says."""
 
     id: int
@@ -53,7 +52,7 @@ class _Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     extras: bytes | None
-    on_device: bool = False
+    on_device: bool
 
 
 @dataclass
@@ -220,29 +219,20 @@ class SharedMemoryExchange:
         staging: Staging = self._host
         place: Any = None
         if nbytes:
-            if not on_host:
-                place = self._device.put(tensor, nbytes, ranks)
-            if place is None:
-                place = self._put_on_host(key, tensor, nbytes, ranks)
-            else:
+            if not on_host and (place := self._device.put(tensor, nbytes, ranks)) is not None:
                 staging = self._device
+            elif (place := self._host.put(tensor, nbytes, ranks)) is None:
+                raise BufferFullError(
+                    f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do "
+                    f"not fit into what its segment has left"
+                )
         self._next_id += 1
         self._outgoing[self._next_id] = _Outgoing(key.step, staging, place, ranks, memo)
-        entry: tuple[object, ...] = (self._next_id, place or 0, nbytes, tensor.dtype, tuple(tensor.shape), packed)
-        if staging is not self._host:
-            entry = (*entry, True)
+        on_device = staging is self._device
+        entry = (self._next_id, place or 0, nbytes, tensor.dtype, tuple(tensor.shape), packed, on_device)
         frame = pickle.dumps((_ENTRY, tuple(key), entry), protocol=pickle.HIGHEST_PROTOCOL)
         for peer in receivers:
             peer.channel.send(frame)
-
-    def _put_on_host(self, key: TapKey, tensor: torch.Tensor, nbytes: int, ranks: set[int]) -> int:
-        place = self._host.put(tensor, nbytes, ranks)
-        if place is None:
-            raise BufferFullError(
-                f"{self._place.label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not "
-                f"fit into what its segment has left"
-            )
-        return place
 
     def _pack_extras(self, key: TapKey, extras: object) -> bytes | None:
         if extras is None:
@@ -356,7 +346,12 @@ class SharedMemoryExchange:
         """A tensor that is on a GPU, or is wanted on one, as it is to be used here."""
         where = (entry.place, entry.nbytes, entry.dtype, entry.shape)
         if entry.on_device:
-            window = self._reader.window(peer.place.world_rank, *where, alive=not peer.dead)
+            try:
+                window = self._reader.window(peer.place.world_rank, *where, alive=not peer.dead)
+            except Exception as error:
+                # This one is lost; those that follow must take the other way.
+                self._send(peer, (_CHUNK_ANSWER, str(error)))
+                raise
         else:
             window = peer.arena.window(*where)
         return window if near is None else window.to(near.device)
@@ -483,7 +478,7 @@ class SharedMemoryExchange:
             key = TapKey(*message[1])
             # What comes for a step that has ended here is freed by the end-of-step frame that is on its way back.
             if key.step > self._ended_step:
-                peer.inbox[key.step][key] = _Entry(*message[2]) if kind == _ENTRY else None
+                peer.inbox[key.step][key] = _Entry._make(message[2]) if kind == _ENTRY else None
         elif kind == _RELEASE:
             for outgoing_id in message[1]:
                 self._let_go(outgoing_id, peer, used=True)

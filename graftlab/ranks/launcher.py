@@ -126,6 +126,10 @@ class RankProcess:
         self._map.close()
         if self._ended is None:
             self._ended = self.how_it_ended()
+            if self.pid is not None:
+                # torch counts who uses shared CUDA memory in files of such names, which only a clean exit removes.
+                for left in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
+                    left.unlink(missing_ok=True)
             # A process that cannot be killed keeps its descriptor; any other gives it back now, not at some collection.
             with contextlib.suppress(ValueError):
                 self._process.close()

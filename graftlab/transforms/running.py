@@ -98,7 +98,7 @@ def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:
             )
         casts.append(f"{dtype_name(value.dtype)} -> {dtype_name(target.dtype)}")
     if value.device != target.device:
-        # Senders on other devices arrive through host memory; only a user's choice of device is worth a note.
+        # What came through host memory is where the exchange put it; only a user's choice of device is worth a note.
         if value.device.type != "cpu":
             casts.append(f"{value.device} -> {target.device}")
         value = value.to(target.device)

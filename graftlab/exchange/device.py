@@ -1,0 +1,328 @@
+"""Staging on GPUs: tensors between ranks of one host through CUDA IPC, ordered by events on the streams.
+
+A sender copies a tensor into a chunk of GPU memory that every receiver has opened once, records an event behind the
+copy and goes on; a receiver makes its own stream wait for that event and reads the bytes where they are. Neither ever
+waits for the device. A place is free again when an event behind the last read has come to pass on the receiver.
+
+Only a first answer of the receivers proves that CUDA IPC works here. Until it has come, and wherever it is no, tensors
+go through the host's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.multiprocessing  # teaches ForkingPickler to pickle CUDA tensors as IPC handles
+
+from graftlab.errors import warn
+from graftlab.exchange.arena import ALIGNMENT, Allocator
+from graftlab.exchange.staging import as_copyable
+
+CHUNK = 64 << 20
+"""Bytes of a chunk, unless a tensor needs a larger one or the budget ends."""
+
+# Drivers allow some thousands of events that processes share.
+_MOST_EVENTS = 1024
+
+
+class Event(Protocol):
+    """A point in a stream of a GPU; :class:`torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether the GPU has come past it."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has come past it."""
+
+
+class Gpu(Protocol):
+    """All that is asked of CUDA. Streams are the calling thread's current ones."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on such a GPU and can be copied now."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """New bytes on the device."""
+
+    def share(self, chunk: torch.Tensor) -> bytes:
+        """What one other process needs to open the chunk; each needs its own."""
+
+    def open(self, shared: bytes) -> torch.Tensor:
+        """Another process's chunk."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Issue a copy on the device's stream."""
+
+    def new_event(self, *, shared: bool) -> Event:
+        """An event; a shared one can be opened by other processes."""
+
+    def share_event(self, event: Event) -> bytes:
+        """What any other process needs to open an event that was recorded."""
+
+    def open_event(self, shared: bytes, device: torch.device) -> Event:
+        """Another process's event."""
+
+    def record(self, event: Event, device: torch.device) -> None:
+        """Put the event behind everything that was issued on the device's stream."""
+
+    def wait(self, event: Event, device: torch.device) -> None:
+        """Let everything that is issued on the device's stream from now on wait for the event."""
+
+
+class Cuda:
+    """Implements :class:`Gpu` with torch."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        # What is captured into a graph happens later, so there is nothing to copy yet.
+        return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        # Outlives the caller's inference mode, outside of which what was made in it cannot be written.
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def share(self, chunk: torch.Tensor) -> bytes:
+        return pickle.dumps((chunk.device.index, bytes(ForkingPickler.dumps(chunk))))
+
+    def open(self, shared: bytes) -> torch.Tensor:
+        theirs, handle = pickle.loads(shared)
+        mine = torch.cuda.current_device()
+        if theirs != mine and not torch.cuda.can_device_access_peer(mine, theirs):
+            raise RuntimeError(f"cuda:{mine} has no access to the memory of cuda:{theirs}")
+        with torch.inference_mode(False):
+            chunk: torch.Tensor = pickle.loads(handle)
+        return chunk
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        destination.copy_(source)
+
+    def new_event(self, *, shared: bool) -> Event:
+        return torch.cuda.Event(interprocess=shared)  # type: ignore[no-untyped-call]
+
+    def share_event(self, event: Any) -> bytes:
+        return bytes(event.ipc_handle())
+
+    def open_event(self, shared: bytes, device: torch.device) -> Event:
+        event: Event = torch.cuda.Event.from_ipc_handle(device, shared)  # type: ignore[no-untyped-call]
+        return event
+
+    def record(self, event: Any, device: torch.device) -> None:
+        event.record(torch.cuda.current_stream(device))
+
+    def wait(self, event: Any, device: torch.device) -> None:
+        event.wait(torch.cuda.current_stream(device))
+
+
+class DevicePlace(NamedTuple):
+    """Where a sender put a tensor, and the event behind the copy: its number, and what opens it."""
+
+    chunk: int
+    offset: int
+    event: int
+    opens_event: bytes
+
+
+@dataclass
+class _Chunk:
+    """A piece of a sender's GPU memory, and the receivers (world ranks) that were told how to open it."""
+
+    bytes: torch.Tensor
+    allocator: Allocator
+    told: set[int] = field(default_factory=set)
+
+
+class DeviceStaging:
+    """A rank's own chunks, at most ``budget`` bytes of them, which are kept for the tensors to come.
+
+    ``tell(rank, chunk, shared)`` sends a receiver what opens a chunk; its answer must come to :meth:`answered`.
+    """
+
+    def __init__(self, gpu: Gpu, label: str, budget: int, tell: Callable[[int, int, bytes], None]) -> None:
+        self._gpu = gpu
+        self._label = label
+        self._budget = budget
+        self._tell = tell
+        self._chunks: list[_Chunk] = []
+        self._asked: set[int] = set()
+        self._proven: set[int] = set()
+        self._events: list[tuple[Event, bytes]] = []
+        self._idle: defaultdict[torch.device, list[int]] = defaultdict(list)
+        self._latest: dict[torch.device, Event] = {}
+        self._failure: str | None = None
+        self._noted = False
+        # What was put here and has not been given back; asked at each tap, whatever its device.
+        self.bytes_in_use = 0
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether some receiver has not said yet that it can open a chunk."""
+        return self._failure is None and not self._asked <= self._proven
+
+    def answered(self, receiver: int, failure: str | None) -> None:
+        """A receiver has opened a chunk, or says why it cannot read one."""
+        if failure is None:
+            self._proven.add(receiver)
+        else:
+            self._failure = failure
+
+    def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DevicePlace | None:
+        if not self._gpu.takes(tensor):
+            return None
+        place = None
+        if self._failure is None:
+            try:
+                place = self._put(tensor, nbytes, receivers)
+            except Exception as error:
+                # Whatever it is, the host's way is still open; a GPU that is broken will say so there again.
+                self._failure = f"{type(error).__name__}: {error}"
+        if self._failure is not None:
+            self._note(f"it cannot be shared between the ranks ({self._failure})")
+        self._count()
+        return place
+
+    def give_back(self, place: DevicePlace) -> None:
+        chunk = self._chunks[place.chunk]
+        chunk.allocator.give_back(place.offset)
+        self._idle[chunk.bytes.device].append(place.event)
+        self._count()
+
+    def _count(self) -> None:
+        self.bytes_in_use = sum(chunk.allocator.bytes_in_use for chunk in self._chunks)
+
+    def _put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DevicePlace | None:
+        device = tensor.device
+        room = self._find_room(device, nbytes)
+        if room is None:
+            return None
+        number, offset = room
+        chunk = self._chunks[number]
+        place = None
+        try:
+            for rank in receivers - chunk.told:
+                chunk.told.add(rank)
+                self._asked.add(rank)
+                self._tell(rank, number, self._gpu.share(chunk.bytes))
+            if receivers <= self._proven and (self._idle[device] or len(self._events) < _MOST_EVENTS):
+                event = self._copy(as_copyable(tensor), chunk.bytes, offset, nbytes)
+                place = DevicePlace(number, offset, event, self._events[event][1])
+        finally:
+            if place is None:
+                chunk.allocator.give_back(offset)
+        return place
+
+    def _copy(self, source: torch.Tensor, chunk: torch.Tensor, offset: int, nbytes: int) -> int:
+        """Copy a tensor into a chunk and return the number of the event behind the copy."""
+        device = chunk.device
+        fresh = not self._idle[device]
+        number = len(self._events) if fresh else self._idle[device].pop()
+        event = self._gpu.new_event(shared=True) if fresh else self._events[number][0]
+        latest = self._latest.get(device)
+        if latest is not None:
+            # The place may have been written from another stream for receivers that never looked.
+            self._gpu.wait(latest, device)
+        self._gpu.copy(source, _window(chunk, offset, nbytes, source.dtype, source.shape))
+        self._gpu.record(event, device)
+        self._latest[device] = event
+        if fresh:
+            # An event belongs to the device where it was first recorded, and has no handle before that.
+            self._events.append((event, self._gpu.share_event(event)))
+        return number
+
+    def _find_room(self, device: torch.device, nbytes: int) -> tuple[int, int] | None:
+        """The number of a chunk on the device, made if need be, and an offset in it that is taken now."""
+        for number, chunk in enumerate(self._chunks):
+            offset = chunk.allocator.take(nbytes) if chunk.bytes.device == device else None
+            if offset is not None:
+                return number, offset
+        need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = min(max(CHUNK, need), self._budget - sum(chunk.bytes.numel() for chunk in self._chunks))
+        if size < need:
+            self._note(
+                f"{nbytes} bytes do not fit into what the buffer budget of {self._budget >> 20} MiB leaves on {device}"
+            )
+            return None
+        made = _Chunk(self._gpu.allocate(size, device), Allocator(size, start=0))
+        self._chunks.append(made)
+        offset = made.allocator.take(nbytes)
+        assert offset is not None
+        return len(self._chunks) - 1, offset
+
+    def _note(self, why: str) -> None:
+        if not self._noted:
+            self._noted = True
+            warn(f"gl.tap on {self._label}: tensors go from the GPU through the host's memory, which is slower: {why}")
+
+
+class DeviceReader:
+    """The chunks of all senders as one receiver sees them, and what its own streams may still be reading."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._chunks: dict[tuple[int, int], torch.Tensor | str] = {}
+        self._events: dict[tuple[int, int], Event] = {}
+        self.reading: deque[tuple[Event, Any]] = deque()
+
+    def open(self, sender: int, chunk: int, shared: bytes) -> str | None:
+        """Open a sender's chunk. Returns why that cannot be, or None."""
+        try:
+            self._chunks[sender, chunk] = self._gpu.open(shared)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            self._chunks[sender, chunk] = failure
+            return failure
+        return None
+
+    def window(
+        self, sender: int, place: DevicePlace, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, alive: bool
+    ) -> torch.Tensor:
+        """The bytes at ``place`` as a tensor that may be used on its device's current stream, without a copy.
+
+        Raises RuntimeError when they cannot be had: the chunk could not be opened, or the sender is not ``alive`` and
+        its GPU did not come as far as the copy.
+        """
+        chunk = self._chunks[sender, place.chunk]
+        if isinstance(chunk, str):
+            raise RuntimeError(chunk)
+        event = self._events.get((sender, place.event))
+        if event is None:
+            event = self._events[sender, place.event] = self._gpu.open_event(place.opens_event, chunk.device)
+        if not alive and not event.query():
+            raise RuntimeError("it died before its GPU had made the copy")
+        self._gpu.wait(event, chunk.device)
+        return _window(chunk, place.offset, nbytes, dtype, shape)
+
+    def let_go(self, sender: int, place: DevicePlace, item: Any) -> None:
+        """Nothing issued from now on reads the place; ``item`` comes back from :meth:`read` when all before has run."""
+        event = self._gpu.new_event(shared=False)
+        chunk = self._chunks[sender, place.chunk]
+        assert isinstance(chunk, torch.Tensor)
+        # On a GPU that has failed nothing reads any more; the failure itself is the user's next call to tell.
+        with contextlib.suppress(RuntimeError):
+            self._gpu.record(event, chunk.device)
+        self.reading.append((event, item))
+
+    def read(self, *, wait: bool) -> list[Any]:
+        """The items that no stream reads any more; with ``wait`` those that one still reads too, when it has."""
+        done = []
+        while self.reading:
+            event, item = self.reading[0]
+            with contextlib.suppress(RuntimeError):  # as above
+                if not event.query():
+                    if not wait:
+                        break
+                    event.synchronize()
+            done.append(item)
+            self.reading.popleft()
+        return done
+
+
+def _window(chunk: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    # Places are multiples of ALIGNMENT, so of any dtype's size too.
+    return chunk[offset : offset + nbytes].view(dtype).view(shape)
