@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 STATUSES = ("compared", "grafted", "failed", "missing", "timeout", "unmatched")
 
@@ -50,6 +53,15 @@ def plain(value: object) -> str | int | float | bool | None:
     return _ADDRESS.sub("", repr(value))
 
 
+# What orjson writes as `json` would; of other values each says something else.
+_USUAL = frozenset({str, int, float, bool, type(None)})
+_FLOATS = tuple(
+    COLUMNS.index(name)
+    for name in (
+        *("rel_l2", "rel_diff", "max_abs", "mean_abs", "cosine", "seconds"),
+        *(f"{what}_{side}" for side in ("baseline", "target") for what in ("mean", "std", "min", "max")),
+    )
+)
 # Made once, for that takes as long as a short row. A value that holds itself is found by the recursion limit.
 _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
@@ -57,16 +69,31 @@ _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=Fa
 def encode(row: Row) -> bytes:
     """One line of JSON without the newline: the row's values in the order of :data:`COLUMNS`.
 
-    What JSON does not have is written as its repr.
+    What JSON does not have is written as its repr. A line that orjson would read in another way than `json`, because it
+    has NaN, infinities, or integers of more than 64 bits, begins with a space.
     """
     values = list(map(row.get, COLUMNS))
+    if _is_usual(values):
+        try:
+            return orjson.dumps(values)
+        except TypeError:
+            pass  # half a character, or a very large integer
     try:
         line = _to_json(values)
     except (TypeError, ValueError, RecursionError):
         # A dict whose keys are not text, or a value that holds itself. Only tags, being the caller's, have such.
         values[_TAGS] = {name: plain(value) for name, value in row["tags"].items()}
         line = _to_json(values)
-    return line.encode("utf-8", "replace")
+    return b" " + line.encode("utf-8", "replace")
+
+
+def _is_usual(values: list[Any]) -> bool:
+    if not math.isfinite(sum([value for at in _FLOATS if (value := values[at]) is not None])):
+        return False
+    for value in (values[_TAGS] or {}).values():
+        if type(value) not in _USUAL or (type(value) is float and not math.isfinite(value)):
+            return False
+    return True
 
 
 def decode(line: bytes) -> Row:
@@ -84,7 +111,9 @@ def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[lis
     the columns' names, as earlier versions wrote it. Raises ValueError where there is a line that is no row.
     """
     # One call of the parser for all is several times faster than one a row.
-    found = json.loads(b"[" + lines[:-1].replace(b"\n", b",") + b"]")
+    everything = b"[" + lines[:-1].replace(b"\n", b",") + b"]"
+    quickly = lines.startswith(b"[") and b"\n " not in lines and b"\n{" not in lines
+    found = orjson.loads(everything) if quickly else json.loads(everything)
     if len(found) != lines.count(b"\n"):
         raise ValueError("not one row a line")
     if columns == COLUMNS and set(map(type, found)) == {list} and set(map(len, found)) == {len(COLUMNS)}:
