@@ -1,0 +1,129 @@
+"""The thread on which a server's engine steps; everybody else hands in requests and gets futures."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from graftlab.engine.engine import Engine
+from graftlab.engine.request import Finished, Request
+from graftlab.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes no more requests."""
+
+
+class DuplicateRequestError(RequestError):
+    """A request of this id is not over yet."""
+
+
+class EngineThread:
+    """Owns an engine from construction on: nobody else may call it. All methods are safe on any thread.
+
+    ``on_finished`` is called on the engine's thread with each request that is over, by whatever end, before its future
+    has a result. A step that raises ends the requests that were live then with finish reason ``error``; the engine goes
+    on with the next.
+    """
+
+    def __init__(self, engine: Engine, on_finished: Callable[[Finished], object]) -> None:
+        self._engine = engine
+        self._on_finished = on_finished
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._futures: dict[str, Future[Finished]] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+        # A daemon, so that a forward that hangs cannot keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="graftlab-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def live(self) -> int:
+        """How many requests are not over."""
+        return len(self._futures)
+
+    def submit(self, request: Request) -> Future[Finished]:
+        """What will come of the request; its future cannot be cancelled, see :meth:`abort`.
+
+        Raises :class:`RequestError` where it can never be served, :class:`DuplicateRequestError` where one of its id is
+        not over yet, and :class:`EngineStoppedError`.
+        """
+        self._engine.check(request)
+        future: Future[Finished] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._stopped:
+                raise EngineStoppedError("the engine has stopped and takes no more requests")
+            if request.rid in self._futures:
+                raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
+            self._futures[request.rid] = future
+            self._orders.put(lambda: self._engine.add(request))
+        return future
+
+    def abort(self, rid: str, future: Future[Finished]) -> None:
+        """End the request that `future` is of, before the next step; it finishes with what it has. Does not wait."""
+        self._orders.put(lambda: self._abort(rid, future))
+
+    def stop(self, timeout: float) -> bool:
+        """End after the current step, with every live request aborted; whether that was so within `timeout` seconds."""
+        with self._lock:
+            self._stopped = True
+        self._orders.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # ---- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            try:
+                going = self._obey()
+                if going:
+                    for finished in self._engine.step():
+                        self._settle(finished)
+            except Exception as error:
+                logger.exception("a step of the engine failed; its requests end here")
+                self._end_all(f"{type(error).__name__}: {error}")
+        self._end_all(None)
+
+    def _obey(self) -> bool:
+        """Carry out what was ordered, waiting for orders where there is nothing else to do; False to stop."""
+        wait = not self._engine.live
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            wait = False
+
+    def _abort(self, rid: str, future: Future[Finished]) -> None:
+        # By now it may be over, and another request may have its id.
+        if self._futures.get(rid) is future and (finished := self._engine.abort(rid)) is not None:
+            self._settle(finished)
+
+    def _end_all(self, error: str | None) -> None:
+        for rid in self._engine.live:
+            if (finished := self._engine.abort(rid, error)) is not None:
+                self._settle(finished)
+
+    def _settle(self, finished: Finished) -> None:
+        try:
+            self._on_finished(finished)
+        except Exception:
+            logger.exception("what is done with the finished request %r failed", finished.request.rid)
+        with self._lock:
+            future = self._futures.pop(finished.request.rid)
+        future.set_result(finished)

@@ -1,0 +1,110 @@
+"""Where keys and values of all requests lie: a pool of token slots, and a table of which are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING_SLOT = 0
+"""Belongs to no request: padding rows of a captured graph have to write somewhere."""
+
+
+class SlotAllocator:
+    """Hands out the numbers from `first` on, `count` of them, and takes them back; last back, first out."""
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        self._free = list(range(first + count - 1, first - 1, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` numbers that nobody has, or None, and nothing taken, where there are fewer."""
+        if count > len(self._free):
+            return None
+        slots = [self._free.pop() for _ in range(count)]
+        self._taken.update(slots)
+        return slots
+
+    def free(self, slots: list[int]) -> None:
+        """Take numbers back. Raises `ValueError`, and takes none, if one was not handed out, or is named twice."""
+        if len(set(slots)) < len(slots) or not self._taken.issuperset(slots):
+            wrong = [slot for slot in slots if slot not in self._taken or slots.count(slot) > 1]
+            raise ValueError(f"slots {wrong} are not handed out, or named twice, so they cannot be freed")
+        self._taken.difference_update(slots)
+        self._free.extend(reversed(slots))
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """One request's place in the cache: its row of the table, and the slot of each of its tokens."""
+
+    row: int
+    slots: list[int]
+
+
+class KVCache:
+    """Keys and values by layer and slot, ``[layers, 1 + max_tokens, kv_heads, head_dim]`` each.
+
+    ``table[row, place]`` ``[max_requests, max_context]`` is the slot of a request's token at that place; past the
+    request's last token, it says nothing. Slot 0 is :data:`PADDING_SLOT`, as are all places never used.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        max_requests: int,
+        max_context: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (layers, 1 + max_tokens, kv_heads, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.table = torch.full((max_requests, max_context), PADDING_SLOT, dtype=torch.int64, device=device)
+        self.max_requests, self.max_context, self.max_tokens = max_requests, max_context, max_tokens
+        self._rows = SlotAllocator(max_requests)
+        self._slots = SlotAllocator(max_tokens, first=PADDING_SLOT + 1)
+
+    @property
+    def available_rows(self) -> int:
+        """How many more requests have room in the table."""
+        return self._rows.available
+
+    @property
+    def available_slots(self) -> int:
+        """How many more tokens have room in the pool."""
+        return self._slots.available
+
+    def reserve(self, tokens: int) -> Reservation | None:
+        """A row and `tokens` slots, written into the table; None, and nothing taken, where there is no room now.
+
+        Raises `ValueError` for what can never have room.
+        """
+        most = min(self.max_context, self.max_tokens)
+        if not 1 <= tokens <= most:
+            raise ValueError(f"{tokens} tokens can never be reserved; a request has from 1 to {most}")
+        if not self._rows.available or (slots := self._slots.allocate(tokens)) is None:
+            return None
+        row = self._rows.allocate(1)
+        assert row is not None, "asked for above"
+        self.table[row[0], :tokens] = torch.tensor(slots, device=self.table.device)
+        return Reservation(row[0], slots)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give a request's place back. Raises `ValueError` where it was given back before."""
+        self._slots.free(reservation.slots)
+        self._rows.free([reservation.row])
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put the keys and values ``[T, kv_heads, head_dim]`` of T tokens into their slots ``[T]``."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)

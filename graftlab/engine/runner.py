@@ -1,0 +1,49 @@
+"""Runners: the ways to carry a batch through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graftlab.engine.attention import AttentionBackend, CacheAttention
+from graftlab.engine.batch import ForwardBatch
+from graftlab.engine.kv_cache import KVCache
+from graftlab.models import Transformer
+from graftlab.taps import tags
+
+
+class Runner(Protocol):
+    """What the engine asks for once a step."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits ``[B, V]`` after each request's last token in the batch; its keys and values are then in the cache."""
+
+
+RunnerFactory = Callable[[Transformer, KVCache], Runner]
+"""Makes an engine's runner. A class that takes model and cache is one; options go in through a `partial`."""
+
+
+class EagerRunner:
+    """The model called as it is, every tap in it tagged ``phase="prefill"`` or ``"decode"``.
+
+    The tokens of a batch are the rows, ``[T, 1]``, in both phases: taps show ``[T, 1, ...]``, a row a token.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, attention: AttentionBackend | None = None) -> None:
+        self.model = model
+        self.attention = attention or CacheAttention(cache, model.config.sliding_window)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.forward_tokens(batch)[batch.last_tokens()]
+
+    @torch.no_grad()
+    def forward_tokens(self, batch: ForwardBatch) -> Tensor:
+        """Logits ``[T, V]`` after every token of the batch."""
+        self.attention.prepare_metadata(batch)
+        with tags(phase=batch.mode):
+            # Rows, not one row of T: a model limits the length of a row, and a batch may be longer than any context.
+            logits: Tensor = self.model(batch.input_ids[:, None], batch.positions[:, None], self.attention.attend)
+        return logits.squeeze(1)

@@ -1,0 +1,150 @@
+"""``python -m graftlab.engine.serve``: a small model behind HTTP, whose requests can be recorded."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from graftlab.engine.engine import Engine
+from graftlab.engine.presets import DTYPES, PRESETS, build_model
+from graftlab.engine.server import Server
+from graftlab.errors import GraftError
+from graftlab.requests import RequestDumper, RequestLogging
+
+TOKEN_VARIABLE = "GRAFTLAB_ENGINE_TOKEN"
+_LOOPBACK = ("127.", "::1", "localhost")
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when it could not start."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    token = options.token or os.environ.get(TOKEN_VARIABLE) or None
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        parser.error("a token goes into an HTTP header: printable ASCII without spaces, please")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)  # what is logged of requests is the settings' matter
+    if token is not None:
+        # Files of recorded requests hold the command line, and are passed on.
+        hidden = {token: "***", f"--token={token}": "--token=***"}
+        sys.orig_argv[:] = [hidden.get(argument, argument) for argument in sys.orig_argv]
+    elif not options.host.startswith(_LOOPBACK):
+        logger.warning("whoever reaches %s may use this server: consider a --token", options.host)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        engine, dumper = _engine(options), _dumper(options)
+    # An AssertionError is how torch says that it was built without the device.
+    except (GraftError, ValueError, RuntimeError, AssertionError) as error:
+        return _cannot_start(error)
+    requests = RequestLogging(dumper, options.log_requests, options.log_requests_level)
+    return asyncio.run(_serve(options, engine, requests, token))
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    model = build_model(
+        options.model,
+        seed=options.seed,
+        sliding_window=options.sliding_window,
+        dtype=options.dtype,
+        device=options.device,
+    )
+    return Engine(
+        model,
+        max_requests=options.max_requests,
+        max_tokens=options.max_tokens,
+        max_prefill_tokens=options.max_prefill_tokens,
+        request_ids=options.request_ids,
+    )
+
+
+def _dumper(options: argparse.Namespace) -> RequestDumper:
+    return RequestDumper(
+        options.dump_requests_folder,
+        threshold=options.dump_requests_threshold,
+        crash_folder=options.crash_dump_folder,
+        server_args={name: value for name, value in vars(options).items() if name != "token"},
+        catch_crashes=True,
+    )
+
+
+async def _serve(options: argparse.Namespace, engine: Engine, requests: RequestLogging, token: str | None) -> int:
+    server = Server(engine, requests, token=token, max_live=options.max_live)
+    ending, hurry = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        # The second signal is from somebody who does not want to wait.
+        (hurry if ending.is_set() else ending).set()
+
+    # They take the dumper's place for SIGTERM: this end is in good order, and closes it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    try:
+        port = server.listen(options.host, options.port)
+    except (OSError, OverflowError) as error:
+        requests.dumper.close()
+        return _cannot_start(error)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    sys.stdout.write(f"graftlab engine: {options.model} model, ready at http://{host}:{port}\n")
+    sys.stdout.flush()
+    await ending.wait()
+    await server.close(options.drain_seconds, hurry)
+    await asyncio.to_thread(requests.dumper.close)
+    return 0
+
+
+def _cannot_start(error: BaseException) -> int:
+    sys.stderr.write(f"python -m graftlab.engine.serve: {error}\n")
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m graftlab.engine.serve",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    where.add_argument("--port", type=int, default=30000, help="0 takes a free one, which is printed")
+    where.add_argument("--token", help=f"bearer token that clients must bring; better given as {TOKEN_VARIABLE}")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
+    model.add_argument("--seed", type=int, default=0, help="of the weights")
+    model.add_argument("--sliding-window", type=_count, metavar="N", help="tokens that attention looks back over")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
+    model.add_argument("--device", default="cpu", help="such as cuda:0")
+    model.add_argument("--threads", type=_count, metavar="N", help="of torch, on the CPU; None for torch's own choice")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--max-requests", type=_count, default=8, metavar="N", help="requests in the cache at a time")
+    engine.add_argument("--max-tokens", type=_count, default=4096, metavar="N", help="tokens in the cache")
+    engine.add_argument("--max-prefill-tokens", type=_count, default=512, metavar="N", help="prompt tokens a forward")
+    engine.add_argument("--max-live", type=_count, default=1000, metavar="N", help="requests that wait or run")
+    engine.add_argument("--request-ids", action="store_true", help="put the requests' identities into batches")
+    engine.add_argument("--drain-seconds", type=float, default=10.0, metavar="S", help="for live requests, at the end")
+    record = parser.add_argument_group("recording", "changed later by python -m graftlab.requests.configure_logging")
+    record.add_argument("--dump-requests-folder", metavar="D", help="where requests are dumped")
+    record.add_argument("--dump-requests-threshold", type=_count, default=1000, metavar="N", help="requests in a file")
+    record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
+    record.add_argument("--log-requests", action="store_true", help="log each request")
+    record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

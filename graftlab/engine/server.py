@@ -1,0 +1,88 @@
+"""An engine behind HTTP, from its first request to the end of its last."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets
+from tornado.web import Application
+
+from graftlab.engine.engine import Engine
+from graftlab.engine.engine_thread import EngineThread
+from graftlab.engine.handlers import ROUTES, NotFound
+from graftlab.engine.request import Finished, Request
+from graftlab.requests import RequestLogging
+
+_MAX_BODY = 8 * 2**20  # bytes
+# Seconds for the step that is under way, and then for the last answers to go out.
+_LAST_STEP, _LAST_WORDS = 5.0, 2.0
+
+
+class Server:
+    """Serves from :meth:`listen` to :meth:`close`, on one event loop, with the engine on a thread of its own.
+
+    Each request is recorded through ``requests`` before it is answered. With a ``token``, only who brings it as bearer
+    is served. At most ``max_live`` requests wait and run at a time.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: RequestLogging, *, token: str | None = None, max_live: int = 1000
+    ) -> None:
+        self.requests, self.token, self.max_live = requests, token, max_live
+        self.tokenizer, self.status = engine.tokenizer, engine.status
+        self.draining = False
+        # The tasks of those who wait for an answer.
+        self.answering: set[asyncio.Task[Any]] = set()
+        # By the request's identity, which lives as long as it does: the dumper wants the very object at both ends.
+        self._begun: dict[int, dict[str, Any]] = {}
+        self.engine = EngineThread(engine, self._record)
+        arguments = {"server": self}
+        application = Application(
+            [(path, handler, arguments) for path, handler in ROUTES],
+            default_handler_class=NotFound,
+            default_handler_args=arguments,
+        )
+        self._http = HTTPServer(application, max_body_size=_MAX_BODY, max_buffer_size=2 * _MAX_BODY)
+
+    def listen(self, host: str, port: int) -> int:
+        """Take requests from now on; returns the port, a free one for port 0. Raises `OSError` where that cannot be."""
+        sockets = bind_sockets(port, host)
+        self._http.add_sockets(sockets)
+        return int(sockets[0].getsockname()[1])
+
+    def submit(self, request: Request) -> Future[Finished]:
+        """What will come of a request. Raises as :meth:`EngineThread.submit` does."""
+        fields = request.as_dict()
+        self._begun[id(request)] = fields
+        self.requests.dumper.begin(fields, time.time())
+        try:
+            return self.engine.submit(request)
+        except BaseException:
+            self.requests.dumper.forget(fields)
+            del self._begun[id(request)]
+            raise
+
+    def _record(self, finished: Finished) -> None:
+        fields = self._begun.pop(id(finished.request))
+        self.requests.finished(fields, finished.response, finished.created, finished.finished)
+
+    async def close(self, patience: float, hurry: asyncio.Event) -> None:
+        """Take no more, wait `patience` seconds, or until `hurry` is set, for live requests, and abort what is left."""
+        self.draining = True
+        self._http.stop()
+        answered = asyncio.ensure_future(self._all_answered())
+        hurried = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait({answered, hurried}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        await asyncio.to_thread(self.engine.stop, _LAST_STEP)
+        await asyncio.wait({answered}, timeout=_LAST_WORDS)
+        answered.cancel()
+        await self._http.close_all_connections()
+
+    async def _all_answered(self) -> None:
+        while self.answering:
+            await asyncio.wait(set(self.answering))
