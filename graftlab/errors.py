@@ -9,7 +9,7 @@
     |-- TagError(ValueError)              a tap was called with tags that it cannot have
     |-- GraftOverlapError(RuntimeError)   one tap matches both b2t and t2b
     |-- ShippingError(TypeError)          a function or value cannot travel to the ranks
-    |-- RequestError(ValueError)          requests that cannot be told apart, recorded or replayed
+    |-- RequestError(ValueError)          requests that cannot be told apart, served or replayed
     |-- DependencyError(ImportError)      an optional package is needed here and is not installed
     |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
     |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
@@ -82,7 +82,7 @@ class ShippingError(GraftError, TypeError):
 
 
 class RequestError(GraftError, ValueError):
-    """Requests that cannot be told apart, recorded or replayed."""
+    """Requests that cannot be told apart, served or replayed."""
 
 
 class DependencyError(GraftError, ImportError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,14 @@ from hypothesis import settings
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 settings.register_profile("graftlab", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("graftlab")
+
+
+# A shell that starts its command in the background has it ignore these, and processes that tests start would inherit
+# that: SIGQUIT would not end them.
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
