@@ -1,0 +1,172 @@
+"""What it is to capture and to replay: on CUDA a graph of kernels, elsewhere the function itself, run again.
+
+Both read what lies in static buffers at the time of the replay, and nothing else: what a runner forgets to put there
+is the last batch's on every device, so that the fault shows without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Outputs = tuple[Tensor, ...]
+
+# As many as torch's notes on CUDA graphs run: libraries choose their kernels, and take their workspaces, before.
+_WARM_UPS = 3
+
+
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> Outputs:
+        """Do it again, on what the buffers hold by now; each time the outputs are the same memory."""
+
+
+class Capturer(Protocol):
+    """Captures for one runner, which does nothing else meanwhile."""
+
+    def capture(self, function: Callable[[], Outputs]) -> Graph:
+        """The graph of what `function` does. It is run here, maybe several times, so it must bear to be repeated."""
+
+    def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function that breaks the graph in which it is called: it runs on the host at each replay, in between.
+
+        It is called with the tensors that it was first called with, and what it returns has to have one shape, dtype
+        and device.
+        """
+
+
+def capturer_for(device: torch.device) -> Capturer:
+    """How to capture there."""
+    return CudaCapturer(device) if device.type == "cuda" else CpuCapturer()
+
+
+# ---- without a GPU --------------------------------------------------------------------------------------------------
+
+
+class CpuCapturer:
+    """Captures by remembering the function."""
+
+    def capture(self, function: Callable[[], Outputs]) -> Graph:
+        return CpuGraph(function)
+
+    def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # All of it runs on the host here.
+        return function
+
+
+class CpuGraph:
+    """Runs its function at each replay, and keeps the outputs in one place, as a graph of kernels does."""
+
+    def __init__(self, function: Callable[[], Outputs]) -> None:
+        self._function = function
+        first = function()
+        # Outside inference mode, where a tensor that was made inside it could not be written.
+        with torch.inference_mode(False):
+            self._outputs = tuple(output.clone() for output in first)
+
+    def replay(self) -> Outputs:
+        for output, again in zip(self._outputs, self._function(), strict=True):
+            output.copy_(again)
+        return self._outputs
+
+
+# ---- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> Any:
+    """One pool of memory for all graphs of a device, which never run at once: what one leaves behind, another uses."""
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle()
+
+
+class CudaCapturer:
+    """Captures kernels, on a stream of its own, after runs to warm up there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory = _memory_of(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._recording: _Recording | None = None
+
+    def capture(self, function: Callable[[], Outputs]) -> Graph:
+        with torch.cuda.device(self.device):
+            outside = torch.cuda.current_stream()
+            self._stream.wait_stream(outside)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    function()
+                with _Recording(self._memory, self._stream) as recording:
+                    self._recording = recording
+                    try:
+                        outputs = function()
+                    finally:
+                        self._recording = None
+            outside.wait_stream(self._stream)
+        return CudaGraphs(recording.steps, outputs)
+
+    def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def breaking(*args: object) -> Tensor:
+            recording = self._recording
+            return function(*args) if recording is None else recording.call(function, args)
+
+        return breaking
+
+
+class _Recording:
+    """What is being captured: graphs that are complete, and what the host does between them.
+
+    A capture executes nothing, so each graph is replayed once when it is complete: the host's part after it needs its
+    values.
+    """
+
+    def __init__(self, memory: Any, stream: torch.cuda.Stream) -> None:
+        self.steps: list[Callable[[], object]] = []
+        self._memory, self._stream = memory, stream
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> _Recording:
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls may invalidate the capture: others may be at work on the same device.
+        self._open.enter_context(
+            torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local")
+        )
+        self.steps.append(graph.replay)
+
+    def call(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
+        self._open.close()
+        self.steps[-1]()
+        # The next graph reads this memory at every replay; that `again` holds it and `args` keeps both from reuse.
+        result = function(*args)
+
+        def again() -> None:
+            result.copy_(function(*args))
+
+        self.steps.append(again)
+        self._begin()
+        return result
+
+
+class CudaGraphs:
+    """Graphs of kernels in their order, with the host's parts between them."""
+
+    def __init__(self, steps: list[Callable[[], object]], outputs: Outputs) -> None:
+        self._steps, self._outputs = steps, outputs
+
+    def replay(self) -> Outputs:
+        for step in self._steps:
+            step()
+        return self._outputs
