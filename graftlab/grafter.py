@@ -126,6 +126,30 @@ class Grafter:
         """The first step number that nothing has used yet."""
         return self._step + 1
 
+    @property
+    def era(self) -> object:
+        """The same object for as long as verdicts stay as they are; None while taps are left alone altogether."""
+        return self._decisions
+
+    def verdict(self, name: str, tags: Mapping[str, Any]) -> Verdict | None:
+        """What the plan says of a tap that is not reached now; None where it would be left alone.
+
+        Raises :class:`TagError` as the tap would.
+        """
+        decisions = self._decisions
+        if decisions is None:
+            return None
+        memo = (name, self._ambient.get(), *tags.items())
+        try:
+            decision = decisions[memo] if memo in decisions else self._decide(decisions, memo, name, tags)
+        except TypeError:
+            decision = self._decide(None, memo, name, tags)
+        return None if decision is None else decision.verdict
+
+    def sends(self, verdict: Verdict) -> bool:
+        """Whether this side is the one that gives its tensor away."""
+        return verdict.direction == ("b2t" if self.place.side == "baseline" else "t2b")
+
     def offer_plan(self, plan: GraftPlan) -> None:
         """A newer plan, in force from the next step. Any thread; never waits for a tap."""
         self._offered = plan
@@ -268,7 +292,7 @@ class Grafter:
         decision: Decision | None = None
         # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
         if verdict != Verdict() or plan.rank_dependent:
-            sends = verdict.direction == ("b2t" if self.place.side == "baseline" else "t2b")
+            sends = self.sends(verdict)
             key_tags = tuple(sorted((k, plain(v)) for k, v in given if not k.endswith("_rank")))
             decision = Decision(verdict, sends, full, plan.rewrite(self.place.side, name), key_tags)
         if decisions is not None and "recompute_status" not in plan.mentions:
@@ -320,7 +344,7 @@ class Grafter:
                 return value
             self._last_tap = name
             shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
-            own = self._tensor_of(name, shown)
+            own = self.tensor_of(name, shown)
             if own is None:
                 self._exchange.decline(key)
                 return value
@@ -344,7 +368,7 @@ class Grafter:
             goes_on = result is not None and result is not own and (own is value or replaced is not None)
             return result if goes_on else value
 
-    def _tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
+    def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
         if type(shown) in _PLAIN_TENSORS and shown.layout == torch.strided and not shown.is_meta:
             plain_tensor: torch.Tensor = shown

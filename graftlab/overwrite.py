@@ -61,7 +61,7 @@ def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, 
     # An inference tensor may be written only in inference mode, whatever mode the caller is in by now.
     mode = torch.inference_mode() if own.is_inference() else contextlib.nullcontext()
     with mode:
-        before = place.clone() if _may_overlap(place) else None
+        before = place.clone() if may_overlap(place) else None
         place.copy_(source)
         if before is not None and not _all_equal(place, source.to(place)):
             place.copy_(before)
@@ -75,7 +75,7 @@ _ONLY_RETURNED = (
 )
 
 
-def _may_overlap(tensor: torch.Tensor) -> bool:
+def may_overlap(tensor: torch.Tensor) -> bool:
     """Whether some number may stand in several places: some dimension does not step over all that lies before it."""
     reach = 0
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

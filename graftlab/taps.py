@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from graftlab.errors import TagError
 from graftlab.rows import RESERVED_TAGS
@@ -30,6 +32,16 @@ ambient: ContextVar[Tags] = ContextVar("graftlab_tags", default=())
 # here and not in the object, which several threads may have entered.
 _outside: ContextVar[tuple[Tags, ...]] = ContextVar("graftlab_tags_outside", default=())
 
+
+class Taker(Protocol):
+    """Who is given what taps show."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
+
+
+# The grafter, but for while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
+_taker: Taker | None = None
 _grafter: Grafter | None = None
 _here: Here | None = None
 
@@ -60,9 +72,9 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
     Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
     this tap in both directions. Outside a session it does nothing.
     """
-    if _grafter is None:
+    if _taker is None:
         return value
-    grafted: T = _grafter.tap(name, value, extras, tags)
+    grafted: T = _taker.tap(name, value, extras, tags)
     return grafted
 
 
@@ -149,17 +161,63 @@ def _refuse_reserved(given: dict[str, Any]) -> None:
 
 def activate(grafter: Grafter, where: Here) -> None:
     """Make this process a rank. Called once, by whatever makes ranks."""
-    global _grafter, _here
-    _grafter, _here = grafter, where
+    global _grafter, _taker, _here
+    _grafter = _taker = grafter
+    _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
     os.register_at_fork(after_in_child=_deactivate)
 
 
 def _deactivate() -> None:
-    global _grafter
-    _grafter = None
+    global _grafter, _taker
+    _grafter = _taker = None
 
 
 def grafter() -> Grafter | None:
     """This rank's grafter; None outside a session."""
     return _grafter
+
+
+def taker() -> Taker | None:
+    """Who takes what this thread's taps show; None outside a session."""
+    return _taker
+
+
+@contextmanager
+def taken_by(taker: Taker | None) -> Iterator[None]:
+    """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
+
+    Outside a session there is nothing to give, and nothing is done.
+    """
+    if _grafter is None:
+        yield
+        return
+    me = threading.get_ident()
+    before = _routes.get(me)
+    _route(me, taker)
+    try:
+        yield
+    finally:
+        _route(me, before)
+
+
+_routes: dict[int, Taker] = {}
+_routing = threading.Lock()
+
+
+class _Router:
+    """In place of the grafter while some thread's taps go elsewhere."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        taker = _routes.get(threading.get_ident()) or _grafter
+        return value if taker is None else taker.tap(name, value, extras, tags, replace)
+
+
+def _route(thread: int, taker: Taker | None) -> None:
+    global _taker
+    with _routing:
+        if taker is None:
+            _routes.pop(thread, None)
+        else:
+            _routes[thread] = taker
+        _taker = _Router() if _routes else _grafter

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from graftlab import taps
 from graftlab.filters import compile_filter
@@ -21,15 +20,21 @@ _MAX_DEPTH = 6
 Chooser = str | Callable[[str], bool] | None
 
 
-class Watch:
-    """A handle on the hooks that :func:`watch` put in; usable in ``with``. ``names`` lists the modules' taps."""
+class Removable(Protocol):
+    """What can be taken out again."""
 
-    def __init__(self, handles: list[RemovableHandle], names: list[str]) -> None:
+    def remove(self) -> None: ...
+
+
+class Watch:
+    """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them."""
+
+    def __init__(self, handles: Sequence[Removable], names: list[str]) -> None:
         self._handles = handles
         self.names = names
 
     def remove(self) -> None:
-        """Take the hooks out again; the model is then as it was before."""
+        """Take the taps out again; what was watched is then as it was before."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -58,7 +63,7 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
-    wanted, unwanted = _chooser(include, default=True), _chooser(exclude, default=False)
+    wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
     for path, module in model.named_modules():
         name = prefix + (path or ROOT)
@@ -70,7 +75,8 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
     return Watch(handles, [name for name, _ in chosen])
 
 
-def _chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
+def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
+    """A function of name and type that says whether something is chosen; see :func:`watch`."""
     if choice is None:
         return lambda name, kind: default
     if callable(choice):
@@ -82,7 +88,7 @@ def _chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
 
 def _hook(name: str) -> Callable[[torch.nn.Module, Any, Any], Any]:
     def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if taps.grafter() is None:
+        if taps.taker() is None:
             return None
         replaced = _tap_inside(name, output, _MAX_DEPTH)
         # None tells torch to keep the very object that the module returned.
@@ -94,8 +100,8 @@ def _hook(name: str) -> Callable[[torch.nn.Module, Any, Any], Any]:
 def _tap_inside(name: str, value: Any, depth: int) -> Any:
     """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
-        grafter = taps.grafter()
-        return value if grafter is None else grafter.tap(name, value, None, {}, replace=True)
+        taker = taps.taker()
+        return value if taker is None else taker.tap(name, value, None, {}, replace=True)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):

@@ -85,6 +85,7 @@ def everything_free(engine: Engine) -> bool:
         "waiting": 0,
         "free_requests": cache.max_requests,
         "free_tokens": cache.max_tokens,
+        "runner": engine.runner.status(),
     }
 
 

@@ -107,6 +107,8 @@ def reference_logits(model, input_ids):
 
     def rotate(x):
         place, plane = torch.arange(len(x)).double(), torch.arange(size // 2).double()
+        if config.long_after is not None and len(x) > config.long_after:
+            place /= config.long_factor
         turn = torch.polar(
             torch.ones(len(x), size // 2).double(),
             torch.outer(place, config.rope_base ** (-2 * plane / size)),
@@ -161,6 +163,7 @@ def configs(draw):
         norm_eps=draw(st.sampled_from([1e-6, 1e-2])),
         sliding_window=draw(st.sampled_from([None, 1, 3])),
         tie_embeddings=draw(st.booleans()),
+        long_after=draw(st.sampled_from([None, 1, 4])),
     )
 
 
@@ -280,6 +283,16 @@ def test_an_attend_hook_with_a_cache_decodes_like_one_full_forward():
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(input_ids), rtol=1e-5, atol=1e-5)
 
 
+def test_one_far_position_turns_the_whole_batch_to_the_long_factor():
+    config = dataclasses.replace(CONFIG, long_after=5)
+    model, input_ids = Transformer(config).double(), token_ids(config, 3)
+    near, other = torch.tensor([[0, 1, 2]] * 2), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    torch.testing.assert_close(model(input_ids, near), Transformer(CONFIG).double()(input_ids, near))
+    long = model(input_ids, other)[0]
+    assert not torch.allclose(long, model(input_ids, near)[0])
+    torch.testing.assert_close(long, model(input_ids, torch.tensor([[0, 1, 2], [5, 6, 7]]))[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -287,6 +300,8 @@ def test_an_attend_hook_with_a_cache_decodes_like_one_full_forward():
         ({"num_layers": 2.0}, "num_layers must be an int"),
         ({"num_kv_heads": True}, "num_kv_heads must be an int"),
         ({"sliding_window": 0}, "sliding_window must be an int of at least 1 or None"),
+        ({"long_after": 0}, "long_after must be an int of at least 1 or None"),
+        ({"long_factor": 0.0}, "long_factor must be a finite number above 0"),
         ({"rope_base": 0.0}, "rope_base must be a finite number above 0"),
         ({"norm_eps": math.nan}, "norm_eps must be a finite number above 0"),
         ({"hidden_size": 30}, "hidden_size=30 over num_heads=4 leaves no even head_dim"),

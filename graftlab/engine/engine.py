@@ -93,13 +93,14 @@ class Engine:
         """The ids of the requests that are not over, in the order in which they came."""
         return list(self._live)
 
-    def status(self) -> dict[str, int]:
-        """How many requests run and wait, and how much of the cache is free."""
+    def status(self) -> dict[str, Any]:
+        """How many requests run and wait, how much of the cache is free, and what the ``runner`` says of itself."""
         return {
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
             "free_requests": self.cache.available_rows,
             "free_tokens": self.cache.available_slots,
+            "runner": self.runner.status(),
         }
 
     def check(self, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[B, V]`` after each request's last token in the batch; its keys and values are then in the cache."""
+
+    def status(self) -> dict[str, Any]:
+        """What there is to know of it, as JSON has it; its class under ``"runner"``."""
 
 
 RunnerFactory = Callable[[Transformer, KVCache], Runner]
@@ -38,6 +41,9 @@ class EagerRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.forward_tokens(batch)[batch.last_tokens()]
+
+    def status(self) -> dict[str, Any]:
+        return {"runner": type(self).__name__}
 
     @torch.no_grad()
     def forward_tokens(self, batch: ForwardBatch) -> Tensor:

@@ -13,6 +13,7 @@ from graftlab.engine.batch import ForwardBatch, Mode
 from graftlab.engine.kv_cache import KVCache
 from graftlab.errors import GraphError
 from graftlab.graphs.attention import GraphAttention
+from graftlab.graphs.graph_runner import OnHost
 from graftlab.graphs.prefill_runner import TokenGraphRunner, token_registry, with_extend_lens
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.models import Transformer
@@ -26,13 +27,19 @@ Rows past the batch's own, and what an earlier run left in memory, are the graph
 
 
 class BreakableGraphRunner(TokenGraphRunner):
-    """A runner of prefills and decodes in one graph each, which breaks after chosen modules of the model.
+    """A runner of prefills and decodes in one graph each, which breaks at grafted taps, and after chosen modules.
+
+    Where the plan grafts a tap into this side, the graph breaks, so that transforms run in the middle of a replay. That
+    is one capture for each choice of taps that somebody tries, and one replay a batch however many taps are grafted; a
+    runner with gates needs no capture, and one replay more for each of them.
 
     ``breaks`` says what runs after which, by the names of ``model.named_modules()``. It may be set at any time, and
     holds from the next batch on: other functions at the same modules run between the graphs that there are, and a
     new choice of modules is captured, once. The others are those of `TokenGraphRunner`; a ``registry`` is usually
     that of a `PrefillGraphRunner`. ``attention`` has to read from static memory on CUDA, as `GraphAttention` does.
     """
+
+    grafts = "breaks"
 
     def __init__(
         self,
@@ -68,14 +75,14 @@ class BreakableGraphRunner(TokenGraphRunner):
     def _variant(self) -> frozenset[str]:
         return frozenset(self._breaks)
 
-    def _call_model(self, mode: Mode, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _call_model(self, mode: Mode, input_ids: Tensor, positions: Tensor, attend: Attend, on_host: OnHost) -> Tensor:
         # Only for this call: the model may be another runner's too.
         with contextlib.ExitStack() as hooks:
             for name in self._breaks:
-                on_host = self._capturer.on_host(partial(self._break, name))
-                handle = self.model.get_submodule(name).register_forward_hook(partial(_replace_output, on_host))
+                broken = on_host(partial(self._break, name))
+                handle = self.model.get_submodule(name).register_forward_hook(partial(_replace_output, broken))
                 hooks.callback(handle.remove)
-            return super()._call_model(mode, input_ids, positions, attend)
+            return super()._call_model(mode, input_ids, positions, attend, on_host)
 
     def _break(self, name: str, value: Tensor) -> Tensor:
         # Looked up by name at each replay, so that a function may be exchanged without a capture.
@@ -88,5 +95,5 @@ class BreakableGraphRunner(TokenGraphRunner):
         return result
 
 
-def _replace_output(on_host: Break, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    return on_host(output)
+def _replace_output(broken: Break, module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return broken(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,9 @@ class DecodeGraphRunner(GraphRunner):
         attention = attention or GraphAttention(cache, model.config.sliding_window, most)
         super().__init__(model, cache, registry, attention)
         self.prefill = prefill(model, cache)
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "prefill": self.prefill.status()}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         size = padded_size(self.batch_sizes, batch.batch_size)

@@ -26,6 +26,7 @@ from graftlab.graphs.decode_runner import DecodeGraphRunner
 from graftlab.graphs.graph_runner import GraphRunner, doubling, padded_size
 from graftlab.graphs.prefill_runner import with_extend_lens
 from graftlab.models import Transformer
+from graftlab.taps import tags
 
 T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
 
@@ -53,7 +54,8 @@ class DraftGraphRunner(GraphRunner):
     the draft.
 
     ``guessed`` counts guesses that were verified, and ``accepted`` tokens that they saved a forward for. ``row_ids``
-    are those of the requests that needed one; None where all had been guessed.
+    are those of the requests that needed one; None where all had been guessed. Taps of the draft have the tag
+    ``model="draft"``.
 
     Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
     """
@@ -89,13 +91,18 @@ class DraftGraphRunner(GraphRunner):
         # By request id, of requests that the latest decode had.
         self._verified: dict[str, Verified] = {}
 
+    def status(self) -> dict[str, Any]:
+        own = super().status()
+        return {**own, "guessed": self.guessed, "accepted": self.accepted, "draft": self.draft.status()}
+
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> Tensor:
         if batch.mode == "prefill":
             for rid in batch.request_ids:
                 self._verified.pop(rid, None)
             rows, places = token_places(batch)
-            self.draft.forward(dataclasses.replace(batch, out_cache_loc=self.draft.cache.table[rows, places]))
+            with tags(model="draft"):
+                self.draft.forward(dataclasses.replace(batch, out_cache_loc=self.draft.cache.table[rows, places]))
             return self._pass_on(self.prefill, batch)
         self._row_ids = ()
         asked = list(zip(batch.request_ids, (batch.seq_lens_cpu - 1).tolist(), batch.input_ids.tolist(), strict=True))
@@ -140,7 +147,8 @@ class DraftGraphRunner(GraphRunner):
                 seq_lens=seq_lens,
                 seq_lens_cpu=(batch.seq_lens_cpu + step).clamp(max=cache.max_context),
             )
-            tokens.append(self.draft.forward(following).argmax(dim=-1))
+            with tags(model="draft"):
+                tokens.append(self.draft.forward(following).argmax(dim=-1))
         return torch.stack(tokens[:-1], dim=1)
 
     def _to_verify(self, batch: ForwardBatch, tokens: Tensor) -> ForwardBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
 from graftlab.engine.runner import EagerRunner, RunnerFactory
 from graftlab.graphs.attention import UnpaddedAttention
 from graftlab.graphs.builders import build_prefill_registry
-from graftlab.graphs.graph_runner import GraphRunner, checked_sizes, doubling, padded_size
+from graftlab.graphs.graph_runner import GraphRunner, OnHost, checked_sizes, doubling, padded_size
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import GraphSlot, PaddingPolicy
 from graftlab.models import Transformer
@@ -27,7 +28,7 @@ class TokenGraphRunner(GraphRunner):
 
     The sizes are 8, 16, 32 and so on unless told, to ``max_num_tokens`` of the ``registry``, or to 512 where it is made
     here. Requests are always padded to all that the registry has room for, so that sizes of one axis alone need graphs.
-    What has no room goes through ``eager``.
+    What has no room goes through ``for_larger``, which is eager.
 
     Raises :class:`GraphError` for sizes that the registry has no room for.
     """
@@ -44,12 +45,12 @@ class TokenGraphRunner(GraphRunner):
         sizes = doubling(most, first=8) if token_sizes is None else token_sizes
         self.token_sizes = checked_sizes("token_sizes", sizes, most)
         super().__init__(model, cache, registry, attention)
-        self.eager = EagerRunner(model, cache)
+        self.for_larger = EagerRunner(model, cache)
 
     def _replay_tokens(self, batch: ForwardBatch) -> Tensor:
         size = padded_size(self.token_sizes, batch.num_tokens)
         if size is None or batch.batch_size > self.registry.max_bs:
-            return self._pass_on(self.eager, batch)
+            return self._pass_on(self.for_larger, batch)
         # A copy, as indexing with a tensor is: the next replay writes over the graph's own.
         return self._replay(batch, self.registry.max_bs, size)[batch.last_tokens()]
 
@@ -77,11 +78,14 @@ class PrefillGraphRunner(TokenGraphRunner):
         super().__init__(model, cache, attention, registry, token_sizes)
         self.decode = decode(model, cache)
 
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "decode": self.decode.status()}
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self._pass_on(self.decode, batch) if batch.mode == "decode" else self._replay_tokens(batch)
 
-    def _attend(self) -> Attend:
-        return self._capturer.on_host(self.attention.attend)
+    def _attend(self, on_host: OnHost) -> Attend:
+        return on_host(self.attention.attend)
 
 
 def token_registry(cache: KVCache, token_sizes: Sequence[int] | None, share_pool: bool) -> CudaGraphBufferRegistry:

@@ -17,6 +17,8 @@ from graftlab.errors import GraphError
 from graftlab.graphs.copies import copy_all, is_lossless
 from graftlab.graphs.pool import share_input_buffer
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
+from graftlab.taps import tap
+from graftlab.watching import Chooser, Watch, chooser
 
 Batch = TypeVar("Batch")
 Key = TypeVar("Key")
@@ -39,6 +41,24 @@ class _Plan:
     absent: frozenset[str]
 
 
+class _Watched:
+    """Slots that are tapped after each fill, under these names, for as long as it is among the ``others``."""
+
+    def __init__(self, slots: list[tuple[str, GraphSlot]], others: list[_Watched]) -> None:
+        self._slots, self._others = slots, others
+
+    def tap(self, ctx: FillContext, absent: frozenset[str]) -> None:
+        for name, slot in self._slots:
+            if slot.name not in absent:
+                head, tail = slot.head_and_tail(ctx)
+                tap(name, head, part="head")
+                if tail is not None:
+                    tap(name, tail, part="tail")
+
+    def remove(self) -> None:
+        self._others.remove(self)
+
+
 class CudaGraphBufferRegistry:
     """The slots of one graph runner, or of several that never run at once. For one thread at a time.
 
@@ -53,6 +73,7 @@ class CudaGraphBufferRegistry:
         self.max_bs, self.max_num_tokens, self.share_pool = max_bs, max_num_tokens, share_pool
         self._slots: dict[str, GraphSlot] = {}
         self._absent: frozenset[str] = frozenset()
+        self._watched: list[_Watched] = []
         self._forget_plans()
 
     # ---- slots ----------------------------------------------------------------------------------------------------
@@ -155,6 +176,8 @@ class CudaGraphBufferRegistry:
             self._absent = plan.absent
             for hook, buffer in self._hooks:
                 hook(buffer, batch, ctx)
+            for watched in self._watched:
+                watched.tap(ctx, plan.absent)
 
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch) -> Batch:
         """A copy of the template with views of the buffers, of the padded sizes, in place of its fields.
@@ -183,6 +206,24 @@ class CudaGraphBufferRegistry:
         if shown_in_info:
             shown["sampling_info"] = _with_fields(info, shown_in_info)
         return _with_fields(forward_batch_template, shown)
+
+    # ---- taps -----------------------------------------------------------------------------------------------------
+
+    def watch(self, prefix: str = "slot.", include: Chooser = None, exclude: Chooser = None) -> Watch:
+        """Tap the slots after each fill: stale padding shows as a row, and a graft mends it before the replay.
+
+        A slot's tap has its name after ``prefix``, and the tag ``part``: ``"head"`` is what the batch filled, and
+        ``"tail"`` the padding after it, where there is any. Slots whose field is absent are not shown. ``include`` and
+        ``exclude`` choose as in :func:`graftlab.watch`; a slot's ``type`` is its axis.
+
+        Raises :class:`FilterError` for a bad expression.
+        """
+        wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+        named = [(prefix + slot.name, slot) for slot in self._enabled]
+        chosen = [(name, slot) for name, slot in named if wanted(name, slot.axis) and not unwanted(name, slot.axis)]
+        watched = _Watched(chosen, self._watched)
+        self._watched.append(watched)
+        return Watch([watched], [name for name, _ in chosen])
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ A serving engine passes its own: it writes k and v into its cache and attends ov
 class ModelConfig:
     """The shape of a model. Sizes are counts; `sliding_window` is in tokens, the query's own included.
 
+    With `long_after`, positions are divided by `long_factor` (position interpolation, Chen et al. 2023) in every batch
+    that has a token at that position or beyond: for all tokens in it, as engines do that choose between a model's short
+    and long rotary factors once a batch.
+
     Raises `ValueError` naming the field that cannot be.
     """
 
@@ -40,6 +44,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     sliding_window: int | None = None
     tie_embeddings: bool = False
+    long_after: int | None = None
+    long_factor: float = 4.0
 
     def __post_init__(self) -> None:
         counts = (
@@ -55,7 +61,9 @@ class ModelConfig:
             _require_count(name, getattr(self, name))
         if self.sliding_window is not None:
             _require_count("sliding_window", self.sliding_window, "or None for no window")
-        for name in ("rope_base", "norm_eps"):
+        if self.long_after is not None:
+            _require_count("long_after", self.long_after, "or None for one factor at any length")
+        for name in ("rope_base", "norm_eps", "long_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"ModelConfig: {name} must be a finite number above 0, got {value!r}")
@@ -280,13 +288,21 @@ class Transformer(nn.Module):
                 f"positions must have input_ids' shape {list(input_ids.shape)}, got {list(positions.shape)}"
             )
         x = tap("embed", self.embedding(input_ids))
-        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_base, _at_least_float32(x.dtype))
+        cos, sin = self._angles(positions, _at_least_float32(x.dtype))
         for layer, block in enumerate(self.blocks):
             with tags(layer=layer):
                 x = block(x, layer, cos, sin, attend or self._attend)
         x = tap("final_norm", self.final_norm(x))
         logits: Tensor = tap("logits", self.lm_head(x))
         return logits
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if config.long_after is not None:
+            # Chosen on the device, so that nobody waits for it, and a captured graph chooses at each replay.
+            is_long = (positions >= config.long_after).any()
+            positions = positions.to(dtype) / torch.where(is_long, config.long_factor, 1.0).to(dtype)
+        return rotary_angles(positions, config.head_dim, config.rope_base, dtype)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, self.config.sliding_window)
