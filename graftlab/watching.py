@@ -46,7 +46,7 @@ class Watch:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<graftlab.Watch on {len(self._handles)} modules>"
+        return f"<graftlab.Watch of {len(self.names) if self._handles else 0} taps>"
 
 
 def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exclude: Chooser = None) -> Watch:
