@@ -42,6 +42,7 @@ def pictures(outputs: list[Any]) -> int:
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
+        "cuda_graphs.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
         "replay.ipynb",
@@ -93,3 +94,23 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     assert "(True, True)" in text, "the graft brings back every recorded answer"
     assert re.search(r"0\)?, True\)", text), "and so does the mended window"
     assert pictures(outputs) == 1
+
+
+@pytest.mark.timeout(240)
+def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repairs_the_tokens(tmp_path: Path) -> None:
+    outputs = execute("cuda_graphs.ipynb", tmp_path)
+    text = texts(outputs)
+    assert not any(output.output_type == "error" for output in outputs)
+    assert re.search(r"^False +\[req-12, req-13, req-14\]$", text, re.M), "some answers are wrong"
+    first = re.search(r"^\d+ +\d+ +(\S+) +(\S+)", text[text.index("max_target") :], re.M)
+    assert first is not None
+    assert first.groups() == ("slot.positions", "tail")
+    # Wrong are exactly the steps in which a stale place alone is far.
+    steps = re.findall(r"^(?:(False|True) +)?(False|True) +(False|True) +\d+$", text, re.M)
+    assert steps == [("False", "True", "True"), ("True", "False", "True")]
+    assert pictures(outputs) == 1
+    assert "(True, ['slot.positions'])" in text, "the graft of the slot repairs the tokens"
+    assert re.search(r"\({'k': \d+, 'q': \d+}, True\)", text), "so does one inside of the graph"
+    before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
+    assert before == after
+    assert "(0, True)" in text, "mended, nothing differs"
