@@ -15,7 +15,19 @@ from benchmarks import machine, table
 from benchmarks.lines import Line, Setup
 
 # In the order of the table; each is a module of that name with a function ``measure``.
-SUBJECTS = ("grafts", "diff_statistics", "taps", "minilm", "launch", "edit", "rows", "memory", "steps", "cuda")
+SUBJECTS = (
+    "grafts",
+    "diff_statistics",
+    "taps",
+    "minilm",
+    "launch",
+    "edit",
+    "rows",
+    "memory",
+    "steps",
+    "graphs",
+    "cuda",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

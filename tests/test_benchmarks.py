@@ -33,7 +33,7 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: Path) -> None:
     out = tmp_path / "made" / "bench.json"
-    done = benchmarks("--quick", "--only", "taps", "edit", "rows", "cuda", "--out", str(out))
+    done = benchmarks("--quick", "--only", "taps", "edit", "rows", "graphs", "cuda", "--out", str(out))
     assert done.returncode == 0, done.stderr
     written = json.loads(out.read_text())
     facts = written["machine"]
@@ -52,6 +52,8 @@ def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: P
     assert unmatched["ratio"] == pytest.approx(unmatched["reference"]["median"] / unmatched["ours"]["median"])
     assert [budget["of"] for budget in unmatched["budgets"]] == ["figure", "ratio"]
     assert unmatched["met"] == all(budget["met"] for budget in unmatched["budgets"])
+    assert lines["fill_from against copies by hand, 10 slots, 40 of 64 rows, cpu"]["budgets"][0]["bound"] == 1.3
+    assert lines["the same, all taps wanted"]["ours"]["median"] > lines["the same, no tap wanted"]["ours"]["median"]
     if not torch.cuda.is_available():
         assert lines["cuda"]["ours"] is None
         assert "cuda: skipped, no device" in done.stdout
