@@ -17,7 +17,7 @@ class _Transplant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         # Made here, not handed in: torch forbids to change an output in place that is a view of an input.
-        return _copy_like(own, received)
+        return copy_like(own, received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -29,10 +29,11 @@ def replacement_for(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     if own.requires_grad and torch.is_grad_enabled():
         replaced: torch.Tensor = _Transplant.apply(own, received)  # type: ignore[no-untyped-call]
         return replaced
-    return _copy_like(own, received)
+    return copy_like(own, received)
 
 
-def _copy_like(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def copy_like(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """A new tensor with the received values, and own's dtype, device and strides."""
     # The strides too: what comes after the tap may take a view that only they allow.
     return torch.empty_like(own, requires_grad=False).copy_(received)
 
@@ -51,11 +52,7 @@ def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, 
         # The usual case: every number stands in one place.
         place.copy_(received)
         return own, None
-    source = received
-    for dim, (extent, stride) in enumerate(zip(own.shape, own.stride(), strict=True)):
-        if stride == 0 and extent > 1:
-            place = place.narrow(dim, 0, 1)
-            source = source.narrow(dim, 0, 1)
+    place, source = one_place_each(place, received)
     if source.shape != received.shape and not _all_equal(source, received):
         return replacement_for(own, received), _ONLY_RETURNED
     # An inference tensor may be written only in inference mode, whatever mode the caller is in by now.
@@ -73,6 +70,14 @@ _ONLY_RETURNED = (
     "the tensor is expanded or overlaps itself (one number in several places), so only what gl.tap returned carries "
     "the graft"
 )
+
+
+def one_place_each(place: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of an expanded tensor, and of what it shall hold, in which no number is repeated by a stride of 0."""
+    for dim, (extent, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if stride == 0 and extent > 1:
+            place, received = place.narrow(dim, 0, 1), received.narrow(dim, 0, 1)
+    return place, received
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:

@@ -213,6 +213,16 @@ class _Router:
         return value if taker is None else taker.tap(name, value, extras, tags, replace)
 
 
+@functools.cache
+def _router() -> Taker:
+    import torch  # is there wherever there is a grafter
+
+    router = _Router()
+    # Compiled code has no business with threads.
+    router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
+    return router
+
+
 def _route(thread: int, taker: Taker | None) -> None:
     global _taker
     with _routing:
@@ -220,4 +230,4 @@ def _route(thread: int, taker: Taker | None) -> None:
             _routes.pop(thread, None)
         else:
             _routes[thread] = taker
-        _taker = _Router() if _routes else _grafter
+        _taker = _router() if _routes else _grafter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,9 @@ import torch
 
 from graftlab import taps
 from graftlab.filters import compile_filter
+
+_changes = itertools.count(1)
+_latest_change = 0
 
 # What the root module's own output is called: its name in named_modules is empty.
 ROOT = "output"
@@ -24,6 +28,22 @@ class Removable(Protocol):
     """What can be taken out again."""
 
     def remove(self) -> None: ...
+
+
+def latest_change() -> int:
+    """Another number whenever some module's taps were put in or taken out, which no captured graph notices."""
+    return _latest_change
+
+
+class _Change:
+    """Among the handles of a watch on modules: counts that it came, and that it goes."""
+
+    def __init__(self) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        global _latest_change
+        _latest_change = next(_changes)
 
 
 class Watch:
@@ -71,7 +91,7 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
     # Only now, so that a choice that raises leaves the model as it was.
-    handles = [module.register_forward_hook(_hook(name)) for name, module in chosen]
+    handles: list[Removable] = [_Change(), *(module.register_forward_hook(_hook(name)) for name, module in chosen)]
     return Watch(handles, [name for name, _ in chosen])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,7 +37,10 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             for static, fresh in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if static is not fresh:
+                if isinstance(fresh, torch.ScriptObject):
+                    # A collective's handle. On a GPU what comes after it waits for it on the stream.
+                    dist.Work.unbox(fresh).wait()
+                elif static is not fresh:
                     static.copy_(fresh)
 
 

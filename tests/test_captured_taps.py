@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import threading
@@ -36,6 +37,8 @@ CONFIG = ModelConfig(
     intermediate_size=48,
     max_positions=48,
 )
+
+IN_MLP, IN_VALUES = "blocks.1.mlp.down_proj", "blocks.0.attention.v_proj"
 
 KINDS = ("decode", "prefill", "both", "breakable")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -86,14 +89,14 @@ def capturing(device: str) -> Iterator[None]:
 
 
 def serve(
-    kind: str, device: str = "cpu", fault: bool = False, prepare: Callable[[Engine], object] | None = None
+    kind: str, device: str = "cpu", fault: str = "", prepare: Callable[[Engine], object] | None = None
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The tokens of a few requests, and the runner's status then, by a new engine; each forward is a step."""
     torch.set_num_threads(1)
     with capturing(device):
         model = Transformer(CONFIG, seed=3).double().requires_grad_(False).to("cuda" if device == "cuda" else "cpu")
         if fault:
-            model.blocks[1].mlp.down_proj.weight.mul_(1.5)  # type: ignore[union-attr, operator]
+            model.get_submodule(fault).weight.mul_(1.5)  # type: ignore[operator]
         engine = Engine(model, runner=runner_of(kind), max_requests=4, max_prefill_tokens=20)
         engine.on_step = lambda batch: gl.step()
         if prepare is not None:
@@ -152,7 +155,7 @@ def eager(launched: gl.Session) -> Callable[[str], tuple[Any, pd.DataFrame]]:
     def of(plan: str) -> tuple[Any, pd.DataFrame]:
         if plan not in known:
             reset(launched).edit(**PLANS[plan])
-            run = launched.run(baseline=partial(serve, "eager"), target=partial(serve, "eager", fault=True))
+            run = launched.run(baseline=partial(serve, "eager"), target=partial(serve, "eager", fault=IN_MLP))
             known[plan] = ((run.baseline[0][0], run.target[0][0]), rows_of(run))
         return known[plan]
 
@@ -168,7 +171,7 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
     tokens, rows = eager(plan)
     assert not rows["status"].isin(["missing", "timeout", "failed", "unmatched"]).any()
     session.edit(**PLANS[plan])
-    run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device, fault=True))
+    run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device, fault=IN_MLP))
     assert (run.baseline[0][0], run.target[0][0]) == tokens
     pd.testing.assert_frame_equal(rows_of(run), rows, rtol=1e-6, atol=1e-9)
     status = run.target[0][1]
@@ -180,7 +183,7 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
 def test_both_sides_may_be_captured(session: gl.Session, eager: Any, kind: str) -> None:
     tokens, rows = eager("both ways")
     session.edit(**PLANS["both ways"])
-    run = session.run(baseline=partial(serve, "breakable"), target=partial(serve, kind, "kernels", fault=True))
+    run = session.run(baseline=partial(serve, "breakable"), target=partial(serve, kind, "kernels", fault=IN_MLP))
     assert (run.baseline[0][0], run.target[0][0]) == tokens
     pd.testing.assert_frame_equal(rows_of(run), rows, rtol=1e-6, atol=1e-9)
 
@@ -213,7 +216,7 @@ def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Sessi
 def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Session, kind: str, device: str) -> None:
     breaks = kind == "breakable"
     session.edit(compare=None)
-    run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device, fault=True))
+    run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device, fault=IN_MLP))
     counts, answers = [run.target[0][1]["captures"]], []
     for plan in (
         {"compare": "name == 'mlp_out'"},
@@ -243,7 +246,7 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
 def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_closed(session: gl.Session) -> None:
     def overlapping() -> str:
         try:
-            serve("decode", fault=True)
+            serve("decode", fault=IN_MLP)
         except gl.GraftOverlapError as error:
             return str(error)
         return "nothing was raised"
@@ -312,7 +315,7 @@ def test_taps_of_what_the_host_runs_between_graphs_are_reached_once_and_in_order
     runs = [
         session.run(
             baseline=partial(serve, "eager", prepare=telling),
-            target=partial(serve, kind, device, fault=True, prepare=telling),
+            target=partial(serve, kind, device, fault=IN_VALUES, prepare=telling),
         )
         for kind in ("eager", "prefill")
     ]
@@ -333,7 +336,7 @@ def test_hooks_of_watch_are_taps_too(session: gl.Session, kind: str, device: str
     runs = [
         session.run(
             baseline=partial(serve, "eager", prepare=watched),
-            target=partial(serve, each, device, fault=True, prepare=watched),
+            target=partial(serve, each, device, fault=IN_MLP, prepare=watched),
         )
         for each in ("eager", kind)
     ]
@@ -341,14 +344,16 @@ def test_hooks_of_watch_are_taps_too(session: gl.Session, kind: str, device: str
     pd.testing.assert_frame_equal(rows_of(runs[1]), rows_of(runs[0]), rtol=1e-6, atol=1e-9)
 
 
-def test_tags_around_a_replay_are_those_of_the_replay_and_not_of_the_capture(session: gl.Session) -> None:
-    def rounds(kind: str) -> None:
-        with gl.tags(round=0, layer="none"):
-            serve(kind)
-        for number in (1, 2):
-            with gl.tags(round=number):
-                serve_again()
+def rounds(kind: str, fault: str = "") -> list[Any]:
+    """One engine in three surroundings; what it answered, and how often it had captured."""
+    found = []
+    for number in range(3):
+        with gl.tags(round=number, **({"layer": "none"} if number == 0 else {})):
+            found.append(serve_again() if number else serve(kind, fault=fault))
+    return [(tokens, status.get("captures")) for tokens, status in found]
 
+
+def test_tags_around_a_replay_are_those_of_the_replay_and_not_of_the_capture(session: gl.Session) -> None:
     run = session.run(baseline=partial(rounds, "eager"), target=partial(rounds, "both"))
     assert set(run.frame["status"]) == {"compared"}
     assert run.frame.groupby("round").size().nunique() == 1
@@ -356,24 +361,93 @@ def test_tags_around_a_replay_are_those_of_the_replay_and_not_of_the_capture(ses
     assert set(run.frame[(run.frame["name"] == "embed") & (run.frame["round"] == 0)]["layer"]) == {"none"}
 
 
+@kinds
+def test_filters_see_the_tags_around_a_replay_at_its_capture_too(session: gl.Session, kind: str) -> None:
+    session.edit(b2t="name == 'mlp_out' and round != 1", compare="name == 'q' and round != 2")
+    runs = [
+        session.run(baseline=partial(rounds, "eager"), target=partial(rounds, each, fault=IN_MLP))
+        for each in ("eager", kind)
+    ]
+    for run in runs:
+        assert [target[0] == run.baseline[0][0][0] for target in run.target[0]] == [True, False, True]
+    pd.testing.assert_frame_equal(rows_of(runs[1]), rows_of(runs[0]), rtol=1e-6, atol=1e-9)
+    counts = [captures for _, captures in runs[1].target[0]]
+    # With breaks once more, for none of them.
+    assert counts == ([counts[0], 2 * counts[0], 2 * counts[0]] if kind == "breakable" else [counts[0]] * 3)
+
+
+def test_tags_around_a_replay_may_be_arrays(session: gl.Session) -> None:
+    def tagged(kind: str) -> None:
+        import numpy as np
+
+        with gl.tags(ids=np.arange(3)):
+            serve(kind)
+
+    frame = session.run(baseline=partial(tagged, "eager"), target=partial(tagged, "both")).frame
+    assert set(frame["status"]) == {"compared"}
+
+
+@captures
+def test_hooks_that_come_or_go_between_batches_are_in_the_next_replay(session: gl.Session, device: str) -> None:
+    def serve_thrice(kind: str) -> None:
+        serve(kind, device)
+        me = gl.here()
+        assert me is not None
+        with gl.watch(me.vars["engine"].model, include="search('down_proj', name)"):
+            serve_again(device)
+        serve_again(device)
+
+    session.edit(compare="search('embed|down_proj', name)")
+    frames = [
+        rows_of(session.run(baseline=partial(serve_thrice, "eager"), target=partial(serve_thrice, kind)))
+        for kind in ("eager", "both")
+    ]
+    assert set(frames[1]["status"]) == {"compared"}
+    pd.testing.assert_frame_equal(frames[1][["step", "name", "shape"]], frames[0][["step", "name", "shape"]])
+
+
+def test_functions_that_are_captured_anew_let_go_of_their_memory_at_once(session: gl.Session) -> None:
+    def with_taps(names: int) -> tuple[int, int]:
+        gc.disable()  # which knows nothing of a GPU's memory, and might not come for long
+        serve_again()
+        me = gl.here()
+        assert me is not None
+        current = sum(len(each) for each in me.vars["engine"].runner._captured.values())
+        alive = sum(type(each).__name__ == "Slot" for each in gc.get_objects())
+        return alive, current * names
+
+    session.edit(compare=None)
+    session.run(target=partial(serve, "decode"), baseline=partial(serve, "eager"))
+    # Other tests' engines.
+    session.run(target=gc.collect)
+    for count, names in enumerate(("embed", "embed|logits", "embed|logits|final_norm"), 1):
+        session.edit(compare=f"search('{names}', name)")
+        run = session.run(target=partial(with_taps, count), baseline=serve_again)
+        alive, expected = run.target[0]
+        assert alive == expected > 0
+
+
 def call(
     function: Callable[[Tensor], Tensor], device: str, grafts: Any, inputs: list[list[float]]
 ) -> list[list[float]]:
     """A function of one static buffer, captured to be grafted so, or not at all, on each of the inputs, a step each."""
-    outputs = []
+    outputs, graph = [], None
     with capturing(device), torch.no_grad():
-        where = "cuda" if device == "cuda" else "cpu"
         from graftlab.graphs import capture
 
-        buffer = torch.zeros(len(inputs[0]), device=where)
-        capturer = capture.CudaCapturer(torch.device("cpu")) if device == "kernels" else CpuCapturer()
-        size = FillContext(len(inputs[0]), len(inputs[0]), 0, 0)
-        graph = CapturedFunction(size, TapChoice(grafts), capturer)
-        if grafts is not None:
-            graph.capture(lambda: (function(buffer),))
+        buffer = torch.zeros(len(inputs[0]), device="cuda" if device == "cuda" else "cpu")
+        kernels = {"kernels": "cpu", "cuda": "cuda"}.get(device)
+        capturer = CpuCapturer() if kernels is None else capture.CudaCapturer(torch.device(kernels))
+        size, choice = FillContext(len(inputs[0]), len(inputs[0]), 0, 0), TapChoice(grafts)
         for values in inputs:
             buffer.copy_(torch.tensor(values))
-            outputs.append((function(buffer) if grafts is None else graph.replay(int, size)[0][0]).tolist())
+            if grafts is None:
+                outputs.append(function(buffer).tolist())
+            else:
+                if graph is None or not graph.suits():
+                    graph = CapturedFunction(size, choice, capturer)
+                    graph.capture(lambda: (function(buffer),))
+                outputs.append(graph.replay(int, size)[0][0].tolist())
             gl.step()
     return outputs
 
@@ -382,6 +456,9 @@ def odd_taps(x: Tensor) -> Tensor:
     """Values of every kind that a tap may be given."""
     y = x * (2 if gl.here().side == "baseline" else 3)  # type: ignore[union-attr]
     gl.tap("statement", y)
+    one = y[:1].clone()
+    gl.tap("expanded statement", one.expand(3))
+    y = y + one
     y = gl.tap("expanded", (y[:1] + 1).expand(3)) + y
     gl.tap("lazy", lambda: y)
     for _ in range(2):
@@ -393,6 +470,10 @@ def odd_taps(x: Tensor) -> Tensor:
     module = torch.nn.Identity()
     with gl.watch(module, prefix="identity "):
         y = y - 2 * module(y)
+    # What comes after a hook may take a view that only its strides allow.
+    turned = torch.nn.Identity()
+    with gl.watch(turned, prefix="turned "):
+        y = y + turned(torch.stack((y, -y)).t()).t().reshape(2, 3).view(-1)[:3]
     return y + gl.tap("float8", y.to(torch.float8_e4m3fn)).to(y.dtype) + gl.tap("bool", y > 20)
 
 
@@ -400,13 +481,19 @@ def odd_taps(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("grafts", ["gates", "breaks"])
 @pytest.mark.filterwarnings("ignore:.*not a tensor")
 @pytest.mark.parametrize(
-    "b2t", [None, "True", "name == 'twice' and layer is None", "search('s', name)", "search('identity', name)"]
+    "b2t",
+    [
+        None,
+        "True",
+        "name == 'twice' and layer is None",
+        "search('s', name)",
+        "search('identity', name)",
+        "name == 'expanded statement'",
+    ],
 )
 def test_every_kind_of_value_is_shown_and_grafted_as_outside_of_a_capture(
     session: gl.Session, b2t: str | None, grafts: str, device: str
 ) -> None:
-    if device == "cuda":
-        pytest.skip("one function on one device")
     session.edit(b2t=b2t)
     inputs = [[1.0, 2.0, 3.0], [-4.0, 0.5, 8.0]]
     outputs, frames = [], []
@@ -419,7 +506,7 @@ def test_every_kind_of_value_is_shown_and_grafted_as_outside_of_a_capture(
         frames.append(frame[["name", "status", "occurrence", "rel_l2", "max_abs", "shape", "dtype"]])
     assert outputs[0] == outputs[1]
     pd.testing.assert_frame_equal(frames[1], frames[0])
-    assert len(frames[0]) == 2 * 10
+    assert len(frames[0]) == 2 * 12
 
 
 def test_a_function_that_reaches_other_taps_when_it_runs_again_is_refused(session: gl.Session) -> None:
@@ -431,7 +518,128 @@ def test_a_function_that_reaches_other_taps_when_it_runs_again_is_refused(sessio
             return str(error)
         return "nothing was raised"
 
-    assert "tap 'b' is number 1 of a captured function, which had ['a']" in session.run(target=other_taps).target[0]
+    said = session.run(target=other_taps).target[0]
+    assert (
+        "reached tap 'b' as number 1 this time; when it ran first, its taps were ['a']. It must reach the same" in said
+    )
+
+
+def test_fewer_taps_or_other_shapes_than_at_first_are_refused(session: gl.Session) -> None:
+    def said(function: Callable[[Tensor], Tensor]) -> str:
+        try:
+            call(function, "cpu", "gates", [[1.0, 2.0]])
+        except gl.GraphError as error:
+            return str(error)
+        return "nothing was raised"
+
+    def refused() -> tuple[str, str]:
+        times, lengths = iter((2, 1)), iter((2, 1))
+
+        def fewer(x: Tensor) -> Tensor:
+            for _ in range(next(times)):
+                gl.tap("a", x)
+            return x + 1
+
+        def shorter(x: Tensor) -> Tensor:
+            return gl.tap("a", x[: next(lengths)])
+
+        return said(fewer), said(shorter)
+
+    fewer, shorter = session.run(baseline=int, target=refused).target[0]
+    assert "a captured function ran past 1 taps this time; when it ran first, its taps were ['a', 'a']" in fewer
+    assert "had another value at tap 'a' this time: a tensor of shape [1]" in shorter
+
+
+def test_a_parameter_is_never_taken_for_rows_of_a_batch(session: gl.Session) -> None:
+    def serve_long(kind: str) -> None:
+        torch.set_num_threads(1)
+        engine = Engine(Transformer(CONFIG, seed=3), runner=runner_of(kind), on_step=lambda batch: gl.step())
+        weight = engine.model.final_norm.weight
+
+        def tap_weight(*_: object) -> None:
+            gl.tap("weight", weight)
+
+        engine.model.final_norm.register_forward_hook(tap_weight)
+        # Padded to as many tokens as there are weights.
+        engine.generate([list(range(20))], 2)
+
+    frame = session.run(baseline=partial(serve_long, "eager"), target=partial(serve_long, "prefill")).frame
+    assert set(frame["status"]) == {"compared"}
+    assert {tuple(shape) for shape in frame[frame["name"] == "weight"]["shape"]} == {(32,)}
+
+
+def test_compiled_code_inside_of_a_capture_is_compiled_as_outside(session: gl.Session) -> None:
+    def compiled_ops(grafts: Any) -> tuple[Any, int]:
+        torch._dynamo.reset()
+        seen: list[int] = []
+
+        def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+            seen.append(len(list(module.graph.nodes)))
+            return module.forward
+
+        def function(x: Tensor) -> Tensor:
+            return gl.tap("b", gl.tap("a", x * 2) + 1) * 3
+
+        return call(torch.compile(function, backend=backend), "cpu", grafts, [[1.0, 2.0], [3.0, 4.0]]), len(seen)
+
+    runs = [
+        session.run(baseline=partial(compiled_ops, None), target=partial(compiled_ops, grafts)).target[0]
+        for grafts in (None, "gates")
+    ]
+    assert runs[0] == runs[1]
+
+
+# ---- ranks that compute together ------------------------------------------------------------------------------------
+
+
+def add_up(x: Tensor) -> Tensor:
+    """Ranks of a side add up between two taps."""
+    me = gl.here()
+    assert me is not None
+    total = gl.tap("a", x + me.rank + 1.0).clone()
+    if me.world_size > 1:
+        torch.distributed.all_reduce(total)
+    return gl.tap("b", total * 2)
+
+
+@pytest.mark.parametrize("grafts", ["gates", "breaks"])
+def test_ranks_that_a_plan_tells_apart_capture_and_replay_equally_often(grafts: str) -> None:
+    # Eight steps a run, so that each begins with a step of the same parity.
+    inputs = [[float(i), 1.0] for i in range(7)]
+    plans = [
+        {"b2t": "name == 'a' and rank == 0"},
+        {
+            "b2t": "name == 'a' and (side == 'baseline' or rank == 1) and step % 2 == 0",
+            "compare": "name == 'b' and rank == 0",
+        },
+        {"b2t": None, "compare": "name == 'a' and rank == 0 and step % 8 >= 1 or name == 'b' and rank == 1"},
+    ]
+    with gl.launch(baseline=1, target=2, device="cpu", timeout=20.0) as session:
+        for plan in plans:
+            session.edit(**plan)
+            runs = [
+                session.run(
+                    baseline=partial(call, add_up, "cpu", None, inputs),
+                    target=partial(call, add_up, device, way, inputs),
+                )
+                for way, device in ((None, "cpu"), (grafts, "cpu"), (grafts, "kernels"))
+            ]
+            assert runs[0].target == runs[1].target == runs[2].target
+            kinds_of_rows = [run.frame.groupby(["name", "rank", "status"]).size().to_dict() for run in runs]
+            assert kinds_of_rows[0] == kinds_of_rows[1] == kinds_of_rows[2]
+        session.edit(b2t=None, compare="tp_rank == 0")
+
+        def told_apart() -> str:
+            me = gl.here()
+            assert me is not None
+            try:
+                call(lambda x: gl.tap("a", x, tp_rank=me.rank), "cpu", grafts, inputs)
+            except gl.GraphError as error:
+                return str(error)
+            return "nothing was raised"
+
+        said = session.run(baseline=int, target=told_apart).target
+        assert all("the plan's filters look at ['tp_rank'] of tap 'a' on target" in each for each in said)
 
 
 def test_taps_of_other_threads_are_not_those_of_a_capture(session: gl.Session) -> None:

@@ -153,7 +153,10 @@ class _Recording:
         result = function(*args)
 
         def again() -> None:
-            result.copy_(function(*args))
+            latest = function(*args)
+            # Not of itself, which an inference tensor refuses outside of that mode.
+            if latest is not result:
+                result.copy_(latest)
 
         self.steps.append(again)
         self._begin()

@@ -8,7 +8,8 @@ depends on it; with a break, which is captured for it, the host does it in the m
 rows, transforms and waits are those of a function that is not captured.
 
 A tap that no plan has wanted yet leaves no kernel behind. The first plan that wants it has the function captured anew,
-once; no other edit does, but that breaks are where the plan grafts.
+once; no other edit does, but that breaks are where the plan grafts. Ranks of one side may compute together, and must
+then capture and replay equally often: all do so for what the plan wants on any of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from graftlab.errors import GraphError
 from graftlab.grafter import Grafter, Tags
 from graftlab.graphs.capture import Capturer, Graph, Outputs
 from graftlab.graphs.slots import FillContext
-from graftlab.overwrite import may_overlap
+from graftlab.overwrite import may_overlap, one_place_each
 from graftlab.plan import Verdict
 from graftlab.rows import plain
 
@@ -59,6 +60,7 @@ class Site:
     identity: Identity
     slot: Slot | None = None
     breaks: bool = False
+    rows: Literal["tokens", "requests"] | None = None
     is_unfit: bool = False
     stand_in: Any = None
 
@@ -66,6 +68,15 @@ class Site:
     def is_left_out(self) -> bool:
         """Whether it leaves no kernel behind."""
         return self.slot is None and not self.breaks
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What the plan in force says of a site: here, and on any rank of this side."""
+
+    verdict: Verdict | None
+    is_wanted: bool
+    is_received: bool
 
 
 @dataclass
@@ -89,8 +100,11 @@ _MUTE = _Mute()
 class CapturedFunction:
     """A captured function, its graph, and its taps in the order in which it reaches them.
 
-    ``padded`` has the sizes that it is captured for. The extras of a tap are those of the capture: put static buffers
-    into them, or nothing that changes. A tap outside of a session is nothing at all.
+    ``padded`` has the sizes that it is captured for. Tensors, but for parameters, with as many rows as padded tokens,
+    or else padded requests, are taken to hold a row for each of those: taps show the batch's own. A tap that is wanted
+    has two buffers as large as its value. Its extras are those of the capture: put static buffers into them, or
+    nothing that changes; likewise a tensor of the host in a graph of a GPU's kernels. Outside of a session a tap is
+    nothing at all.
     """
 
     def __init__(self, padded: FillContext, choice: TapChoice, capturer: Capturer) -> None:
@@ -107,8 +121,11 @@ class CapturedFunction:
         self._handed_over = 0
         self._outer: Tags = ()
         self._ctx = padded
-        self._verdicts: list[Verdict | None] = []
-        self._verdicts_of: tuple[object, Tags] | None = None
+        # What the host made in this batch's replays, where there is another one to come.
+        self._repeats = False
+        self._host_results: dict[int, Tensor] = {}
+        self._judged: list[_Judged] = []
+        self._judged_in: tuple[object, Tags] | None = None
 
     @property
     def broken_at(self) -> frozenset[int]:
@@ -125,14 +142,22 @@ class CapturedFunction:
             # Only the tags that are set inside belong to its taps: those around it may be others at each replay.
             with taps.taken_by(self), _ambient(()):
                 outputs = function()
+            if self._is_known and self._next < len(self.sites):
+                raise self._error(f"ran past {self._next} taps this time")
             self._is_known = True
             return outputs
 
-        self._capturing = True
+        self._capturing, self._outer = True, taps.ambient.get()
         try:
             self._graph = self._capturer.capture(run_through)
         finally:
             self._capturing = False
+
+    def release(self) -> None:
+        """Let go of the graph and all memory for its taps, which refer to each other."""
+        self._graph = None
+        self.sites.clear()
+        self._host_parts.clear()
 
     def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function for inside of the captured one that runs on the host; see :meth:`Capturer.on_host`.
@@ -147,13 +172,18 @@ class CapturedFunction:
                     self._host_parts.append((self._next, taps.ambient.get()))
                 with taps.taken_by(_MUTE):
                     return function(*args)
+            if number in self._host_results:
+                return self._host_results[number].clone()
             place, inner = self._host_parts[number]
             if self._window is not None and not self._window[0] <= place <= self._window[1]:
                 with taps.taken_by(_MUTE):
                     return function(*args)
             self._hand_over(place)
             with taps.taken_by(None), _ambient(_merged(self._outer, inner)):
-                return function(*args)
+                result = function(*args)
+            if self._repeats:
+                self._host_results[number] = result.clone()
+            return result
 
         return self._capturer.on_host(run)
 
@@ -163,62 +193,70 @@ class CapturedFunction:
         if not self._is_known:
             self.sites.append(self._new_site(name, value, extras, tags))
         if index >= len(self.sites) or self.sites[index].name != name:
-            raise GraphError(
-                f"tap {name!r} is number {index + 1} of a captured function, which had "
-                f"{[site.name for site in self.sites]} when it ran first; it must reach the same taps each time"
-            )
+            raise self._error(f"reached tap {name!r} as number {index + 1} this time")
         site = self.sites[index]
         if site.is_left_out:
             return value
-        shown = value() if callable(value) and not isinstance(value, Tensor) else value
-        own = _grafter().tensor_of(name, shown)
-        assert own is not None, "the first run had a tensor here"
+        shown, own = self._tensor_in(name, value)
+        if own is None or (site.slot is not None and site.slot.value.shape != own.shape):
+            raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
         takes_another = own is value and (replace or may_overlap(own))
         if site.breaks:
-            own = own.clone() if takes_another else own
-            at_break = self._capturer.on_host(partial(self._at_break, index))
-            return at_break(own) if own is value or takes_another else self._into(at_break(own), own, value)
-        slot = site.slot
-        assert slot is not None
-        slot.value.copy_(own)
-        chosen = torch.where(slot.gate, _selectable(slot.graft), _selectable(own)).view(own.dtype)
-        return chosen if takes_another else self._into(chosen, own, value)
-
-    def _into(self, chosen: Tensor, own: Tensor, value: Any) -> Any:
+            broken = _copy(torch.empty_like(own), own) if takes_another else own
+            chosen = self._capturer.on_host(partial(self._at_break, index))(broken)
+        else:
+            slot = _slot_of(site)
+            _copy(slot.value, own)
+            chosen = torch.where(slot.gate, _copyable(slot.graft), _copyable(own)).view(own.dtype)
+        if takes_another:
+            if not replace:
+                _write_through(own, chosen)
+            return chosen if chosen.stride() == own.stride() else _copy(torch.empty_like(own), chosen)
         # A tensor that holds one number for several places, and cannot be replaced, keeps its own.
         if chosen is not own and not may_overlap(own):
-            own.copy_(chosen)
+            _copy(own, chosen)
         return value
+
+    def _error(self, what: str) -> GraphError:
+        return GraphError(
+            f"a captured function {what}; when it ran first, its taps were {[site.name for site in self.sites]}. It "
+            "must reach the same taps, with values of the same shapes, each time that it runs"
+        )
+
+    def _tensor_in(self, name: str, value: Any) -> tuple[Any, Tensor | None]:
+        """A tap's value as it is shown, and the tensor behind it; None where there is none that can travel."""
+        shown = value() if callable(value) and not isinstance(value, Tensor) else value
+        return shown, _grafter().tensor_of(name, shown)
 
     def _new_site(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> Site:
         grafter = _grafter()
         inner = {**dict(taps.ambient.get()), **tags}
         identity = (name, *sorted((key, plain(each)) for key, each in inner.items()))
         site = Site(name, inner, extras, identity)
-        verdict = grafter.verdict(name, inner)
-        if _is_wanted(verdict):
+        with _ambient(self._outer):
+            judged = _judge(grafter, site)
+        if judged.is_wanted:
             self._choice.wanted.add(identity)
         if identity not in self._choice.wanted:
             return site
-        shown = value() if callable(value) and not isinstance(value, Tensor) else value
-        own = grafter.tensor_of(name, shown)
+        shown, own = self._tensor_in(name, value)
         if own is None:
             site.is_unfit, site.stand_in = True, shown
-        elif self._choice.grafts == "breaks" and _is_received(grafter, verdict):
+            return site
+        if own.dim() and not isinstance(own, torch.nn.Parameter):
+            count = own.shape[0]
+            site.rows = (
+                "tokens"
+                if count == self._padded.padded_num_tokens
+                else "requests"
+                if count == self._padded.padded_bs
+                else None
+            )
+        if self._choice.grafts == "breaks" and judged.is_received:
             site.breaks = True
         else:
-            site.slot = self._new_slot(own)
+            site.slot = _new_slot(own, site.rows is not None)
         return site
-
-    def _new_slot(self, own: Tensor) -> Slot:
-        rows = own.shape[:1] if self._rows_of(own, self._padded) is not None else [1] * own.dim()
-        # Outside inference mode, where a tensor that was made inside it could not be written.
-        with torch.inference_mode(False), torch.no_grad():
-            return Slot(
-                torch.empty(own.shape, dtype=own.dtype, device=own.device),
-                torch.zeros(own.shape, dtype=own.dtype, device=own.device),
-                torch.zeros([*rows, *[1] * (own.dim() - len(rows))], dtype=torch.bool, device=own.device),
-            )
 
     # ---- replay -------------------------------------------------------------------------------------------------
 
@@ -227,16 +265,13 @@ class CapturedFunction:
         grafter = taps.grafter()
         if grafter is None or grafter.era is None:
             return True
-        verdicts = self._judge(grafter)
-        self._choice.wanted |= {
-            site.identity for site, verdict in zip(self.sites, verdicts, strict=True) if _is_wanted(verdict)
-        }
-        for site, verdict in zip(self.sites, verdicts, strict=True):
-            if site.identity in self._choice.wanted and site.is_left_out and not site.is_unfit:
-                return False
-            if self._choice.grafts == "breaks" and site.breaks != _is_received(grafter, verdict) and not site.is_unfit:
-                return False
-        return True
+        judged = self._judge(grafter)
+        pairs = list(zip(self.sites, judged, strict=True))
+        self._choice.wanted |= {site.identity for site, each in pairs if each.is_wanted}
+        fit = [(site, each) for site, each in pairs if not site.is_unfit]
+        if any(site.is_left_out and site.identity in self._choice.wanted for site, _ in fit):
+            return False
+        return self._choice.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
 
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
@@ -254,81 +289,80 @@ class CapturedFunction:
             return once(), 1
         gated = [
             index
-            for index, (site, verdict) in enumerate(zip(self.sites, self._judge(grafter), strict=True))
-            if site.slot is not None and _is_received(grafter, verdict)
+            for index, (site, judged) in enumerate(zip(self.sites, self._judge(grafter), strict=True))
+            if site.slot is not None and judged.is_received
         ]
         self._handed_over = 0
+        self._repeats = bool(gated)
         try:
             for index in gated:
                 self._window = (self._handed_over, index)
                 once()
                 self._hand_over(index)
-                self._graft(grafter, self.sites[index])
+                self._graft(index)
                 self._handed_over = index + 1
             self._window = (self._handed_over, len(self.sites))
             outputs = once()
             self._hand_over(len(self.sites))
         finally:
             self._window = None
+            self._repeats = False
+            self._host_results.clear()
             for index in gated:
                 _slot_of(self.sites[index]).gate.fill_(False)
         return outputs, len(gated) + 1
 
-    def _judge(self, grafter: Grafter) -> list[Verdict | None]:
-        """The plan's verdicts on all sites, asked for again only when they may have changed."""
-        now = (grafter.era, taps.ambient.get())
-        known = self._verdicts_of
-        if known is None or known[0] is not now[0] or known[1] != now[1]:
-            self._verdicts = [grafter.verdict(site.name, site.tags) for site in self.sites]
-            self._verdicts_of = now
-        return self._verdicts
+    def _judge(self, grafter: Grafter) -> list[_Judged]:
+        """What the plan says of all sites, asked for again only when it may have changed."""
+        era, outer = grafter.era, taps.ambient.get()
+        if self._judged_in is None or self._judged_in[0] is not era or not _are_equal(self._judged_in[1], outer):
+            self._judged = [_judge(grafter, site) for site in self.sites]
+            self._judged_in = (era, outer)
+        return self._judged
 
     def _hand_over(self, until: int) -> None:
         """Give the grafter the values of the sites before this one, which are final."""
         if self._window is None:
             return
-        grafter = _grafter()
-        with _ambient(self._outer):
-            for index in range(self._handed_over, until):
-                site, verdict = self.sites[index], self._verdicts[index]
-                if verdict is not None:
-                    shown = site.stand_in if site.slot is None else self._head(site.slot.value)
-                    grafter.tap(site.name, shown, site.extras, site.tags)
+        for index in range(self._handed_over, until):
+            site = self.sites[index]
+            if self._judged[index].verdict is not None:
+                self._tap(site, site.stand_in if site.slot is None else self._head(site, site.slot.value))
         self._handed_over = until
 
-    def _graft(self, grafter: Grafter, site: Site) -> None:
-        slot = _slot_of(site)
-        with _ambient(self._outer):
-            # Where nothing came, it is the value itself, so that the number of replays is the plan's alone: ranks
-            # that compute together must replay together.
-            result = grafter.tap(site.name, self._head(slot.value), site.extras, site.tags)
-        self._head(slot.graft).copy_(result)
-        self._head(slot.gate).fill_(True)
+    def _graft(self, index: int) -> None:
+        """Where nothing comes, it is the value itself, so that the number of replays hangs on the plan alone."""
+        site = self.sites[index]
+        slot, verdict = _slot_of(site), self._judged[index].verdict
+        if verdict is not None:
+            result = self._tap(site, self._head(site, slot.value))
+            if verdict.graft:
+                _copy(self._head(site, slot.graft), result)
+                self._head(site, slot.gate).fill_(True)
 
     def _at_break(self, index: int, own: Tensor) -> Tensor:
         if self._capturing or self._window is None:
             return own
         self._hand_over(index)
-        site, head = self.sites[index], self._head(own)
-        with _ambient(self._outer):
-            result = _grafter().tap(site.name, head, site.extras, site.tags)
-        if result is not head:
-            head.copy_(result)
+        site = self.sites[index]
+        head = self._head(site, own)
+        if self._judged[index].verdict is not None:
+            result = self._tap(site, head)
+            if result is not head:
+                _copy(head, result)
         self._handed_over = index + 1
         return own
 
-    def _head(self, tensor: Tensor) -> Tensor:
-        """The batch's own rows, without the padding after them."""
-        count = self._rows_of(tensor, self._ctx)
-        return tensor if count is None else tensor[:count]
+    def _tap(self, site: Site, shown: Any) -> Any:
+        """Reach a tap for real, on the host."""
+        with taps.taken_by(None), _ambient(self._outer):
+            return _grafter().tap(site.name, shown, site.extras, site.tags)
 
-    def _rows_of(self, tensor: Tensor, ctx: FillContext) -> int | None:
-        """How many rows of a tensor of the captured function are the batch's; None where it has neither's number."""
-        if not tensor.dim():
-            return None
-        if tensor.shape[0] == self._padded.padded_num_tokens:
-            return ctx.raw_num_tokens
-        return ctx.raw_bs if tensor.shape[0] == self._padded.padded_bs else None
+    def _head(self, site: Site, tensor: Tensor) -> Tensor:
+        """The batch's own rows, without the padding after them."""
+        if site.rows is None:
+            return tensor
+        return tensor[: self._ctx.raw_num_tokens if site.rows == "tokens" else self._ctx.raw_bs]
 
 
 def _grafter() -> Grafter:
@@ -342,17 +376,66 @@ def _slot_of(site: Site) -> Slot:
     return site.slot
 
 
-def _is_wanted(verdict: Verdict | None) -> bool:
-    return verdict is not None and (verdict.direction is not None or verdict.overlap)
+def _new_slot(own: Tensor, has_rows: bool) -> Slot:
+    rows = own.shape[:1] if has_rows else [1] * own.dim()
+    # Outside inference mode, where a tensor that was made inside it could not be written.
+    with torch.inference_mode(False), torch.no_grad():
+        return Slot(
+            torch.empty(own.shape, dtype=own.dtype, device=own.device),
+            torch.empty(own.shape, dtype=own.dtype, device=own.device),
+            torch.zeros([*rows, *[1] * (own.dim() - len(rows))], dtype=torch.bool, device=own.device),
+        )
 
 
-def _is_received(grafter: Grafter, verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.graft and not grafter.sends(verdict)
+def _judge(grafter: Grafter, site: Site) -> _Judged:
+    """Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know."""
+    verdict = grafter.verdict(site.name, site.tags)
+    if verdict is None:
+        return _Judged(None, False, False)
+    given = {**dict(taps.ambient.get()), **site.tags}
+    private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
+    if private and grafter.place.world_size > 1:
+        raise GraphError(
+            f"the plan's filters look at {private} of tap {site.name!r} on {grafter.place.label}, and other ranks have "
+            "other values; ranks that compute together must capture and replay alike. Filter by `rank` or by tags that "
+            "all ranks of a side share, or set `eager` on the runner"
+        )
+    everywhere = grafter.verdicts_of_side(site.name, site.tags)
+    return _Judged(
+        verdict,
+        any(each.direction is not None or each.overlap for each in everywhere),
+        any(each.graft and not grafter.sends(each) for each in everywhere),
+    )
 
 
-def _selectable(tensor: Tensor) -> Tensor:
-    # Of the dtypes of one byte some are bits that torch does not select from; any copy of the bits is as good.
+def _are_equal(one: Tags, other: Tags) -> bool:
+    try:
+        return one == other
+    except Exception:  # tags may be arrays, whose comparison is no bool
+        return False
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    # Of the dtypes of one byte some are bits that torch neither copies nor selects; a copy of the bits is as good.
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _copy(into: Tensor, source: Tensor) -> Tensor:
+    _copyable(into).copy_(_copyable(source))
+    return into
+
+
+def _write_through(own: Tensor, chosen: Tensor) -> None:
+    """Write into an expanded tensor what shall stand in each of its places, if that is one number there."""
+    place, source = one_place_each(own, chosen)
+    if not may_overlap(place):
+        place, source, whole = _copyable(place), _copyable(source), _copyable(chosen)
+        same = ((whole == source) | ((whole != whole) & (source != source))).all()
+        place.copy_(torch.where(same, source, place))
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _merged(outer: Tags, inner: Tags) -> Tags:

@@ -23,6 +23,7 @@ from graftlab.graphs.slots import FillContext
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
 from graftlab.taps import grafter, tags
+from graftlab.watching import latest_change
 
 OnHost = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 """Makes a function that the host runs in the middle of a captured one; see `CapturedFunction.on_host`."""
@@ -49,6 +50,7 @@ class GraphRunner:
         self.model, self.cache, self.registry, self.attention = model, cache, registry, attention
         self.captures = self.replays = 0
         self.eager = False
+        self._hooks = latest_change()
         self._capturer = capturer_for(cache.table.device)
         self._choice = TapChoice(self.grafts)
         self._captured: defaultdict[Hashable, list[CapturedFunction]] = defaultdict(list)
@@ -97,6 +99,11 @@ class GraphRunner:
     def _function_for(self, view: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> CapturedFunction:
         # A graph that was captured without the identities cannot have them, nor the other way round, and likewise taps.
         key = (view.mode, padded_bs, padded_num_tokens, len(_identities(view)), self._variant(), grafter() is None)
+        if self._hooks != latest_change():
+            # A graph keeps the hooks that the model had when it was captured.
+            self._hooks = latest_change()
+            self._drop([function for functions in self._captured.values() for function in functions])
+            self._captured.clear()
         variants = self._captured[key]
         for function in variants:
             if function.suits():
@@ -108,8 +115,13 @@ class GraphRunner:
         self.captures += 1
         # What was captured with fewer taps, and otherwise alike, will never be asked for again.
         others = [other for other in variants if other.broken_at != function.broken_at]
-        self._captured[key] = [function, *others][:_MOST_VARIANTS]
+        self._captured[key] = kept = [function, *others][:_MOST_VARIANTS]
+        self._drop([other for other in variants if other not in kept])
         return function
+
+    def _drop(self, functions: Sequence[CapturedFunction]) -> None:
+        for function in functions:
+            function.release()
 
     def _pass_on(self, runner: Runner, batch: ForwardBatch) -> Tensor:
         """To another runner, of whose batch no identity was read here."""

@@ -213,8 +213,9 @@ class CudaGraphBufferRegistry:
         """Tap the slots after each fill: stale padding shows as a row, and a graft mends it before the replay.
 
         A slot's tap has its name after ``prefix``, and the tag ``part``: ``"head"`` is what the batch filled, and
-        ``"tail"`` the padding after it, where there is any. Slots whose field is absent are not shown. ``include`` and
-        ``exclude`` choose as in :func:`graftlab.watch`; a slot's ``type`` is its axis.
+        ``"tail"`` the padding after it, where there is any. Slots whose field is absent are not shown, nor those that
+        are registered later. ``include`` and ``exclude`` choose as in :func:`graftlab.watch`; a slot's ``type`` is its
+        axis.
 
         Raises :class:`FilterError` for a bad expression.
         """

@@ -301,7 +301,8 @@ class Transformer(nn.Module):
         if config.long_after is not None:
             # Chosen on the device, so that nobody waits for it, and a captured graph chooses at each replay.
             is_long = (positions >= config.long_after).any()
-            positions = positions.to(dtype) / torch.where(is_long, config.long_factor, 1.0).to(dtype)
+            near = positions.to(dtype)
+            positions = torch.where(is_long, near / config.long_factor, near)
         return rotary_angles(positions, config.head_dim, config.rope_base, dtype)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
