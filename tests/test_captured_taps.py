@@ -23,7 +23,8 @@ from graftlab.engine import CacheAttention, EagerRunner, Engine, ForwardBatch, R
 from graftlab.graphs import BreakableGraphRunner, DecodeGraphRunner, FillContext, PaddingPolicy, PrefillGraphRunner
 from graftlab.graphs.attention import UnpaddedAttention
 from graftlab.graphs.capture import CpuCapturer
-from graftlab.graphs.captured_function import CapturedFunction, TapChoice
+from graftlab.graphs.captured_function import CapturedFunction
+from graftlab.graphs.tap_sites import TapChoice
 from graftlab.models import ModelConfig, Transformer
 
 TESTS = str(Path(__file__).parent)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,63 +27,9 @@ from graftlab.errors import GraphError
 from graftlab.grafter import Grafter, Tags
 from graftlab.graphs.capture import Capturer, Graph, Outputs
 from graftlab.graphs.slots import FillContext
-from graftlab.overwrite import may_overlap, one_place_each
-from graftlab.plan import Verdict
+from graftlab.graphs.tap_sites import Judged, Site, Slot, TapChoice, copy_bits, copyable, judge, new_slot, write_through
+from graftlab.overwrite import may_overlap
 from graftlab.rows import plain
-
-Grafts = Literal["gates", "breaks"]
-"""How a graft gets into a captured function: past a gate at its tap, or in a break of the graph there."""
-
-Identity = tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """Static memory of a tap. ``gate`` is bool, and of one row each where rows of the value are padding."""
-
-    value: Tensor
-    graft: Tensor
-    gate: Tensor
-
-
-@dataclass(eq=False)
-class Site:
-    """One tap of the captured function, with the tags that are set inside of it.
-
-    Where the value was no tensor that can travel, ``is_unfit``, and the grafter is told of ``stand_in`` instead.
-    """
-
-    name: str
-    tags: dict[str, Any]
-    extras: Any
-    identity: Identity
-    slot: Slot | None = None
-    breaks: bool = False
-    rows: Literal["tokens", "requests"] | None = None
-    is_unfit: bool = False
-    stand_in: Any = None
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether it leaves no kernel behind."""
-        return self.slot is None and not self.breaks
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """What the plan in force says of a site: here, and on any rank of this side."""
-
-    verdict: Verdict | None
-    is_wanted: bool
-    is_received: bool
-
-
-@dataclass
-class TapChoice:
-    """What the graphs of one runner have in common: how they graft, and which taps were ever wanted."""
-
-    grafts: Grafts
-    wanted: set[Identity] = field(default_factory=set)
 
 
 class _Mute:
@@ -124,7 +69,7 @@ class CapturedFunction:
         # What the host made in this batch's replays, where there is another one to come.
         self._repeats = False
         self._host_results: dict[int, Tensor] = {}
-        self._judged: list[_Judged] = []
+        self._judged: list[Judged] = []
         self._judged_in: tuple[object, Tags] | None = None
 
     @property
@@ -202,19 +147,19 @@ class CapturedFunction:
             raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
         takes_another = own is value and (replace or may_overlap(own))
         if site.breaks:
-            broken = _copy(torch.empty_like(own), own) if takes_another else own
+            broken = copy_bits(torch.empty_like(own), own) if takes_another else own
             chosen = self._capturer.on_host(partial(self._at_break, index))(broken)
         else:
             slot = _slot_of(site)
-            _copy(slot.value, own)
-            chosen = torch.where(slot.gate, _copyable(slot.graft), _copyable(own)).view(own.dtype)
+            copy_bits(slot.value, own)
+            chosen = torch.where(slot.gate, copyable(slot.graft), copyable(own)).view(own.dtype)
         if takes_another:
             if not replace:
-                _write_through(own, chosen)
-            return chosen if chosen.stride() == own.stride() else _copy(torch.empty_like(own), chosen)
+                write_through(own, chosen)
+            return chosen if chosen.stride() == own.stride() else copy_bits(torch.empty_like(own), chosen)
         # A tensor that holds one number for several places, and cannot be replaced, keeps its own.
         if chosen is not own and not may_overlap(own):
-            _copy(own, chosen)
+            copy_bits(own, chosen)
         return value
 
     def _error(self, what: str) -> GraphError:
@@ -234,7 +179,7 @@ class CapturedFunction:
         identity = (name, *sorted((key, plain(each)) for key, each in inner.items()))
         site = Site(name, inner, extras, identity)
         with _ambient(self._outer):
-            judged = _judge(grafter, site)
+            judged = judge(grafter, site)
         if judged.is_wanted:
             self._choice.wanted.add(identity)
         if identity not in self._choice.wanted:
@@ -255,7 +200,7 @@ class CapturedFunction:
         if self._choice.grafts == "breaks" and judged.is_received:
             site.breaks = True
         else:
-            site.slot = _new_slot(own, site.rows is not None)
+            site.slot = new_slot(own, site.rows is not None)
         return site
 
     # ---- replay -------------------------------------------------------------------------------------------------
@@ -312,11 +257,11 @@ class CapturedFunction:
                 _slot_of(self.sites[index]).gate.fill_(False)
         return outputs, len(gated) + 1
 
-    def _judge(self, grafter: Grafter) -> list[_Judged]:
+    def _judge(self, grafter: Grafter) -> list[Judged]:
         """What the plan says of all sites, asked for again only when it may have changed."""
         era, outer = grafter.era, taps.ambient.get()
         if self._judged_in is None or self._judged_in[0] is not era or not _are_equal(self._judged_in[1], outer):
-            self._judged = [_judge(grafter, site) for site in self.sites]
+            self._judged = [judge(grafter, site) for site in self.sites]
             self._judged_in = (era, outer)
         return self._judged
 
@@ -337,7 +282,7 @@ class CapturedFunction:
         if verdict is not None:
             result = self._tap(site, self._head(site, slot.value))
             if verdict.graft:
-                _copy(self._head(site, slot.graft), result)
+                copy_bits(self._head(site, slot.graft), result)
                 self._head(site, slot.gate).fill_(True)
 
     def _at_break(self, index: int, own: Tensor) -> Tensor:
@@ -349,7 +294,7 @@ class CapturedFunction:
         if self._judged[index].verdict is not None:
             result = self._tap(site, head)
             if result is not head:
-                _copy(head, result)
+                copy_bits(head, result)
         self._handed_over = index + 1
         return own
 
@@ -376,62 +321,11 @@ def _slot_of(site: Site) -> Slot:
     return site.slot
 
 
-def _new_slot(own: Tensor, has_rows: bool) -> Slot:
-    rows = own.shape[:1] if has_rows else [1] * own.dim()
-    # Outside inference mode, where a tensor that was made inside it could not be written.
-    with torch.inference_mode(False), torch.no_grad():
-        return Slot(
-            torch.empty(own.shape, dtype=own.dtype, device=own.device),
-            torch.empty(own.shape, dtype=own.dtype, device=own.device),
-            torch.zeros([*rows, *[1] * (own.dim() - len(rows))], dtype=torch.bool, device=own.device),
-        )
-
-
-def _judge(grafter: Grafter, site: Site) -> _Judged:
-    """Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know."""
-    verdict = grafter.verdict(site.name, site.tags)
-    if verdict is None:
-        return _Judged(None, False, False)
-    given = {**dict(taps.ambient.get()), **site.tags}
-    private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
-    if private and grafter.place.world_size > 1:
-        raise GraphError(
-            f"the plan's filters look at {private} of tap {site.name!r} on {grafter.place.label}, and other ranks have "
-            "other values; ranks that compute together must capture and replay alike. Filter by `rank` or by tags that "
-            "all ranks of a side share, or set `eager` on the runner"
-        )
-    everywhere = grafter.verdicts_of_side(site.name, site.tags)
-    return _Judged(
-        verdict,
-        any(each.direction is not None or each.overlap for each in everywhere),
-        any(each.graft and not grafter.sends(each) for each in everywhere),
-    )
-
-
 def _are_equal(one: Tags, other: Tags) -> bool:
     try:
         return one == other
     except Exception:  # tags may be arrays, whose comparison is no bool
         return False
-
-
-def _copyable(tensor: Tensor) -> Tensor:
-    # Of the dtypes of one byte some are bits that torch neither copies nor selects; a copy of the bits is as good.
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _copy(into: Tensor, source: Tensor) -> Tensor:
-    _copyable(into).copy_(_copyable(source))
-    return into
-
-
-def _write_through(own: Tensor, chosen: Tensor) -> None:
-    """Write into an expanded tensor what shall stand in each of its places, if that is one number there."""
-    place, source = one_place_each(own, chosen)
-    if not may_overlap(place):
-        place, source, whole = _copyable(place), _copyable(source), _copyable(chosen)
-        same = ((whole == source) | ((whole != whole) & (source != source))).all()
-        place.copy_(torch.where(same, source, place))
 
 
 def _described(value: Any) -> str:

@@ -17,9 +17,10 @@ from graftlab.engine.kv_cache import KVCache
 from graftlab.engine.runner import EagerRunner, Runner
 from graftlab.errors import GraphError
 from graftlab.graphs.capture import capturer_for
-from graftlab.graphs.captured_function import CapturedFunction, Grafts, TapChoice
+from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import FillContext
+from graftlab.graphs.tap_sites import Grafts, TapChoice
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
 from graftlab.taps import grafter, tags

@@ -1,0 +1,122 @@
+"""One tap in a captured function: its static memory there, and what the plan says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from graftlab import taps
+from graftlab.errors import GraphError
+from graftlab.grafter import Grafter
+from graftlab.overwrite import may_overlap, one_place_each
+from graftlab.plan import Verdict
+
+Grafts = Literal["gates", "breaks"]
+"""How a graft gets into a captured function: past a gate at its tap, or in a break of the graph there."""
+
+Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Static memory of a tap. ``gate`` is bool, and of one row each where rows of the value are padding."""
+
+    value: Tensor
+    graft: Tensor
+    gate: Tensor
+
+
+@dataclass(eq=False)
+class Site:
+    """One tap of the captured function, with the tags that are set inside of it.
+
+    Where the value was no tensor that can travel, ``is_unfit``, and the grafter is told of ``stand_in`` instead.
+    """
+
+    name: str
+    tags: dict[str, Any]
+    extras: Any
+    identity: Identity
+    slot: Slot | None = None
+    breaks: bool = False
+    rows: Literal["tokens", "requests"] | None = None
+    is_unfit: bool = False
+    stand_in: Any = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it leaves no kernel behind."""
+        return self.slot is None and not self.breaks
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the plan in force says of a site: here, and on any rank of this side."""
+
+    verdict: Verdict | None
+    is_wanted: bool
+    is_received: bool
+
+
+@dataclass
+class TapChoice:
+    """What the graphs of one runner have in common: how they graft, and which taps were ever wanted."""
+
+    grafts: Grafts
+    wanted: set[Identity] = field(default_factory=set)
+
+
+def new_slot(own: Tensor, has_rows: bool) -> Slot:
+    """Memory for values like this one, its gate closed; with ``has_rows`` it opens row by row."""
+    rows = own.shape[:1] if has_rows else [1] * own.dim()
+    # Outside inference mode, where a tensor that was made inside it could not be written.
+    with torch.inference_mode(False), torch.no_grad():
+        return Slot(
+            torch.empty(own.shape, dtype=own.dtype, device=own.device),
+            torch.empty(own.shape, dtype=own.dtype, device=own.device),
+            torch.zeros([*rows, *[1] * (own.dim() - len(rows))], dtype=torch.bool, device=own.device),
+        )
+
+
+def judge(grafter: Grafter, site: Site) -> Judged:
+    """Ask the plan about a site. Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know."""
+    verdict = grafter.verdict(site.name, site.tags)
+    if verdict is None:
+        return Judged(None, False, False)
+    given = {**dict(taps.ambient.get()), **site.tags}
+    private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
+    if private and grafter.place.world_size > 1:
+        raise GraphError(
+            f"the plan's filters look at {private} of tap {site.name!r} on {grafter.place.label}, and other ranks have "
+            "other values; ranks that compute together must capture and replay alike. Filter by `rank` or by tags that "
+            "all ranks of a side share, or set `eager` on the runner"
+        )
+    everywhere = grafter.verdicts_of_side(site.name, site.tags)
+    return Judged(
+        verdict,
+        any(each.direction is not None or each.overlap for each in everywhere),
+        any(each.graft and not grafter.sends(each) for each in everywhere),
+    )
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """The same memory as torch can copy it and select from it: of the dtypes of one byte some are only bits to it."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def copy_bits(into: Tensor, source: Tensor) -> Tensor:
+    """Copy a tensor of any dtype into another of that dtype, which is returned."""
+    copyable(into).copy_(copyable(source))
+    return into
+
+
+def write_through(own: Tensor, chosen: Tensor) -> None:
+    """Write into an expanded tensor what shall stand in each of its places, if that is one number there."""
+    place, source = one_place_each(own, chosen)
+    if not may_overlap(place):
+        place, source, whole = copyable(place), copyable(source), copyable(chosen)
+        same = ((whole == source) | ((whole != whole) & (source != source))).all()
+        place.copy_(torch.where(same, source, place))
