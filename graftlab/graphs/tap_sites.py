@@ -82,7 +82,10 @@ def new_slot(own: Tensor, has_rows: bool) -> Slot:
 
 
 def judge(grafter: Grafter, site: Site) -> Judged:
-    """Ask the plan about a site. Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know."""
+    """Ask the plan about a site.
+
+    Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know.
+    """
     verdict = grafter.verdict(site.name, site.tags)
     if verdict is None:
         return Judged(None, False, False)
