@@ -40,7 +40,7 @@ class LongWait:
             shows = sys.stdout.isatty() or "ipykernel" in sys.modules
             self._bar = tqdm(desc=self._title, total=self._total, unit=f" {self._what}", leave=False, disable=not shows)
         if self._bar is not None:
-            self._bar.update(self._count() - self._start - self._bar.n)
+            self._count_up()
         pause = INTERVAL if self._bar is not None else self._show_from - now
         return max(0.0, pause if remaining is None else min(pause, remaining))
 
@@ -48,4 +48,9 @@ class LongWait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
+            # What came since the last look, or a bar that is closed short of its total says that something failed.
+            self._count_up()
             self._bar.close()
+
+    def _count_up(self) -> None:
+        self._bar.update(self._count() - self._start - self._bar.n)

@@ -203,7 +203,8 @@ class Run:
         # Ranks of one side mostly fail alike; what they have in common is said once.
         alike: dict[str, list[str]] = {}
         first = None
-        for label, failure in failures.items():
+        # Deaths first: what else failed, mostly did because of them.
+        for label, failure in sorted(failures.items(), key=lambda item: not isinstance(item[1], str)):
             if isinstance(failure, str):
                 what = f"died: {failure}"
             else:

@@ -207,7 +207,7 @@ def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Sessi
     session.edit(compare=None)
     run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device))
     status = run.target[0][1]
-    assert (status["taps_captured"], status["taps_broken_at"], len(run.frame)) == ([], [], 0)
+    assert (status["taps_captured"], status["taps_broken_at"], len(run.frame)) == ({}, {}, 0)
     # The embedding, nine in each of the layers, the last norm and the logits.
     assert status["taps"] == 21
 
@@ -231,7 +231,10 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
     ):
         session.edit(**plan)
         run = session.run(baseline=partial(serve_again, "cpu"), target=partial(serve_again, device))
-        counts.append(run.target[0][1]["captures"])
+        status = run.target[0][1]
+        counts.append(status["captures"])
+        wanted = 0 if plan.get("b2t") is None else 1 if "layer" in plan["b2t"] else 2
+        assert status["taps_broken_at"] == ({"mlp_out": wanted} if breaks and wanted else {})
         answers.append(run.baseline[0][0] == run.target[0][0])
         assert not run.frame["status"].isin(["missing", "timeout", "failed", "unmatched"]).any()
     each = counts[0]
@@ -240,8 +243,9 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
     assert captured == ([1, 0, 1, 1, 0, 0, 0, 1] if breaks else [1, 0, 0, 0, 0, 0, 0, 1])
     assert answers == [False, False, True, True, False, False, True, False]
     status = run.target[0][1]
-    assert status["taps_captured"] == ["mlp_norm", "mlp_out", "mlp_residual"]
-    assert status["taps_broken_at"] == (["mlp_out"] if breaks else [])
+    # One of them in each of the layers.
+    assert status["taps_captured"] == {"mlp_norm": 2, "mlp_out": 2, "mlp_residual": 2}
+    assert status["taps_broken_at"] == {}
 
 
 def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_closed(session: gl.Session) -> None:
@@ -735,6 +739,8 @@ def test_slots_are_tapped_until_the_watch_is_removed(session: gl.Session) -> Non
             pass
         with pytest.raises(gl.FilterError):
             runner.registry.watch(include="name ==")
+        with pytest.raises(gl.GraphError, match=r"leave no slot to watch; .*'slot\.positions'"):
+            runner.registry.watch(include="positions")
 
     run = session.run(
         baseline=partial(serve, "decode", prepare=chosen), target=partial(serve, "decode", prepare=chosen)

@@ -557,3 +557,9 @@ def test_models_are_known_by_name() -> None:
         build_model("huge")
     with pytest.raises(ValueError, match="no dtype 'int8'"):
         build_model(dtype="int8")
+
+
+def test_a_runner_that_is_made_already_is_refused_with_what_to_give_instead() -> None:
+    engine = Engine(model())
+    with pytest.raises(TypeError, match=r"called as runner\(model, cache\), and got a EagerRunner; give the class"):
+        Engine(model(), runner=engine.runner)  # type: ignore[arg-type]

@@ -79,6 +79,7 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     outputs = execute("replay.ipynb", tmp_path)
     text = texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)
+    assert re.search(r"^50$", text, re.M), "all were answered"
     assert "requests        50" in text
     # Ten were answered before the exclude keys were changed, and twenty were sent after.
     with_timings = int(re.search(r"with timings +(\d+)", text)[1])
@@ -101,11 +102,11 @@ def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repai
     outputs = execute("cuda_graphs.ipynb", tmp_path)
     text = texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)
-    assert re.search(r"^False +\[req-12, req-13, req-14\]$", text, re.M), "some answers are wrong"
+    assert "['req-12', 'req-13', 'req-14']" in text, "some answers are wrong"
     first = re.search(r"^\d+ +\d+ +(\S+) +(\S+)", text[text.index("max_target") :], re.M)
     assert first is not None
     assert first.groups() == ("slot.positions", "tail")
-    # Wrong are exactly the steps in which a stale place alone is far.
+    # Wrong are the steps in which a stale place alone is far.
     steps = re.findall(r"^(?:(False|True) +)?(False|True) +(False|True) +\d+$", text, re.M)
     assert steps == [("False", "True", "True"), ("True", "False", "True")]
     assert pictures(outputs) == 1
@@ -113,4 +114,4 @@ def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repai
     assert re.search(r"\({'k': \d+, 'q': \d+}, True\)", text), "so does one inside of the graph"
     before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
     assert before == after
-    assert "(0, True)" in text, "mended, nothing differs"
+    assert "(0, ['compared'], True)" in text, "mended, nothing differs"

@@ -26,9 +26,10 @@ def test_a_short_wait_shows_nothing_and_says_when_to_look_again() -> None:
 def test_a_long_wait_counts_what_has_come_since_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(sys, "stdout", Terminal())
-    counts = iter([100, 103, 110])
+    counts = iter([100, 103, 110, 114])
     with LongWait("run 1", "rows", lambda: next(counts)) as wait:
         assert wait.next_look(None) == progress.INTERVAL
         assert wait._bar.n == 3
         wait.next_look(None)
         assert wait._bar.n == 10
+    assert wait._bar.n == 14, "what came after the last look"

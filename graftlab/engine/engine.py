@@ -62,6 +62,11 @@ class Engine:
         for name, limit in limits.items():
             if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
                 raise ValueError(f"Engine: {name} must be an int of at least 1, got {limit!r}")
+        if not callable(runner):
+            raise TypeError(
+                f"Engine: runner is called as runner(model, cache), and got a {type(runner).__name__}; give the "
+                "class, as runner=DecodeGraphRunner, with options through functools.partial"
+            )
         if max_context > config.max_positions:
             raise ValueError(
                 f"Engine: max_context={max_context} exceeds the model's max_positions={config.max_positions}"

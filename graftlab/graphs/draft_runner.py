@@ -55,7 +55,7 @@ class DraftGraphRunner(GraphRunner):
 
     ``guessed`` counts guesses that were verified, and ``accepted`` tokens that they saved a forward for. ``row_ids``
     are those of the requests that needed one; None where all had been guessed. Taps of the draft have the tag
-    ``model="draft"``.
+    ``model="draft"``; those of the model show all tokens that are verified, so they compare with another such runner's.
 
     Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
     """

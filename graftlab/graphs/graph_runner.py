@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -64,18 +64,23 @@ class GraphRunner:
         return (self._row_ids[0], self._row_ids[1]) if self._row_ids else None
 
     def status(self) -> dict[str, Any]:
-        """What was captured and replayed, and which taps are in the graphs, and how grafts get there."""
-        functions = [function for variants in self._captured.values() for function in variants]
+        """What was captured and replayed; which taps are in the graphs that were replayed last, one of each size.
+
+        ``taps_captured`` and ``taps_broken_at`` have names, and how many taps of each there are.
+        """
+        latest = [variants[0] for variants in self._captured.values() if variants]
+        most = max(latest, key=lambda function: len(function.sites), default=None)
+        sites = most.sites if most else []
         return {
             "runner": type(self).__name__,
             "eager": self.eager,
             "captures": self.captures,
             "replays": self.replays,
-            "graphs": len(functions),
+            "graphs": sum(len(variants) for variants in self._captured.values()),
             "grafts": self.grafts,
-            "taps": max((len(function.sites) for function in functions), default=0),
-            "taps_captured": sorted({site.name for each in functions for site in each.sites if site.slot is not None}),
-            "taps_broken_at": sorted({site.name for each in functions for site in each.sites if site.breaks}),
+            "taps": len(sites),
+            "taps_captured": dict(Counter(site.name for site in sites if site.slot is not None)),
+            "taps_broken_at": dict(Counter(site.name for site in sites if site.breaks)),
         }
 
     @torch.no_grad()
@@ -108,6 +113,9 @@ class GraphRunner:
         variants = self._captured[key]
         for function in variants:
             if function.suits():
+                # The latest first, for `status`, and so that those go first which nobody came back to.
+                variants.remove(function)
+                variants.insert(0, function)
                 return function
         padded = FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens)
         function = CapturedFunction(padded, self._choice, self._capturer)

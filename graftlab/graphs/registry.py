@@ -217,11 +217,16 @@ class CudaGraphBufferRegistry:
         are registered later. ``include`` and ``exclude`` choose as in :func:`graftlab.watch`; a slot's ``type`` is its
         axis.
 
-        Raises :class:`FilterError` for a bad expression.
+        Raises :class:`FilterError` for a bad expression, and :class:`GraphError` where no slot is chosen.
         """
         wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
         named = [(prefix + slot.name, slot) for slot in self._enabled]
         chosen = [(name, slot) for name, slot in named if wanted(name, slot.axis) and not unwanted(name, slot.axis)]
+        if not chosen:
+            raise GraphError(
+                f"include={include!r} and exclude={exclude!r} leave no slot to watch; they are expressions over "
+                f"`name`, one of {[name for name, _ in named]}, and `type`, the slot's axis"
+            )
         watched = _Watched(chosen, self._watched)
         self._watched.append(watched)
         return Watch([watched], [name for name, _ in chosen])

@@ -134,7 +134,10 @@ def _read(path: Path, trusted: bool) -> list[_Read]:
         return _read_file(path, trusted)
     files = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
     if not files:
-        raise DumpError(f"there are no recorded requests in the folder {path}: no file in it ends in .pkl")
+        raise DumpError(
+            f"there are no recorded requests in the folder {path}: no file in it ends in .pkl. A dumper writes a "
+            "file when its threshold is reached, and at flush() and close()"
+        )
     return [each for file in files for each in _read_file(file, trusted)]
 
 
