@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import own_value, reset, shorten_waits, wait_for_file, wait_until
+from support import own_value, reset, shorten_waits, wait_for_file
 
 import graftlab as gl
-from graftlab import taps
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +96,7 @@ def holds_back_a_tap(folder: str) -> list[float]:
 
 def waits_for_each_other() -> list[float]:
     """Each side first waits for what the other sends second; the target gives up."""
-    if gl.here().side == "baseline":
-        names = ("up", "down")
-    else:
-        names = ("down", "up")
-        exchange = taps.grafter()._exchange
-        wait_until(lambda: "waiting" in exchange.where_peers_are(), "the baseline waiting")
-        shorten_waits(0.5)
+    names = ("up", "down") if gl.here().side == "baseline" else ("down", "up")
     return [gl.tap(name, torch.full((1,), own_value())).item() for name in names]
 
 
@@ -454,20 +447,22 @@ def test_a_timeout_ends_the_wait_and_the_row_says_where_each_peer_is(tmp_path: P
         assert sent[["name", "status"]].values.tolist() == [["late", "unmatched"]] * 2
 
 
-def test_two_sides_that_wait_for_each_other_are_freed_by_the_time_limit() -> None:
-    with gl.launch(1, 1) as session:
+@pytest.mark.timeout(240)
+def test_two_sides_that_wait_for_each_other_are_freed_at_once() -> None:
+    # Longer than the test may take.
+    with gl.launch(1, 1, timeout=600.0) as session:
         session.edit(b2t="name == 'down'", t2b="name == 'up'")
 
         run = session.run(waits_for_each_other, waits_for_each_other)
 
         rows = run.frame.set_index(["side", "name"])
         assert rows["status"].to_dict() == {
-            ("target", "down"): "timeout",
+            ("target", "down"): "missing",
             ("baseline", "up"): "grafted",
             ("baseline", "down"): "unmatched",
         }
-        reached = "baseline[0] did not reach this tap within 0.5 s: waiting at tap 'up'"
-        assert reached in rows.loc[("target", "down"), "error"]
+        cannot_come = "baseline[0] waits for another tap of target[0], which cannot come while this one is waited for"
+        assert f"{cannot_come}: waiting at tap 'up'" in rows.loc[("target", "down"), "error"]
         assert run.baseline == [[20.0, 10.0]]
         assert run.target == [[20.0, 20.0]]
         # The run after it is as good as any.
@@ -538,3 +533,50 @@ def test_a_side_that_died_gives_missing_rows() -> None:
         assert frame["status"].tolist() == ["missing", "missing"]
         assert frame["error"].tolist() == ["baseline[0] died", "baseline[0] died"]
         assert session.runs[-1].target == [[20.0, 20.0], [21.0, 21.0]]
+
+
+# ---- sides that would wait for each other ---------------------------------------------------------------------------
+
+
+def with_own_taps(names: str, before: str = "", own: str = "", steps: int = 4) -> list[float]:
+    """Taps of these names in each step, and one of this side's own before that one; what went on of the last."""
+    outputs = []
+    for step in range(steps):
+        for name in names:
+            if name == before:
+                gl.tap(own, torch.ones(2))
+            outputs.append(gl.tap(name, torch.full((2,), own_value() + step))[0].item())
+        gl.step()
+    return outputs[len(names) - 1 :: len(names)]
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+@pytest.mark.timeout(240)
+def test_a_tap_of_the_target_alone_is_not_waited_for_while_the_baseline_waits_for_a_graft(
+    ranks: tuple[int, int],
+) -> None:
+    """The time limit is longer than the test may take: it would end in it."""
+    with gl.launch(*ranks, device="cpu", timeout=600.0) as session:
+        session.edit(t2b="name == 'b'")
+        run = session.run(
+            baseline=lambda: with_own_taps("abc"), target=lambda: with_own_taps("abc", before="a", own="extra")
+        )
+        rows = run.frame
+        assert set(rows[rows["name"] == "extra"]["status"]) == {"missing"}
+        error = rows[rows["name"] == "extra"]["error"].iloc[0]
+        assert "waits for another tap of target[" in error
+        assert set(rows[rows["name"] == "b"]["status"]) == {"grafted"}
+        assert set(rows[rows["name"].isin(["a", "c"])]["status"]) == {"compared"}
+
+
+@pytest.mark.timeout(240)
+def test_a_graft_from_a_tap_that_the_target_has_not_is_given_up_and_spoils_no_more_than_a_first_step() -> None:
+    with gl.launch(1, 1, device="cpu", timeout=600.0) as session:
+        session.edit(t2b="name == 'only mine' or name == 'b'")
+        run = session.run(
+            baseline=lambda: with_own_taps("abc", before="a", own="only mine"), target=lambda: with_own_taps("abc")
+        )
+        rows = run.frame[run.frame["step"] > run.frame["step"].min()]
+        assert set(rows[rows["name"] == "only mine"]["status"]) == {"missing"}
+        assert set(rows[rows["name"] == "b"]["status"]) == {"grafted"}
+        assert set(rows[rows["name"].isin(["a", "c"])]["status"]) == {"compared"}

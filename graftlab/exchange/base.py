@@ -137,6 +137,8 @@ class Exchange(Protocol):
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
         """Wait until every sender has published, declined, ended the step or died, or the time limit is over.
 
+        Where a sender waits for this very rank, one of the two gives up its wait at once.
+
         The contributions come to the device of ``near``, the receiver's own tensor; without it, wherever they are.
         """
 

@@ -32,7 +32,7 @@ from graftlab.exchange.whereabouts import WhereaboutsPage
 logger = logging.getLogger(__name__)
 
 # First item of each frame between two ranks.
-_ENTRY, _DECLINE, _RELEASE, _STEP_END, _RUN_END, _ANNOUNCE, _CHUNK, _CHUNK_ANSWER = range(8)
+_ENTRY, _DECLINE, _RELEASE, _STEP_END, _RUN_END, _ANNOUNCE, _CHUNK, _CHUNK_ANSWER, _ASK, _YIELD = range(10)
 
 # Releases travel together: this many, or this share of the budget, whichever comes first.
 _RELEASE_COUNT = 64
@@ -41,6 +41,10 @@ _RELEASE_SHARE = 8
 _ROOM_POLL = 0.02
 # How often a rank that waits looks whether the GPU has done with what was received, so that it can be given back.
 _READ_POLL = 0.001
+# How soon a rank that waits looks whether a peer waits for it in turn, and how often in the end.
+_FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
+# Taps that never repeat must not fill the memory.
+_HEARD_LIMIT = 100_000
 
 
 class _Entry(NamedTuple):
@@ -84,6 +88,8 @@ class _Peer:
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
     announced: dict[int, bytes] = field(default_factory=dict)
+    # The wait of ours, by its number, that this peer said we must end (see _wait_for).
+    told_to_yield: int = 0
 
     def __post_init__(self) -> None:
         self.label = self.place.label
@@ -149,6 +155,12 @@ class SharedMemoryExchange:
         # The grafter sets this to write the whereabouts page: it alone knows the tap.
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self._ended_step = -1
+        # The tap that this rank waits for, and which of its waits that is.
+        self._awaited: TapKey | None = None
+        self._wait = 0
+        # Names and tags that the other side has ever reached, and of which it was told though it had ended the step.
+        self._heard: set[tuple[object, ...]] = set()
+        self._told: set[tuple[object, ...]] = set()
 
     # ---- what runs do -------------------------------------------------------------------------------------------
 
@@ -212,6 +224,8 @@ class SharedMemoryExchange:
             self._make_room(key, nbytes)
         # Only now: a receiver may have ended the step, or died, while this rank waited for room.
         receivers = [peer for peer in self._others if not peer.is_past(key.step)]
+        if len(receivers) < len(self._others):
+            self._tell_of(key)
         if not receivers:
             self._unmatched.append(memo)
             return
@@ -249,6 +263,14 @@ class SharedMemoryExchange:
         for peer in self._others:
             if not peer.is_past(key.step):
                 self._send(peer, (_DECLINE, tuple(key)))
+
+    def _tell_of(self, key: TapKey) -> None:
+        """Let those that have ended the step know, once, that this rank reaches such a tap: see _wait_for."""
+        if (key.name, key.tags) not in self._told and len(self._told) < _HEARD_LIMIT:
+            self._told.add((key.name, key.tags))
+            for peer in self._others:
+                if peer.ended_step >= key.step and peer.in_run and not (peer.dead or peer.run_ended):
+                    self._send(peer, (_DECLINE, tuple(key)))
 
     def _make_room(self, key: TapKey, nbytes: int) -> None:
         self._pump(0)
@@ -300,7 +322,7 @@ class SharedMemoryExchange:
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
         if not self._all_answered(key):
             self._pump(0)
-        timed_out = not (self._all_answered(key) or self._wait_for(key))
+        unanswered = {} if self._all_answered(key) else self._wait_for(key)
         contributions: list[Contribution] = []
         absent: dict[int, str] = {}
         unreadable: dict[int, str] = {}
@@ -311,11 +333,7 @@ class SharedMemoryExchange:
             rank, label = peer.place.rank, peer.label
             inbox = peer.inbox[key.step]
             if key not in inbox:
-                absent[rank] = (
-                    peer.why_absent()
-                    if peer.is_past(key.step)
-                    else f"{label} did not reach this tap within {self.timeout:g} s: {peer.page.read()}"
-                )
+                absent[rank] = peer.why_absent() if peer.is_past(key.step) else unanswered[rank]
                 continue
             entry = inbox.pop(key)
             if entry is None:
@@ -340,6 +358,7 @@ class SharedMemoryExchange:
                 unreadable[rank] = f"the extras of {label} cannot be loaded here: {type(error).__name__}: {error}"
             contributions.append(Contribution(rank, window, extras))
         give_back = self._give_back_when_read if read_on_device else self._give_back
+        timed_out = bool(unanswered) and not self._has_yielded()
         return Receipt(contributions, absent, timed_out, unreadable, lambda: give_back(taken))
 
     def _bring(self, peer: _Peer, entry: _Entry, near: torch.Tensor | None) -> torch.Tensor:
@@ -386,21 +405,64 @@ class SharedMemoryExchange:
             for peer in self._others:
                 self._send_releases(peer)
 
-    def _wait_for(self, key: TapKey) -> bool:
+    def _wait_for(self, key: TapKey) -> dict[int, str]:
+        """Wait until every sender has answered; why some have not, by rank, where the wait is given up.
+
+        It is given up at the time limit, and at once where a sender waits for a tap of this very rank: each would wait
+        for the other. One of them yields, and the other goes on waiting: who waits for what the other side has never
+        reached, and the higher world rank if that tells nothing. A sender's page alone is no proof, as our answer may
+        be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
+        """
         for peer in self._others:
             self._send_releases(peer)
         deadline = time.monotonic() + self.timeout
+        pause = _FIRST_LOOK
+        self._awaited = key
+        self._wait += 1
         self.on_wait([peer.place.world_rank for peer in self._others if not peer.has_answered(key)])
         try:
             while not self._all_answered(key):
                 remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return False
+                if remaining <= 0 or self._has_yielded():
+                    return self._why_unanswered(key)
                 self._give_back_read(wait=False)
-                self._pump(min(remaining, _READ_POLL) if self._reader.reading else remaining)
-            return True
+                look = min(remaining, pause)
+                if not self._pump(min(look, _READ_POLL) if self._reader.reading else look):
+                    self._ask_who_waits_for_us(key)
+                    pause = min(2 * pause, _LAST_LOOK)
+            return {}
         finally:
+            self._awaited = None
             self.on_wait([])
+
+    def _ask_who_waits_for_us(self, key: TapKey) -> None:
+        me, is_known = self._place.world_rank, self._knows(key)
+        for peer in self._others:
+            if not peer.has_answered(key) and me in peer.page.read().awaits:
+                self._send(peer, (_ASK, self._wait, is_known))
+
+    def _has_to_yield_to_us(self, peer: _Peer, asker_is_known: bool) -> bool:
+        """What this rank says when asked by a peer that waits for it."""
+        awaited = self._awaited
+        if awaited is None or peer.has_answered(awaited):
+            return False
+        if asker_is_known != self._knows(awaited):
+            return not asker_is_known
+        return peer.place.world_rank > self._place.world_rank
+
+    def _knows(self, key: TapKey) -> bool:
+        """Whether the other side has ever reached such a tap."""
+        return (key.name, key.tags) in self._heard
+
+    def _has_yielded(self) -> bool:
+        return any(peer.told_to_yield == self._wait for peer in self._others)
+
+    def _why_unanswered(self, key: TapKey) -> dict[int, str]:
+        waited = f"did not reach this tap within {self.timeout:g} s"
+        if self._has_yielded():
+            waited = f"waits for another tap of {self._place.label}, which cannot come while this one is waited for"
+        late = [peer for peer in self._others if not peer.has_answered(key)]
+        return {peer.place.rank: f"{peer.label} {waited}: {peer.page.read()}" for peer in late}
 
     def where_peers_are(self) -> str:
         """One line on every rank of the other side, for messages."""
@@ -476,6 +538,8 @@ class SharedMemoryExchange:
         kind = message[0]
         if kind in (_ENTRY, _DECLINE):
             key = TapKey(*message[1])
+            if len(self._heard) < _HEARD_LIMIT:
+                self._heard.add((key.name, key.tags))
             # What comes for a step that has ended here is freed by the end-of-step frame that is on its way back.
             if key.step > self._ended_step:
                 peer.inbox[key.step][key] = _Entry._make(message[2]) if kind == _ENTRY else None
@@ -493,6 +557,11 @@ class SharedMemoryExchange:
             self._send(peer, (_CHUNK_ANSWER, failure))
         elif kind == _CHUNK_ANSWER:
             self._device.answered(peer.place.world_rank, message[1])
+        elif kind == _ASK:
+            if self._has_to_yield_to_us(peer, message[2]):
+                self._send(peer, (_YIELD, message[1]))
+        elif kind == _YIELD:
+            peer.told_to_yield = message[1]
         else:
             peer.announced[message[1]] = message[2]
 
