@@ -148,9 +148,6 @@ class Grafter:
 
     def verdicts_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Verdict]:
         """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
-        own = self.verdict(name, tags)
-        if own is None or not self._plan.rank_dependent or self.place.world_size == 1:
-            return [] if own is None else [own]
         full = self._tags_of(name, tuple({**dict(self._ambient.get()), **tags}.items()))
         return [self._plan.judge({**full, "rank": rank}) for rank in range(self.place.world_size)]
 

@@ -169,8 +169,11 @@ def activate(grafter: Grafter, where: Here) -> None:
 
 
 def _deactivate() -> None:
-    global _grafter, _taker
+    global _grafter, _taker, _routing
     _grafter = _taker = None
+    # The parent's other threads are not here to give the lock back, nor is anything captured on.
+    _routing = threading.Lock()
+    _routes.clear()
 
 
 def grafter() -> Grafter | None:
@@ -230,4 +233,4 @@ def _route(thread: int, taker: Taker | None) -> None:
             _routes.pop(thread, None)
         else:
             _routes[thread] = taker
-        _taker = _router() if _routes else _grafter
+        _taker = _router() if _routes and _grafter is not None else _grafter

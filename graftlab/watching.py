@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,6 @@ import torch
 from graftlab import taps
 from graftlab.filters import compile_filter
 
-_changes = itertools.count(1)
 _latest_change = 0
 
 # What the root module's own output is called: its name in named_modules is empty.
@@ -43,7 +41,7 @@ class _Change:
 
     def remove(self) -> None:
         global _latest_change
-        _latest_change = next(_changes)
+        _latest_change += 1
 
 
 class Watch:

@@ -14,9 +14,21 @@ from typing import Any
 
 import graftlab as gl
 from graftlab import taps
+from graftlab.models import ModelConfig
 
 # Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
 DEADLINE = 60.0
+
+# Query heads that share key/value heads, sizes that all differ, and a vocabulary that is no power of two.
+SMALL_MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    max_positions=64,
+)
 
 _cells = itertools.count(1)
 

@@ -53,7 +53,10 @@ def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: P
     assert [budget["of"] for budget in unmatched["budgets"]] == ["figure", "ratio"]
     assert unmatched["met"] == all(budget["met"] for budget in unmatched["budgets"])
     assert lines["fill_from against copies by hand, 10 slots, 40 of 64 rows, cpu"]["budgets"][0]["bound"] == 1.3
-    assert lines["the same, all taps wanted"]["ours"]["median"] > lines["the same, no tap wanted"]["ours"]["median"]
+    assert (
+        lines["captured decode, all taps wanted, cpu"]["ours"]["median"]
+        > lines["captured decode, no tap wanted, cpu"]["ours"]["median"]
+    )
     if not torch.cuda.is_available():
         assert lines["cuda"]["ours"] is None
         assert "cuda: skipped, no device" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import random
@@ -15,7 +16,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support import reset
+from support import SMALL_MODEL, reset
 from torch import Tensor
 
 import graftlab as gl
@@ -25,19 +26,11 @@ from graftlab.graphs.attention import UnpaddedAttention
 from graftlab.graphs.capture import CpuCapturer
 from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.tap_sites import TapChoice
-from graftlab.models import ModelConfig, Transformer
+from graftlab.models import Transformer
 
 TESTS = str(Path(__file__).parent)
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=48,
-    max_positions=48,
-)
+CONFIG = dataclasses.replace(SMALL_MODEL, max_positions=48)
 
 IN_MLP, IN_VALUES = "blocks.1.mlp.down_proj", "blocks.0.attention.v_proj"
 
@@ -425,11 +418,14 @@ def test_functions_that_are_captured_anew_let_go_of_their_memory_at_once(session
     session.run(target=partial(serve, "decode"), baseline=partial(serve, "eager"))
     # Other tests' engines.
     session.run(target=gc.collect)
-    for count, names in enumerate(("embed", "embed|logits", "embed|logits|final_norm"), 1):
-        session.edit(compare=f"search('{names}', name)")
-        run = session.run(target=partial(with_taps, count), baseline=serve_again)
-        alive, expected = run.target[0]
-        assert alive == expected > 0
+    try:
+        for count, names in enumerate(("embed", "embed|logits", "embed|logits|final_norm"), 1):
+            session.edit(compare=f"search('{names}', name)")
+            run = session.run(target=partial(with_taps, count), baseline=serve_again)
+            alive, expected = run.target[0]
+            assert alive == expected > 0
+    finally:
+        session.run(target=gc.enable)
 
 
 def call(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import SMALL_MODEL
 
 import graftlab as gl
 from graftlab.engine import (
@@ -32,15 +33,7 @@ from graftlab.errors import RequestError
 from graftlab.models import ModelConfig, TensorParallelTransformer, Transformer, causal_attention
 from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=48,
-    max_positions=64,
-)
+CONFIG = SMALL_MODEL
 
 
 @pytest.fixture(autouse=True)

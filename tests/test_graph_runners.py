@@ -20,6 +20,7 @@ from graph_buffers import on_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_kernels import record_kernels
+from support import SMALL_MODEL
 from torch import Tensor
 
 from graftlab.engine import PADDING_SLOT, EagerRunner, Engine, ForwardBatch, KVCache, Request, RunnerFactory
@@ -37,19 +38,12 @@ from graftlab.graphs import (
 )
 from graftlab.graphs.ahead import AheadAttention
 from graftlab.graphs.attention import UnpaddedAttention
+from graftlab.graphs.capture import CudaCapturer
 from graftlab.graphs.graph_runner import GraphRunner
-from graftlab.models import ModelConfig, Transformer
+from graftlab.models import Transformer
 from graftlab.requests.identity import NO_ROOM, PADDING_ID, request_id_to_int
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=48,
-    max_positions=48,
-)
+CONFIG = dataclasses.replace(SMALL_MODEL, max_positions=48)
 
 # No index, length or identity of any batch: a table that is read with it raises.
 GARBAGE = -(10**9)
@@ -625,6 +619,23 @@ def test_a_break_that_cannot_be_leaves_the_engine_and_the_model_as_they_were() -
     while engine.live:
         finished = engine.step()
     assert finished[0].response["output_ids"] == expected(1)[request.rid]
+
+
+def test_what_the_host_gives_back_unchanged_is_not_copied_onto_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of inference mode a tensor that was made inside of it refuses even that."""
+    record_kernels(monkeypatch)
+    capturer, seen = CudaCapturer(torch.device("cpu")), []
+
+    def look(value: Tensor) -> Tensor:
+        seen.append(value.tolist())
+        return value
+
+    with torch.inference_mode():
+        buffer = torch.ones(2)
+        on_host = capturer.on_host(look)
+        graph = capturer.capture(lambda: (on_host(buffer),))
+    assert graph.replay()[0] is buffer
+    assert seen[-1] == [1.0, 1.0]
 
 
 # ---- guesses --------------------------------------------------------------------------------------------------------

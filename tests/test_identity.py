@@ -87,3 +87,21 @@ def test_a_room_beyond_int64_is_named(room: int) -> None:
 def test_a_room_is_an_integer(room: object) -> None:
     with pytest.raises(RequestError, match="is not an integer"):
         bootstrap_rooms_tensor([room])  # type: ignore[list-item]
+
+
+def test_the_package_has_identities_and_loads_torch_only_for_them() -> None:
+    program = """
+import sys
+import graftlab.requests
+assert "torch" not in sys.modules
+from graftlab.requests import bootstrap_rooms_tensor, request_id_to_int, request_ids_tensor
+assert request_ids_tensor(["req-0"]).item() == request_id_to_int("req-0")
+try:
+    graftlab.requests.nothing
+except AttributeError:
+    pass
+else:
+    raise AssertionError("there is something called nothing")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr

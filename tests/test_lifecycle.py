@@ -482,3 +482,15 @@ def test_a_forked_child_of_a_rank_takes_no_part_and_does_not_hide_its_death() ->
             run.wait(2.0)
         assert run.frame.status.tolist() == ["missing"]
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_death_is_told_before_what_else_failed() -> None:
+    def fails_or_dies() -> None:
+        if gl.here().side == "target":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("for another reason")
+
+    with gl.launch(1, 1) as session, pytest.raises(gl.RunError) as caught:
+        session.run(fails_or_dies, fails_or_dies)
+    said = str(caught.value)
+    assert said.index("target[0] died: killed by SIGKILL") < said.index("baseline[0] raised ValueError")

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import SMALL_MODEL
 
 from graftlab.models import (
     ModelConfig,
@@ -29,15 +30,7 @@ from graftlab.models import (
     transformer,
 )
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=48,
-    max_positions=64,
-)
+CONFIG = SMALL_MODEL
 IN_LAYER = ["attn_norm", "q", "k", "v", "attn_out", "attn_residual", "mlp_norm", "mlp_out", "mlp_residual"]
 TAPS = [
     ("embed", None),

@@ -27,7 +27,18 @@ from graftlab.errors import GraphError
 from graftlab.grafter import Grafter, Tags
 from graftlab.graphs.capture import Capturer, Graph, Outputs
 from graftlab.graphs.slots import FillContext
-from graftlab.graphs.tap_sites import Judged, Site, Slot, TapChoice, copy_bits, copyable, judge, new_slot, write_through
+from graftlab.graphs.tap_sites import (
+    Judged,
+    Rows,
+    Site,
+    Slot,
+    TapChoice,
+    copy_bits,
+    copyable,
+    judge,
+    new_slot,
+    write_through,
+)
 from graftlab.overwrite import may_overlap
 from graftlab.rows import plain
 
@@ -66,8 +77,7 @@ class CapturedFunction:
         self._handed_over = 0
         self._outer: Tags = ()
         self._ctx = padded
-        # What the host made in this batch's replays, where there is another one to come.
-        self._repeats = False
+        # What the host made in this batch's replays, but for the last, after which nobody asks again.
         self._host_results: dict[int, Tensor] = {}
         self._judged: list[Judged] = []
         self._judged_in: tuple[object, Tags] | None = None
@@ -120,13 +130,14 @@ class CapturedFunction:
             if number in self._host_results:
                 return self._host_results[number].clone()
             place, inner = self._host_parts[number]
-            if self._window is not None and not self._window[0] <= place <= self._window[1]:
+            first, last = self._window or (0, len(self.sites))
+            if not first <= place <= last:
                 with taps.taken_by(_MUTE):
                     return function(*args)
             self._hand_over(place)
             with taps.taken_by(None), _ambient(_merged(self._outer, inner)):
                 result = function(*args)
-            if self._repeats:
+            if last < len(self.sites):
                 self._host_results[number] = result.clone()
             return result
 
@@ -189,14 +200,8 @@ class CapturedFunction:
             site.is_unfit, site.stand_in = True, shown
             return site
         if own.dim() and not isinstance(own, torch.nn.Parameter):
-            count = own.shape[0]
-            site.rows = (
-                "tokens"
-                if count == self._padded.padded_num_tokens
-                else "requests"
-                if count == self._padded.padded_bs
-                else None
-            )
+            rows: dict[int, Rows] = {self._padded.padded_bs: "requests", self._padded.padded_num_tokens: "tokens"}
+            site.rows = rows.get(own.shape[0])
         if self._choice.grafts == "breaks" and judged.is_received:
             site.breaks = True
         else:
@@ -238,7 +243,6 @@ class CapturedFunction:
             if site.slot is not None and judged.is_received
         ]
         self._handed_over = 0
-        self._repeats = bool(gated)
         try:
             for index in gated:
                 self._window = (self._handed_over, index)
@@ -251,7 +255,6 @@ class CapturedFunction:
             self._hand_over(len(self.sites))
         finally:
             self._window = None
-            self._repeats = False
             self._host_results.clear()
             for index in gated:
                 _slot_of(self.sites[index]).gate.fill_(False)

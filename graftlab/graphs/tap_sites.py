@@ -17,6 +17,9 @@ from graftlab.plan import Verdict
 Grafts = Literal["gates", "breaks"]
 """How a graft gets into a captured function: past a gate at its tap, or in a break of the graph there."""
 
+Rows = Literal["tokens", "requests"]
+"""What has a row each in a tap's value."""
+
 Identity = tuple[Any, ...]
 
 
@@ -42,7 +45,7 @@ class Site:
     identity: Identity
     slot: Slot | None = None
     breaks: bool = False
-    rows: Literal["tokens", "requests"] | None = None
+    rows: Rows | None = None
     is_unfit: bool = False
     stand_in: Any = None
 
@@ -89,9 +92,11 @@ def judge(grafter: Grafter, site: Site) -> Judged:
     verdict = grafter.verdict(site.name, site.tags)
     if verdict is None:
         return Judged(None, False, False)
+    if grafter.place.world_size == 1 or not grafter.plan.rank_dependent:
+        return Judged(verdict, _is_wanted(verdict), _is_received(grafter, verdict))
     given = {**dict(taps.ambient.get()), **site.tags}
     private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
-    if private and grafter.place.world_size > 1:
+    if private:
         raise GraphError(
             f"the plan's filters look at {private} of tap {site.name!r} on {grafter.place.label}, and other ranks have "
             "other values; ranks that compute together must capture and replay alike. Filter by `rank` or by tags that "
@@ -100,9 +105,17 @@ def judge(grafter: Grafter, site: Site) -> Judged:
     everywhere = grafter.verdicts_of_side(site.name, site.tags)
     return Judged(
         verdict,
-        any(each.direction is not None or each.overlap for each in everywhere),
-        any(each.graft and not grafter.sends(each) for each in everywhere),
+        any(_is_wanted(each) for each in everywhere),
+        any(_is_received(grafter, each) for each in everywhere),
     )
+
+
+def _is_wanted(verdict: Verdict) -> bool:
+    return verdict.direction is not None or verdict.overlap
+
+
+def _is_received(grafter: Grafter, verdict: Verdict) -> bool:
+    return verdict.graft and not grafter.sends(verdict)
 
 
 def copyable(tensor: Tensor) -> Tensor:
