@@ -9,7 +9,7 @@ import torch
 from benchmarks import reference
 from benchmarks.lines import Budget, Line, Setup, Spread, quantity
 from benchmarks.machine import one_thread, seconds
-from graftlab import diffs
+from graftlab.diffs import measure as diffs
 
 # Bytes, and how often we and the reference measure tensors of that size.
 _SIZES = ((4 << 10, 2000, 500), (4 << 20, 100, 15), (64 << 20, 20, 5))

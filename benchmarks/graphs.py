@@ -15,8 +15,8 @@ import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread
 from benchmarks.loops import finish_work_on
-from graftlab.engine import Engine, ForwardBatch, Request, build_model
-from graftlab.graphs import DecodeGraphRunner, build_decode_registry
+from graftlab.engine import DecodeGraphRunner, Engine, ForwardBatch, Request, build_model
+from graftlab.graphs import build_decode_registry
 
 _BATCH = 8
 _STEPS = 60

@@ -11,8 +11,10 @@ import torch
 import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread, quantity
-from graftlab import diffs, taps
-from graftlab.rows import COLUMNS, Row, encode
+from graftlab.diffs import measure as diffs
+from graftlab.grafting import active
+from graftlab.rows.encoding import encode
+from graftlab.rows.schema import COLUMNS, Row
 
 _TICK = 1e-3
 # A number that no other column of an encoded row holds.
@@ -84,7 +86,7 @@ def _as_fast_as_they_come(setup: Setup) -> list[Line]:
 
 def _send_rows_of(count: int, run: int) -> Callable[[], None]:
     def send_rows() -> None:
-        grafter = taps.grafter()
+        grafter = active.grafter()
         assert grafter is not None
         template = _row()
         for order in range(count):

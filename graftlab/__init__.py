@@ -29,16 +29,16 @@ from graftlab.errors import (
     TagError,
     TransformError,
 )
-from graftlab.taps import Here, here, step, tags, tap
+from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
-    from graftlab.frames import load_run
-    from graftlab.plan import GraftPlan
-    from graftlab.run import Run
+    from graftlab.control.run import Run
+    from graftlab.plan.plan import GraftPlan
+    from graftlab.rows.store import load_run
     from graftlab.session import Session, launch
+    from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
-    from graftlab.watching import Watch, watch
 
 try:
     __version__ = version(__name__)
@@ -47,16 +47,16 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 _LAZY = {
-    "GraftPlan": "graftlab.plan",
+    "GraftPlan": "graftlab.plan.plan",
     "GraftTransformInput": "graftlab.transforms",
-    "Run": "graftlab.run",
+    "Run": "graftlab.control.run",
     "Session": "graftlab.session",
-    "Watch": "graftlab.watching",
+    "Watch": "graftlab.taps.watch",
     "launch": "graftlab.session",
-    "load_run": "graftlab.frames",
+    "load_run": "graftlab.rows.store",
     "plots": "graftlab.plots",
     "transforms": "graftlab.transforms",
-    "watch": "graftlab.watching",
+    "watch": "graftlab.taps.watch",
 }
 
 __all__ = [
@@ -118,7 +118,7 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext graftlab``: registers the magics."""
     try:
-        from graftlab.notebook.magics import load
+        from graftlab.magics.magics import load
     except ModuleNotFoundError as error:
         _explain_missing_torch("%load_ext graftlab", error)
         raise

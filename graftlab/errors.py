@@ -13,6 +13,7 @@
     |-- DependencyError(ImportError)      an optional package is needed here and is not installed
     |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
     |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
+    |-- BufferFullError                   a sender's buffer had no room for a tensor within the time limit
     `-- SessionError(RuntimeError)
         |-- LaunchError                   the ranks could not be started
         |-- SessionBusyError              a run is still going on
@@ -108,6 +109,10 @@ class DumpError(GraftError):
 
 class GraphError(GraftError, ValueError):
     """A slot, a registry or a runner of captured graphs cannot be made, or used, as asked."""
+
+
+class BufferFullError(GraftError):
+    """A sender's buffer stayed full for the whole time limit; the tensor was not published."""
 
 
 class SessionError(GraftError, RuntimeError):

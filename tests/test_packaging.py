@@ -78,7 +78,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_importing_graftlab_does_not_load_the_notebook_parts() -> None:
-    code = "import sys, graftlab; print([m for m in ('graftlab.notebook', 'ipywidgets') if m in sys.modules])"
+    code = "import sys, graftlab; print([m for m in ('graftlab.widgets', 'ipywidgets') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert loaded.stdout.strip() == "[]"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import wait_until
+from kit.support import wait_until
 
 import graftlab as gl
 

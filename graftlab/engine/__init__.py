@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from .attention import AttentionBackend, CacheAttention, masked_attention
-from .batch import ForwardBatch, SamplingBatchInfo
-from .engine import Engine
-from .kv_cache import PADDING_SLOT, KVCache, SlotAllocator
-from .presets import PRESETS, build_model
-from .request import Finished, Request, Response
-from .runner import EagerRunner, Runner, RunnerFactory
-from .sampling import gumbel_noise, sample
-from .tokenizer import ByteTokenizer
+from graftlab.engine.attention import AttentionBackend, CacheAttention, masked_attention
+from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
+from graftlab.engine.breakable_runner import BreakableGraphRunner
+from graftlab.engine.decode_runner import DecodeGraphRunner
+from graftlab.engine.draft_runner import DraftGraphRunner
+from graftlab.engine.engine import Engine
+from graftlab.engine.graph_attention import GraphAttention
+from graftlab.engine.kv_cache import PADDING_SLOT, KVCache, SlotAllocator
+from graftlab.engine.prefill_runner import PrefillGraphRunner
+from graftlab.engine.presets import PRESETS, build_model
+from graftlab.engine.request import Finished, Request, Response
+from graftlab.engine.runner import EagerRunner, Runner, RunnerFactory
+from graftlab.engine.sampling import gumbel_noise, sample
+from graftlab.engine.tokenizer import ByteTokenizer
 
 __all__ = [
     "PADDING_SLOT",
     "PRESETS",
     "AttentionBackend",
+    "BreakableGraphRunner",
     "ByteTokenizer",
     "CacheAttention",
+    "DecodeGraphRunner",
+    "DraftGraphRunner",
     "EagerRunner",
     "Engine",
     "Finished",
     "ForwardBatch",
+    "GraphAttention",
     "KVCache",
+    "PrefillGraphRunner",
     "Request",
     "Response",
     "Runner",

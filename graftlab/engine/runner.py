@@ -12,7 +12,7 @@ from graftlab.engine.attention import AttentionBackend, CacheAttention
 from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.kv_cache import KVCache
 from graftlab.models import Transformer
-from graftlab.taps import tags
+from graftlab.taps.calls import tags
 
 
 class Runner(Protocol):

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftlab.errors import ShippingError
+from graftlab.base.tags import TapKey
+from graftlab.base.world import Place, RunInfo
+from graftlab.errors import BufferFullError, ShippingError
 from graftlab.exchange.arena import Allocator, Arena
-from graftlab.exchange.base import BufferFullError, Contribution, Place, Receipt, RunInfo, TapKey
 from graftlab.exchange.channel import Channel
+from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.device import Cuda, DeviceReader, DeviceStaging, Gpu
 from graftlab.exchange.staging import HostStaging, Staging
 from graftlab.exchange.whereabouts import WhereaboutsPage
@@ -113,7 +115,7 @@ class _Peer:
 
 
 class SharedMemoryExchange:
-    """Implements :class:`graftlab.exchange.base.Exchange`; see there for the promises.
+    """Implements :class:`graftlab.exchange.contract.Exchange`; see there for the promises.
 
     ``budget`` is in bytes and bounds what this rank has published and not been given back; ``timeout``, in seconds,
     bounds every wait.

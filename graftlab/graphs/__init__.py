@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from .attention import GraphAttention
-from .breakable_runner import BreakableGraphRunner
-from .builders import build_decode_registry, build_prefill_registry
-from .decode_runner import DecodeGraphRunner
-from .draft_runner import DraftGraphRunner
-from .pool import clear_input_buffer_pool, share_input_buffer
-from .prefill_runner import PrefillGraphRunner
-from .registry import CudaGraphBufferRegistry
-from .slots import FillContext, GraphSlot, PaddingPolicy
+from graftlab.graphs.builders import build_decode_registry, build_prefill_registry
+from graftlab.graphs.pool import clear_input_buffer_pool, share_input_buffer
+from graftlab.graphs.registry import CudaGraphBufferRegistry
+from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
 
 __all__ = [
-    "BreakableGraphRunner",
     "CudaGraphBufferRegistry",
-    "DecodeGraphRunner",
-    "DraftGraphRunner",
     "FillContext",
-    "GraphAttention",
     "GraphSlot",
     "PaddingPolicy",
-    "PrefillGraphRunner",
     "build_decode_registry",
     "build_prefill_registry",
     "clear_input_buffer_pool",

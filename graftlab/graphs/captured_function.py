@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graftlab import taps
+from graftlab.base.tags import TagItems, plain
 from graftlab.errors import GraphError
-from graftlab.grafter import Grafter, Tags
+from graftlab.grafting import active
+from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.overwrite import may_overlap
 from graftlab.graphs.capture import Capturer, Graph, Outputs
 from graftlab.graphs.slots import FillContext
 from graftlab.graphs.tap_sites import (
@@ -39,8 +41,7 @@ from graftlab.graphs.tap_sites import (
     new_slot,
     write_through,
 )
-from graftlab.overwrite import may_overlap
-from graftlab.rows import plain
+from graftlab.taps import calls as taps
 
 
 class _Mute:
@@ -71,16 +72,16 @@ class CapturedFunction:
         self._capturing = self._is_known = False
         self._next = self._next_host_part = 0
         # Where the host runs in between: before which site, and with which tags.
-        self._host_parts: list[tuple[int, Tags]] = []
+        self._host_parts: list[tuple[int, TagItems]] = []
         # While it is replayed: the sites whose values this replay makes final, and up to where they were handed over.
         self._window: tuple[int, int] | None = None
         self._handed_over = 0
-        self._outer: Tags = ()
+        self._outer: TagItems = ()
         self._ctx = padded
         # What the host made in this batch's replays, but for the last, after which nobody asks again.
         self._host_results: dict[int, Tensor] = {}
         self._judged: list[Judged] = []
-        self._judged_in: tuple[object, Tags] | None = None
+        self._judged_in: tuple[object, TagItems] | None = None
 
     @property
     def broken_at(self) -> frozenset[int]:
@@ -212,7 +213,7 @@ class CapturedFunction:
 
     def suits(self) -> bool:
         """Whether it was captured with all that the plan in force wants of it."""
-        grafter = taps.grafter()
+        grafter = active.grafter()
         if grafter is None or grafter.era is None:
             return True
         judged = self._judge(grafter)
@@ -225,7 +226,7 @@ class CapturedFunction:
 
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
-        graph, grafter = self._graph, taps.grafter()
+        graph, grafter = self._graph, active.grafter()
         assert graph is not None, "captured before it is replayed"
         self._outer = taps.ambient.get()
         self._ctx = ctx
@@ -274,17 +275,17 @@ class CapturedFunction:
             return
         for index in range(self._handed_over, until):
             site = self.sites[index]
-            if self._judged[index].verdict is not None:
+            if self._judged[index].action is not None:
                 self._tap(site, site.stand_in if site.slot is None else self._head(site, site.slot.value))
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
         """Where nothing comes, it is the value itself, so that the number of replays hangs on the plan alone."""
         site = self.sites[index]
-        slot, verdict = _slot_of(site), self._judged[index].verdict
-        if verdict is not None:
+        slot, action = _slot_of(site), self._judged[index].action
+        if action is not None:
             result = self._tap(site, self._head(site, slot.value))
-            if verdict.graft:
+            if action.graft:
                 copy_bits(self._head(site, slot.graft), result)
                 self._head(site, slot.gate).fill_(True)
 
@@ -294,7 +295,7 @@ class CapturedFunction:
         self._hand_over(index)
         site = self.sites[index]
         head = self._head(site, own)
-        if self._judged[index].verdict is not None:
+        if self._judged[index].action is not None:
             result = self._tap(site, head)
             if result is not head:
                 copy_bits(head, result)
@@ -314,7 +315,7 @@ class CapturedFunction:
 
 
 def _grafter() -> Grafter:
-    grafter = taps.grafter()
+    grafter = active.grafter()
     assert grafter is not None, "taps come here only inside of a session"
     return grafter
 
@@ -324,7 +325,7 @@ def _slot_of(site: Site) -> Slot:
     return site.slot
 
 
-def _are_equal(one: Tags, other: Tags) -> bool:
+def _are_equal(one: TagItems, other: TagItems) -> bool:
     try:
         return one == other
     except Exception:  # tags may be arrays, whose comparison is no bool
@@ -335,12 +336,12 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _merged(outer: Tags, inner: Tags) -> Tags:
+def _merged(outer: TagItems, inner: TagItems) -> TagItems:
     return tuple({**dict(outer), **dict(inner)}.items())
 
 
 @contextlib.contextmanager
-def _ambient(tags: Tags) -> Iterator[None]:
+def _ambient(tags: TagItems) -> Iterator[None]:
     before = taps.ambient.set(tags)
     try:
         yield

@@ -17,8 +17,8 @@ from graftlab.errors import GraphError
 from graftlab.graphs.copies import copy_all, is_lossless
 from graftlab.graphs.pool import share_input_buffer
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
-from graftlab.taps import tap
-from graftlab.watching import Chooser, Watch, chooser
+from graftlab.taps.calls import tap
+from graftlab.taps.watch import Chooser, Watch, chooser
 
 Batch = TypeVar("Batch")
 Key = TypeVar("Key")

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graftlab import taps
 from graftlab.errors import GraphError
-from graftlab.grafter import Grafter
-from graftlab.overwrite import may_overlap, one_place_each
-from graftlab.plan import Verdict
+from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.overwrite import may_overlap, one_place_each
+from graftlab.plan.plan import Action
+from graftlab.taps import calls as taps
 
 Grafts = Literal["gates", "breaks"]
 """How a graft gets into a captured function: past a gate at its tap, or in a break of the graph there."""
@@ -59,7 +59,7 @@ class Site:
 class Judged:
     """What the plan in force says of a site: here, and on any rank of this side."""
 
-    verdict: Verdict | None
+    action: Action | None
     is_wanted: bool
     is_received: bool
 
@@ -89,11 +89,11 @@ def judge(grafter: Grafter, site: Site) -> Judged:
 
     Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know.
     """
-    verdict = grafter.verdict(site.name, site.tags)
-    if verdict is None:
+    action = grafter.action(site.name, site.tags)
+    if action is None:
         return Judged(None, False, False)
     if grafter.place.world_size == 1 or not grafter.plan.rank_dependent:
-        return Judged(verdict, _is_wanted(verdict), _is_received(grafter, verdict))
+        return Judged(action, _is_wanted(action), _is_received(grafter, action))
     given = {**dict(taps.ambient.get()), **site.tags}
     private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
     if private:
@@ -102,20 +102,20 @@ def judge(grafter: Grafter, site: Site) -> Judged:
             "other values; ranks that compute together must capture and replay alike. Filter by `rank` or by tags that "
             "all ranks of a side share, or set `eager` on the runner"
         )
-    everywhere = grafter.verdicts_of_side(site.name, site.tags)
+    everywhere = grafter.actions_of_side(site.name, site.tags)
     return Judged(
-        verdict,
+        action,
         any(_is_wanted(each) for each in everywhere),
         any(_is_received(grafter, each) for each in everywhere),
     )
 
 
-def _is_wanted(verdict: Verdict) -> bool:
-    return verdict.direction is not None or verdict.overlap
+def _is_wanted(action: Action) -> bool:
+    return action.direction is not None or action.overlap
 
 
-def _is_received(grafter: Grafter, verdict: Verdict) -> bool:
-    return verdict.graft and not grafter.sends(verdict)
+def _is_received(grafter: Grafter, action: Action) -> bool:
+    return action.graft and not grafter.sends(action)
 
 
 def copyable(tensor: Tensor) -> Tensor:

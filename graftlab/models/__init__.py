@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .tensor_parallel import TensorParallelTransformer
-from .transformer import Attend, ModelConfig, RMSNorm, Transformer, causal_attention
+from graftlab.models.tensor_parallel import TensorParallelTransformer
+from graftlab.models.transformer import Attend, ModelConfig, RMSNorm, Transformer, causal_attention
 
 __all__ = [
     "Attend",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .transformer import MLP, Attention, Linear, ModelConfig, Transformer
+from graftlab.models.transformer import MLP, Attention, Linear, ModelConfig, Transformer
 
 
 class _Enter(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..taps import tags, tap
+from graftlab.taps.calls import tags, tap
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer_index, q[B,T,H,D], k[B,T,K,D], v[B,T,K,D]) -> out[B,T,H,D]``, with q and k already rotated.

@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graftlab.diffs.maps import DifferenceMap, difference_map, max_downsample
     from graftlab.plots.pairs import draw_difference_map, heatmap, histogram, scatter
-    from graftlab.plots.reduce import DifferenceMap, difference_map, max_downsample
     from graftlab.plots.steps import history, ranks
     from graftlab.plots.style import to_png
-    from graftlab.plots.table import first_divergent
     from graftlab.plots.taps import divergence
+    from graftlab.verdict.order import first_divergent
 
 __all__ = [
     "DifferenceMap",
@@ -38,25 +38,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DifferenceMap": "reduce",
-    "difference_map": "reduce",
-    "divergence": "taps",
-    "draw_difference_map": "pairs",
-    "first_divergent": "table",
-    "heatmap": "pairs",
-    "histogram": "pairs",
-    "history": "steps",
-    "max_downsample": "reduce",
-    "ranks": "steps",
-    "scatter": "pairs",
-    "to_png": "style",
+    "DifferenceMap": "graftlab.diffs.maps",
+    "difference_map": "graftlab.diffs.maps",
+    "divergence": "graftlab.plots.taps",
+    "draw_difference_map": "graftlab.plots.pairs",
+    "first_divergent": "graftlab.verdict.order",
+    "heatmap": "graftlab.plots.pairs",
+    "histogram": "graftlab.plots.pairs",
+    "history": "graftlab.plots.steps",
+    "max_downsample": "graftlab.diffs.maps",
+    "ranks": "graftlab.plots.steps",
+    "scatter": "graftlab.plots.pairs",
+    "to_png": "graftlab.plots.style",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
+from graftlab.diffs.maps import DifferenceMap, difference_map
+from graftlab.diffs.samples import Distributions, distributions, sample
 from graftlab.plots import style
-from graftlab.plots.reduce import DifferenceMap, difference_map
-from graftlab.plots.samples import Distributions, distributions, sample
 from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
 
 _MAX_CROSSES = 400

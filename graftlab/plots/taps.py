@@ -16,7 +16,7 @@ from matplotlib.transforms import offset_copy
 from graftlab.plots import style
 from graftlab.plots.scales import ValueAxis, value_axis
 from graftlab.plots.style import Array
-from graftlab.plots.table import MEASURED, Key, Taps, group, merge
+from graftlab.verdict.order import MEASURED, Key, Taps, group, merge
 
 MAX_LABELS = 60
 MAX_SLANTED = 32

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.exchange.base import Place
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,15 @@ from typing import Any, Literal, get_args
 
 import torch.multiprocessing
 
+from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.exchange.arena import PAGE, create_segment
-from graftlab.exchange.base import Place
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat, assign
+from graftlab.ranks.entry import enter
 from graftlab.ranks.messages import Hello, Output, Shutdown, pack, unpack
-from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec, enter
+from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ import pickle
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graftlab.exchange.base import RunInfo
-from graftlab.plan import GraftPlan
-from graftlab.rows import Row, encode
+from graftlab.base.world import RunInfo
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.encoding import encode
+from graftlab.rows.schema import Row
 
 _MESSAGE = b"m"
 _ROW = b"r"

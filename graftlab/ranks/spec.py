@@ -1,16 +1,10 @@
-"""What a rank is told before it begins, and the function in which its process begins.
-
-Apart from the worker, which imports all that a rank needs: the notebook's process only has to name these two.
-"""
+"""What a rank is told before it begins."""
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 
-from graftlab.exchange.base import Place
-from graftlab.ranks.streams import redirect_to
+from graftlab.base.world import Place
 
 # A process can be handed this many descriptors in one message; the system's limit is a little higher.
 FDS_A_MESSAGE = 200
@@ -39,14 +33,3 @@ class RankSpec:
     environ: dict[str, str]
     sys_path: list[str]
     cwd: str
-
-
-def enter(spec: RankSpec, connection: socket.socket) -> None:
-    """Become a rank; does not return."""
-    # Its own session: the stop button's SIGINT goes to the notebook's process group and must not end the ranks.
-    os.setsid()
-    # Before anything that can fail: the notebook shows the end of this log when a rank dies before its hello.
-    redirect_to(spec.log)
-    from graftlab.ranks.worker import main
-
-    main(spec, connection)

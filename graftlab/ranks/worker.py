@@ -29,15 +29,15 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import graftlab
-from graftlab import taps
+from graftlab.base import shipping
+from graftlab.diffs.maps import difference_map
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.grafter import Grafter
-from graftlab.kept import KeptPair, KeptPairs
-from graftlab.plots.reduce import difference_map
-from graftlab.ranks import shipping
+from graftlab.grafting import active
+from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.ranks.lifeline import die_with_the_notebook
 from graftlab.ranks.messages import (
     Failure,
@@ -59,7 +59,8 @@ from graftlab.ranks.messages import (
 )
 from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
 from graftlab.ranks.streams import LabelledStream
-from graftlab.rows import Row
+from graftlab.rows.schema import Row
+from graftlab.taps import calls as taps
 from graftlab.transforms import user_traceback
 
 # The modules that put frames on the wire and take them off; their names begin so.
@@ -207,7 +208,7 @@ class Rank:
         self._vars = module.__dict__
         self._vars.update(gl=graftlab, torch=torch)
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._vars)
-        taps.activate(self.grafter, here)
+        active.activate(self.grafter, here)
         self._run_number = -1
         self._jobs: queue.SimpleQueue[RunRequest | PlanUpdate | Shutdown] = queue.SimpleQueue()
         self._stop_read, self._stop_write = os.pipe()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graftlab.exchange.base import Direction
+from graftlab.base.world import Direction
 
 SIGNATURE = "def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor"
 

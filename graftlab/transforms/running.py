@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from graftlab.diffs import DiffStats, measure
+from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
 from graftlab.transforms.default import default_transform

@@ -48,7 +48,7 @@ class TransformSpec:
             return cls("path", transform.strip()) if is_path else cls("source", transform)
         if callable(transform):
             # Imported here because shipping is a matter of ranks; only a function needs it.
-            from graftlab.ranks.shipping import pack_function
+            from graftlab.base.shipping import pack_function
 
             name = getattr(transform, "__qualname__", type(transform).__name__)
             return cls("function", name, pack_function(transform, what=f"transform {name}"))
@@ -74,7 +74,7 @@ class TransformSpec:
             return _load_path(self.text)
         if self.kind == "source":
             return _load_source(self.text, self.filename)
-        from graftlab.ranks.shipping import unpack_function
+        from graftlab.base.shipping import unpack_function
 
         loaded: Transform = unpack_function(self.blob)
         return loaded

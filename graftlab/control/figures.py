@@ -1,0 +1,50 @@
+"""A session's figures: the functions of :mod:`graftlab.plots` on what this session has recorded and kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from graftlab import plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from graftlab.control.core import SessionCore
+
+
+class SessionPlots:
+    """``session.plot``. Each method takes the keywords of the function of the same name in :mod:`graftlab.plots`."""
+
+    def __init__(self, session: SessionCore) -> None:
+        self._session = session
+
+    def divergence(self, **options: Any) -> Figure:
+        """The newest run that has rows: each tap's difference, in execution order."""
+        frame = self._session.frame
+        newest = frame["run"].max() if len(frame) else None
+        return plots.divergence(frame[frame["run"] == newest] if newest is not None else frame, **options)
+
+    def history(self, name: str, **options: Any) -> Figure:
+        """One tap over all steps so far."""
+        return plots.history(self._session.frame, name, **options)
+
+    def ranks(self, name: str, **options: Any) -> Figure:
+        """One tap over the receiving ranks: which shard is wrong."""
+        return plots.ranks(self._session.frame, name, **options)
+
+    def heatmap(self, name: str, *, dims: tuple[int, int] | None = None, **tags: Any) -> Figure:
+        """|baseline - target| of a kept pair; see :meth:`Session.tensors` for the tags."""
+        found = self._session.difference_map(name, dims=dims, **tags)
+        return plots.draw_difference_map(found, title=_title(name, tags))
+
+    def histogram(self, name: str, **tags: Any) -> Figure:
+        """The value distributions of a kept pair, and of its difference."""
+        return plots.histogram(*self._session.tensors(name, **tags), title=_title(name, tags))
+
+    def scatter(self, name: str, **tags: Any) -> Figure:
+        """Baseline against target values of a kept pair."""
+        return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
+
+
+def _title(name: str, tags: dict[str, Any]) -> str:
+    return ", ".join([name, *(f"{tag}={value}" for tag, value in tags.items())])

@@ -1,0 +1,308 @@
+"""Recorded requests, fed to both sides again: which of them diverge, and where first."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graftlab.base.progress import LongWait
+from graftlab.control.run import Run
+from graftlab.diffs.measure import measure
+from graftlab.errors import DumpError, RequestError
+from graftlab.requests.loading import load_dump
+from graftlab.requests.records import Dump, Opaque, RecordedRequest
+from graftlab.taps.calls import here, step, tags
+from graftlab.transforms import user_traceback
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from graftlab.control.core import SessionCore
+
+logger = logging.getLogger(__name__)
+
+Feed = Callable[[list[Any]], Sequence[Any]] | str
+
+COLUMNS = (
+    *("rid", "index", "step", "status", "same_tokens", "first_divergent", "first_rel_l2", "final_difference"),
+    *("baseline_as_recorded", "target_as_recorded", "error"),
+)
+
+# What a file says of a request's own part that is not as it was given.
+_LOST = re.compile(r"(?:the key of )?requests\[(\d+)\]\.request")
+_KEPT_BY_ATTRIBUTES = "kept by its attributes"
+# Tags that say when, where and for whom a tap was reached, not which tap it is.
+_NOT_THE_TAP = frozenset({"name", "step", "side", "rank", "recompute_status", "rid"})
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A recorded request that was not fed to anybody, and why. ``index`` is its place among all that were read."""
+
+    rid: str
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a replay. ``run`` is its run, one step a batch; ``skipped`` are the requests that were damaged."""
+
+    run: Run
+    summary: pd.DataFrame
+    skipped: list[Skipped]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows, one a tap a receiving rank; the tag ``rid`` says of which request, or of which batch."""
+        return self.run.frame
+
+    def __repr__(self) -> str:
+        counts = self.summary["status"].value_counts()
+        return (
+            f"<Replay of {len(self.summary)} requests: "
+            + ", ".join(f"{n} {status}" for status, n in counts.items())
+            + ">"
+        )
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": f"{self!r}\n{self.summary}", "text/html": self.summary.to_html(max_rows=20)}
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """One rank's answer to a batch: what its function returned, one output a request, or how it failed."""
+
+    outputs: list[Any]
+    error: str | None = None
+
+
+def replay(
+    session: SessionCore,
+    path: str | Path,
+    baseline: Feed,
+    target: Feed,
+    *,
+    batch_size: int = 1,
+    limit: int | None = None,
+    noise_floor: float = 1e-5,
+    trusted: bool = False,
+) -> Replay:
+    """See :meth:`graftlab.session.Session.replay`."""
+    for name, value in (("batch_size", batch_size), ("limit", limit)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise RequestError(f"replay: {name} must be a whole number of at least 1, not {value!r}")
+    chosen = _read(Path(path), trusted)[:limit]
+    skipped = [Skipped(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None]
+    for each in skipped:
+        logger.warning("replay of %s: request %d (%s) is skipped: %s", path, each.index, each.rid, each.reason)
+    good = [(index, each.record) for index, each in enumerate(chosen) if each.lost is None]
+    if not good:
+        raise RequestError(f"{path} holds no request that can be replayed: " + (_reasons(skipped) or "it is empty"))
+    batches = [good[start : start + batch_size] for start in range(0, len(good), batch_size)]
+    names = [",".join(_rid(index, record) for index, record in batch) for batch in batches]
+    requests = [[record.request for _, record in batch] for batch in batches]
+    run = session.start(
+        partial(_feed, baseline),
+        partial(_feed, target),
+        args=(list(zip(names, requests, strict=True)),),
+    )
+    run.wait(bar=LongWait("replay", "batches", lambda: run.steps, total=len(batches)))
+    summary = _summary(run, batches, noise_floor)
+    return Replay(run, _with_skipped(summary, skipped), skipped)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A recorded request, and why it cannot be replayed, if it cannot."""
+
+    record: RecordedRequest
+    lost: str | None
+
+
+def _read(path: Path, trusted: bool) -> list[_Read]:
+    """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
+    if not path.is_dir():
+        return _read_file(path, trusted)
+    files = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
+    if not files:
+        raise DumpError(
+            f"there are no recorded requests in the folder {path}: no file in it ends in .pkl. A dumper writes a "
+            "file when its threshold is reached, and at flush() and close()"
+        )
+    return [each for file in files for each in _read_file(file, trusted)]
+
+
+def _read_file(path: Path, trusted: bool) -> list[_Read]:
+    try:
+        dump = load_dump(path, trusted)
+    except OSError as error:
+        raise DumpError(f"{path} cannot be read: {error.strerror or error}") from error
+    except DumpError as error:
+        if not error.requests:
+            raise
+        logger.warning("%s; these are replayed", error)
+        return [_Read(record, _damage(record)) for record in error.requests]
+    lost = _lost(dump)
+    return [_Read(record, lost.get(index) or _damage(record)) for index, record in enumerate(dump["requests"])]
+
+
+def _lost(dump: Dump) -> dict[int, str]:
+    """Which requests are not in the file as they were given, and why."""
+    found: dict[int, str] = {}
+    for dropped in dump["dropped"]:
+        match = _LOST.match(str(dropped["where"]))
+        if match is not None and not str(dropped["reason"]).startswith(_KEPT_BY_ATTRIBUTES):
+            found.setdefault(
+                int(match[1]), f"{dropped['where']} was not kept when it was recorded: {dropped['reason']}"
+            )
+    return found
+
+
+def _damage(record: RecordedRequest) -> str | None:
+    request = record.request
+    fields = request.state if isinstance(request, Opaque) else request
+    if isinstance(fields, Mapping) or hasattr(fields, "__dict__") or hasattr(fields, "__dataclass_fields__"):
+        return None
+    return f"a request has named fields, and this is a {type(request).__name__}"
+
+
+def _rid(index: int, record: RecordedRequest) -> str:
+    return record.rid or f"#{index}"
+
+
+def _reasons(skipped: Iterable[Skipped]) -> str:
+    return "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def _feed(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[_Fed]:
+    """Give a rank's function one batch a step. What it raises fails that batch alone."""
+    if isinstance(function, str):
+        me = here()
+        assert me is not None
+        function = eval(function, me.vars)
+    if not callable(function):
+        raise RequestError(f"replay: {function!r} is not a function of a list of requests")
+    fed = []
+    for number, (rid, requests) in enumerate(batches):
+        if number:
+            step()
+        try:
+            with tags(rid=rid):
+                outputs = list(function(requests))
+            if len(outputs) != len(requests):
+                raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
+            fed.append(_Fed(outputs))
+        except (Exception, SystemExit) as error:
+            fed.append(_Fed([None] * len(requests), user_traceback(error)))
+    return fed
+
+
+# ---- the summary ----------------------------------------------------------------------------------------------------
+
+
+def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_floor: float) -> list[dict[str, Any]]:
+    from graftlab.plots import first_divergent
+
+    frame = run.frame
+    of_step = dict(tuple(frame.groupby("step"))) if len(frame) else {}
+    lines = []
+    for number, batch in enumerate(batches):
+        at = run.first_step + number
+        rows = of_step.get(at)
+        suspect = None if rows is None else first_divergent(rows, noise_floor=noise_floor)
+        # Every rank of a side has been given every request; the first speaks for its side.
+        sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
+        errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
+        for place, (index, record) in enumerate(batch):
+            ours, theirs = (fed.outputs[place] for fed in sides.values())
+            recorded = _tokens(record.response)
+            lines.append(
+                {
+                    "rid": _rid(index, record),
+                    "index": index,
+                    "step": at,
+                    "status": "failed" if errors else "replayed",
+                    "same_tokens": _same(_tokens(ours), _tokens(theirs)),
+                    "first_divergent": None if suspect is None else _tap(suspect),
+                    "first_rel_l2": math.nan if suspect is None else suspect["rel_l2"],
+                    "final_difference": _final_difference(ours, theirs, rows),
+                    "baseline_as_recorded": _same(_tokens(ours), recorded),
+                    "target_as_recorded": _same(_tokens(theirs), recorded),
+                    "error": "\n".join(errors) or None,
+                }
+            )
+    return lines
+
+
+def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[Skipped]) -> pd.DataFrame:
+    import pandas as pd
+
+    lines = [
+        *lines,
+        *({"rid": s.rid, "index": s.index, "status": "skipped", "error": s.reason} for s in skipped),
+    ]
+    frame = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"index": "Int64", "step": "Int64"})
+    frame[["first_rel_l2", "final_difference"]] = frame[["first_rel_l2", "final_difference"]].astype("float64")
+    return frame.iloc[sorted(range(len(frame)), key=lambda i: _badness(lines[i]))].reset_index(drop=True)
+
+
+def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Worst first: what failed, other tokens, the largest difference. What was skipped says nothing, and comes last."""
+    difference = line.get("final_difference", math.nan)
+    return (
+        {"failed": 0, "replayed": 1, "skipped": 2}[line["status"]],
+        line.get("same_tokens") is not False,
+        math.isnan(difference),
+        -difference,
+        line.get("first_divergent") is None,
+        line["index"],
+    )
+
+
+def _tap(row: Any) -> str:
+    given = {tag: value for tag, value in row["tags"].items() if tag not in _NOT_THE_TAP}
+    return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
+
+
+def _tokens(output: Any) -> list[Any] | str | None:
+    """The tokens, or else the text, of an output in one of the usual forms."""
+    if isinstance(output, Mapping):
+        for key in ("output_ids", "token_ids", "text"):
+            if output.get(key) is not None:
+                return _tokens(output[key])
+        return None
+    if isinstance(output, torch.Tensor):
+        return None if output.is_floating_point() or output.is_complex() else output.flatten().tolist()
+    if isinstance(output, (list, tuple)) and all(isinstance(item, int) for item in output):
+        return list(output)
+    return output if isinstance(output, str) else None
+
+
+def _same(one: Any, other: Any) -> bool | None:
+    if one is None or other is None or isinstance(one, str) != isinstance(other, str):
+        return None
+    return bool(one == other)
+
+
+def _final_difference(ours: Any, theirs: Any, rows: Any) -> float:
+    """``rel_l2`` of what was returned, where that is numbers; else of the last tap that was measured."""
+    x, y = (each.get("logits") if isinstance(each, Mapping) else each for each in (ours, theirs))
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and x.is_floating_point():
+        return measure(x, y).rel_l2
+    measured = None if rows is None else rows[rows["rel_l2"].notna()]
+    if measured is None or not len(measured):
+        return math.nan
+    last = measured[measured["order"] == measured["order"].max()]
+    return float(last["rel_l2"].max())

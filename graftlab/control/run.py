@@ -1,0 +1,256 @@
+"""A run: functions going on both sides at once, and what came of it."""
+
+from __future__ import annotations
+
+import html
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from graftlab.base import shipping
+from graftlab.base.html import bundle
+from graftlab.base.progress import LongWait
+from graftlab.base.world import Side
+from graftlab.errors import GraftError, RunError, WaitInterrupted
+from graftlab.ranks.launcher import RankProcess
+from graftlab.ranks.messages import Failure, RunDone
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What ranks print is shown by whoever waits; until then this many pieces are held (the logs have all of it).
+_HELD_OUTPUT = 10_000
+# Seconds between two looks at the ranks' steps.
+_LOOK = 0.02
+
+
+class Run:
+    """One call on the ranks of one or both sides. ``number`` is the value of the rows' ``run`` column.
+
+    :meth:`wait` raises what went wrong; the rows that were made until then are there all the same.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ranks: list[RankProcess],
+        frame: Callable[[int], pd.DataFrame],
+        write: Callable[[str], object],
+        count: Callable[[], int] = lambda: 0,
+        first_step: int = 0,
+    ) -> None:
+        self.number = number
+        self._ranks = ranks
+        self._frame = frame
+        self._write = write
+        self._count = count
+        self.first_step = first_step
+        self._changed = threading.Condition()
+        self._done: dict[int, RunDone] = {}
+        self._deaths: dict[int, str] = {}
+        self._settled: set[int] = set()
+        self._output: deque[tuple[str, str]] = deque(maxlen=_HELD_OUTPUT)
+        self._results: dict[int, Any] = {}
+
+    # ---- what the hub reports -----------------------------------------------------------------------------------
+
+    def note_output(self, rank: RankProcess, text: str) -> None:
+        with self._changed:
+            self._output.append((rank.label, text))
+            self._changed.notify_all()
+
+    def note_done(self, rank: RankProcess, done: RunDone) -> None:
+        with self._changed:
+            self._done[rank.place.world_rank] = done
+            self._changed.notify_all()
+
+    def note_settled(self, rank: RankProcess) -> None:
+        with self._changed:
+            self._settled.add(rank.place.world_rank)
+            self._changed.notify_all()
+
+    def note_death(self, rank: RankProcess, how: str) -> None:
+        with self._changed:
+            if rank.place.world_rank not in self._settled:
+                self._deaths[rank.place.world_rank] = how
+                self._settled.add(rank.place.world_rank)
+                self._changed.notify_all()
+
+    # ---- what people ask ----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended, and every row of this run has arrived."""
+        return len(self._settled) == len(self._ranks)
+
+    @property
+    def participants(self) -> list[RankProcess]:
+        return list(self._ranks)
+
+    def wait(self, timeout: float | None = None, bar: LongWait | None = None) -> Run:
+        """Wait until the run is over, showing what the ranks print; returns the run itself.
+
+        Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
+        interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on. ``bar``
+        takes the place of the usual one, which counts rows.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            with bar or LongWait(f"run {self.number}", "rows", self._count) as progress, self._changed:
+                while True:
+                    output, over = list(self._output), self.done
+                    self._output.clear()
+                    self._changed.release()
+                    try:
+                        self._show(output)
+                    finally:
+                        self._changed.acquire()
+                    if over and not self._output:
+                        break
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if not self._output:
+                        self._changed.wait_for(self._has_news, progress.next_look(remaining))
+                    if remaining is not None and remaining <= 0 and not self.done:
+                        raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
+        except KeyboardInterrupt:
+            raise WaitInterrupted(
+                f"the wait for run {self.number} ended; the ranks go on. session.runs[{self.number}].wait() waits "
+                f"again, session.interrupt() stops the code on the ranks"
+            ) from None
+        self._raise_failures()
+        return self
+
+    @property
+    def steps(self) -> int:
+        """How many steps every rank has ended by now; while the last one goes on, one less than there are."""
+        return max(0, min(rank.whereabouts().step for rank in self._ranks) - self.first_step)
+
+    def wait_steps(self, count: int, timeout: float | None = None) -> Run:
+        """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
+
+        Raises TimeoutError after ``timeout`` seconds. Failures are told by :meth:`wait`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def there() -> bool:
+            return self.done or self.steps >= count
+
+        with self._changed:
+            # A rank's step is seen in shared memory, where no signal comes from: hence the looks in between.
+            while not self._changed.wait_for(there, _LOOK):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"run {self.number} has not ended {count} steps yet: {self.where()}")
+        return self
+
+    def _has_news(self) -> bool:
+        return bool(self._output) or self.done
+
+    def _show(self, output: list[tuple[str, str]]) -> None:
+        for label, text in output:
+            self._write("".join(f"{label} | {line}\n" for line in text.splitlines()))
+
+    def where(self) -> str:
+        """One line on where each rank is that has not ended."""
+        return "; ".join(
+            f"{rank.label}: {rank.whereabouts()}" for rank in self._ranks if rank.place.world_rank not in self._settled
+        )
+
+    @property
+    def baseline(self) -> list[Any]:
+        """What the baseline's ranks returned, in rank order; None for a rank that has not (yet)."""
+        return self._results_of("baseline")
+
+    @property
+    def target(self) -> list[Any]:
+        """What the target's ranks returned, in rank order; None for a rank that has not (yet)."""
+        return self._results_of("target")
+
+    def _results_of(self, side: Side) -> list[Any]:
+        results = []
+        for rank in self._ranks:
+            world_rank = rank.place.world_rank
+            if rank.place.side != side:
+                continue
+            done = self._done.get(world_rank)
+            if done is not None and done.result is not None and world_rank not in self._results:
+                self._results[world_rank] = shipping.unpack_result(done.result)
+            results.append(self._results.get(world_rank))
+        return results
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows of this run so far, one a tap a receiving rank, in execution order."""
+        return self._frame(self.number)
+
+    @property
+    def failures(self) -> dict[str, Failure | str]:
+        """What went wrong, by rank: an exception, or in words how a rank died."""
+        found: dict[str, Failure | str] = {}
+        for rank in self._ranks:
+            world_rank = rank.place.world_rank
+            done = self._done.get(world_rank)
+            if done is not None and done.failure is not None:
+                found[rank.label] = done.failure
+            elif world_rank in self._deaths:
+                found[rank.label] = self._deaths[world_rank]
+        return found
+
+    def _raise_failures(self) -> None:
+        failures = self.failures
+        if not failures:
+            return
+        # Ranks of one side mostly fail alike; what they have in common is said once.
+        alike: dict[str, list[str]] = {}
+        first = None
+        # Deaths first: what else failed, mostly did because of them.
+        for label, failure in sorted(failures.items(), key=lambda item: not isinstance(item[1], str)):
+            if isinstance(failure, str):
+                what = f"died: {failure}"
+            else:
+                what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
+                first = first or _original(failure)
+            alike.setdefault(what, []).append(label)
+        parts = [f"{', '.join(labels)} {what}" for what, labels in alike.items()]
+        text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
+        raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
+
+    def __repr__(self) -> str:
+        if not self.done:
+            return f"<Run {self.number}: going on; {self.where()}>"
+        failed = ", ".join(self.failures)
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(repr(self), _html(self))
+
+
+def _original(failure: Failure) -> BaseException | None:
+    """The exception itself, where it can travel and is one of graftlab's own or of Python's."""
+    if failure.pickled is None:
+        return None
+    try:
+        error = pickle.loads(failure.pickled)
+    except Exception as problem:
+        return GraftError(f"{failure.kind}: {failure.message} (the exception itself cannot be loaded here: {problem})")
+    return error if isinstance(error, BaseException) else None
+
+
+def _html(run: Run) -> str:
+    """What a notebook shows for a run: how its taps ended, and the largest difference."""
+    if not run.done:
+        return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
+    failed = ", ".join(run.failures)
+    state = f"failed on {html.escape(failed)}" if failed else "done"
+    frame = run.frame
+    counts = frame["status"].value_counts()
+    facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
+    lines = [f"<b>run {run.number}</b> {state}; {facts}"]
+    measured = frame[frame["rel_l2"].notna()]
+    if len(measured):
+        worst = measured.iloc[int(measured["rel_l2"].argmax())]
+        place = html.escape(f"{worst['name']} on {worst['side']}[{worst['rank']}]")
+        lines.append(f"largest rel_l2 {worst['rel_l2']:.2e} at {place}")
+    return "<br>".join(lines)

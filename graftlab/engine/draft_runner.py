@@ -1,0 +1,203 @@
+"""Speculative decoding: a smaller model guesses some tokens ahead, and one forward of the model verifies them.
+
+The engine still asks for one token of each request at a time. What the verification found out beyond that is kept, and
+answers the next steps without a forward for as long as the tokens that the engine chose are those that were guessed.
+So a guess never changes an output, greedy or drawn, however bad it is: where it differs, it is only forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from graftlab.engine.ahead import AheadAttention
+from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
+from graftlab.engine.decode_runner import DecodeGraphRunner
+from graftlab.engine.graph_attention import token_places
+from graftlab.engine.graph_runner import GraphRunner, doubling, padded_size
+from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
+from graftlab.engine.prefill_runner import with_extend_lens
+from graftlab.engine.runner import EagerRunner, RunnerFactory
+from graftlab.errors import GraphError
+from graftlab.graphs.builders import build_prefill_registry
+from graftlab.models import Transformer
+from graftlab.taps.calls import tags
+
+T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The model's logits ``[ahead + 1, V]`` after each of a request's `tokens`, of which the first is at `place`."""
+
+    place: int
+    tokens: list[int]
+    logits: Tensor
+
+    def depth_of(self, place: int, token: int) -> int | None:
+        """Which of the tokens this one is; None where it is another, or beyond them."""
+        depth = place - self.place
+        return depth if 0 <= depth < len(self.tokens) and self.tokens[depth] == token else None
+
+
+class DraftGraphRunner(GraphRunner):
+    """Decodes with ``ahead`` tokens guessed by the model ``draft``, greedily; both models run in graphs.
+
+    ``draft`` has the model's vocabulary and is on its device. Its cache has room for every request that the table can
+    have. Static buffers are those of the process's pool, which the graphs of both models share with a
+    `DecodeGraphRunner` that has ``share_pool``. Prefills go to the runner that ``prefill`` makes, and, eagerly, through
+    the draft.
+
+    ``guessed`` counts guesses that were verified, and ``accepted`` tokens that they saved a forward for. ``row_ids``
+    are those of the requests that needed one; None where all had been guessed. Taps of the draft have the tag
+    ``model="draft"``; those of the model show all tokens that are verified, so they compare with another such runner's.
+
+    Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
+    """
+
+    attention: AheadAttention
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        draft: Transformer,
+        ahead: int = 3,
+        prefill: RunnerFactory = EagerRunner,
+    ) -> None:
+        if draft.config.vocab_size != model.config.vocab_size:
+            raise GraphError(
+                f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model one of "
+                f"{model.config.vocab_size}; a guess would be another token to each"
+            )
+        if ahead < 1:
+            raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
+        depth, most = ahead + 1, cache.max_requests
+        registry = build_prefill_registry(
+            cache.table.device, most, most * depth, share_pool=True, padding_slot=PADDING_SLOT
+        )
+        attention = AheadAttention(cache, model.config.sliding_window, depth)
+        super().__init__(model, cache, with_extend_lens(registry), attention)
+        self.guessed = self.accepted = 0
+        self.prefill = prefill(model, cache)
+        self.draft = DecodeGraphRunner(draft, _cache_for(draft, cache), share_pool=True)
+        self._batch_sizes = doubling(most)
+        # By request id, of requests that the latest decode had.
+        self._verified: dict[str, Verified] = {}
+
+    def status(self) -> dict[str, Any]:
+        own = super().status()
+        return {**own, "guessed": self.guessed, "accepted": self.accepted, "draft": self.draft.status()}
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        if batch.mode == "prefill":
+            for rid in batch.request_ids:
+                self._verified.pop(rid, None)
+            rows, places = token_places(batch)
+            with tags(model="draft"):
+                self.draft.forward(dataclasses.replace(batch, out_cache_loc=self.draft.cache.table[rows, places]))
+            return self._pass_on(self.prefill, batch)
+        self._row_ids = ()
+        asked = list(zip(batch.request_ids, (batch.seq_lens_cpu - 1).tolist(), batch.input_ids.tolist(), strict=True))
+        self._verified = {rid: self._verified[rid] for rid in batch.request_ids if rid in self._verified}
+        unknown = [i for i, each in enumerate(asked) if self._depth_of(*each) is None]
+        if unknown:
+            self._look_ahead(_requests_of(batch, unknown))
+        depths = [self._depth_of(*each) or 0 for each in asked]
+        self.accepted += sum(depth > 0 for depth in depths)
+        self.attention.commit(batch, torch.tensor(depths, device=batch.input_ids.device))
+        return torch.stack(
+            [self._verified[rid].logits[depth] for rid, depth in zip(batch.request_ids, depths, strict=True)]
+        )
+
+    def _depth_of(self, rid: str, place: int, token: int) -> int | None:
+        verified = self._verified.get(rid)
+        return None if verified is None else verified.depth_of(place, token)
+
+    def _look_ahead(self, batch: ForwardBatch) -> None:
+        tokens = self._guess(batch)
+        count, depth = tokens.shape
+        size = padded_size(self._batch_sizes, count)
+        assert size is not None, "as many as the cache can have"
+        logits = self._replay(self._to_verify(batch, tokens), size, size * depth)[: tokens.numel()].clone()
+        self.guessed += count * (depth - 1)
+        places = (batch.seq_lens_cpu - 1).tolist()
+        found = zip(places, tokens.tolist(), logits.view(count, depth, -1), strict=True)
+        self._verified.update(zip(batch.request_ids, (Verified(*each) for each in found), strict=True))
+
+    def _guess(self, batch: ForwardBatch) -> Tensor:
+        """``[B, ahead + 1]``: each request's token, and what the draft would choose after it."""
+        cache, tokens = self.draft.cache, [batch.input_ids]
+        # Once more than there are guesses, so that the draft's cache has the last one too if all of them come true.
+        for step in range(self.attention.depth):
+            # No token that is ever fed stands at the last place, so that guesses past the end may lie there.
+            seq_lens = (batch.seq_lens + step).clamp(max=cache.max_context)
+            following = dataclasses.replace(
+                batch,
+                input_ids=tokens[-1],
+                positions=batch.positions + step,
+                out_cache_loc=cache.table[batch.req_pool_indices, seq_lens - 1],
+                seq_lens=seq_lens,
+                seq_lens_cpu=(batch.seq_lens_cpu + step).clamp(max=cache.max_context),
+            )
+            with tags(model="draft"):
+                tokens.append(self.draft.forward(following).argmax(dim=-1))
+        return torch.stack(tokens[:-1], dim=1)
+
+    def _to_verify(self, batch: ForwardBatch, tokens: Tensor) -> ForwardBatch:
+        count, depth = tokens.shape
+        out_cache_loc = torch.full_like(tokens, PADDING_SLOT)
+        out_cache_loc[:, 0] = batch.out_cache_loc
+        return dataclasses.replace(
+            batch,
+            input_ids=tokens.flatten(),
+            positions=(batch.positions[:, None] + torch.arange(depth, device=tokens.device)).flatten(),
+            out_cache_loc=out_cache_loc.flatten(),
+            seq_lens=batch.seq_lens + depth - 1,
+            seq_lens_cpu=batch.seq_lens_cpu + depth - 1,
+            extend_lens_cpu=torch.full((count,), depth),
+        )
+
+
+def _cache_for(draft: Transformer, cache: KVCache) -> KVCache:
+    """A cache for the draft with rows as the model's, each of which always has slots for a whole context."""
+    config, weight = draft.config, draft.embedding.weight
+    own = KVCache(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        max_requests=cache.max_requests,
+        max_context=cache.max_context,
+        max_tokens=cache.max_requests * cache.max_context,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    slots = torch.arange(own.max_tokens, device=weight.device) + PADDING_SLOT + 1
+    own.table.copy_(slots.view_as(own.table))
+    return own
+
+
+def _requests_of(batch: ForwardBatch, which: Sequence[int]) -> ForwardBatch:
+    """A decode of these requests alone."""
+    if len(which) == batch.batch_size:
+        return batch
+    some = _select(batch, torch.tensor(which))
+    info = batch.sampling_info
+    if info is not None:
+        identities: dict[str, Any] = {"rids_int": some.rids_int, "bootstrap_room_ids_int": some.bootstrap_room_ids_int}
+        info = dataclasses.replace(_select(info, torch.tensor(which)), **identities)
+    return dataclasses.replace(some, request_ids=tuple(batch.request_ids[i] for i in which), sampling_info=info)
+
+
+def _select(holder: T, which: Tensor) -> T:
+    tensors = {name: value for name, value in vars(holder).items() if isinstance(value, Tensor)}
+    # The last axis is that of requests in a decode, also where there are three positions a token.
+    chosen: dict[str, Any] = {name: value.index_select(-1, which.to(value.device)) for name, value in tensors.items()}
+    return dataclasses.replace(holder, **chosen)

@@ -1,0 +1,1 @@
+"""Filter expressions over tags; plans, watches and registries share them."""

@@ -1,0 +1,1 @@
+"""What happens to one tap's tensor on a rank, from the plan's decision to the row."""

@@ -1,0 +1,29 @@
+"""The grafter of this process, once it is a rank."""
+
+from __future__ import annotations
+
+import os
+
+from graftlab.grafting.grafter import Grafter
+from graftlab.taps import calls
+
+_grafter: Grafter | None = None
+
+
+def activate(grafter: Grafter, where: calls.Here) -> None:
+    """Make this process a rank: from now on its taps go to this grafter. Called once, by whatever makes ranks."""
+    global _grafter
+    _grafter = grafter
+    calls.activate(grafter, where)
+    # Forked children are no ranks; see there.
+    os.register_at_fork(after_in_child=_deactivate)
+
+
+def _deactivate() -> None:
+    global _grafter
+    _grafter = None
+
+
+def grafter() -> Grafter | None:
+    """This rank's grafter; None outside a session."""
+    return _grafter

@@ -1,0 +1,124 @@
+"""What a plan's ``keep`` filter holds on a rank: both values of a tap and what they were made from, newest last."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graftlab.base.tags import plain
+from graftlab.transforms import GraftTransformInput
+
+
+@dataclass(frozen=True)
+class KeptPair:
+    """Both values of one tap before anything was overwritten, and the input of the transform; all on the CPU.
+
+    ``value`` is None where the transform in force failed: then there is an input to try another one on, and no pair.
+    """
+
+    graft_input: GraftTransformInput
+    value: torch.Tensor | None
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        return self.graft_input.tags
+
+    @property
+    def baseline(self) -> torch.Tensor | None:
+        return self.value if self.graft_input.direction == "b2t" else self.graft_input.target
+
+    @property
+    def target(self) -> torch.Tensor | None:
+        return self.graft_input.target if self.graft_input.direction == "b2t" else self.value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; what two of the tensors share counts once."""
+        tensors = [self.value, self.graft_input.target, *self.graft_input.received_list]
+        return sum({id(tensor): _nbytes(tensor) for tensor in tensors if tensor is not None}.values())
+
+
+class KeptPairs:
+    """Holds pairs until ``budget`` bytes are full, then lets the oldest go. Any thread may ask."""
+
+    def __init__(self, budget: int = 256 << 20) -> None:
+        self._budget = budget
+        self._bytes = 0
+        self._pairs: deque[KeptPair] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
+        """Keep copies of the input and of the value that the transform made of it, if it made one.
+
+        Returns a note when the pair alone is over the budget and was not kept, or not all of it could be.
+        """
+        # Mostly the value is one of the received tensors as it came, and need not be held twice.
+        same = None
+        if value is not None:
+            same = next((i for i, tensor in enumerate(graft_input.received_list) if _is_same(tensor, value)), None)
+        held = [graft_input.target, *graft_input.received_list]
+        size = sum(map(_nbytes, held if value is None or same is not None else [*held, value]))
+        if size > self._budget:
+            return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
+        note: str | None = None
+        received = [_copy(tensor) for tensor in graft_input.received_list]
+        try:
+            extras = copy.deepcopy(graft_input.target_extras)
+        except Exception as error:
+            # The pair is worth keeping without them; only a transform that needs them cannot be tried on it.
+            extras = None
+            note = f"kept without the extras of its own tap, which cannot be copied: {error}"
+        own = replace(
+            graft_input,
+            tags=dict(graft_input.tags),
+            received_list=received,
+            target=_copy(graft_input.target),
+            target_extras=extras,
+        )
+        if value is not None:
+            value = _copy(value) if same is None else received[same]
+        pair = KeptPair(own, value)
+        with self._lock:
+            self._pairs.append(pair)
+            self._bytes += pair.nbytes
+            while self._bytes > self._budget:
+                self._bytes -= self._pairs.popleft().nbytes
+        return note
+
+    def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
+        """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too."""
+        with self._lock:
+            for pair in reversed(self._pairs):
+                fits = pair.tags.get("name") == name and all(plain(pair.tags.get(k)) == v for k, v in tags.items())
+                if fits and (failed or pair.value is not None):
+                    return pair
+        return None
+
+    def tags(self, failed: bool = False) -> list[dict[str, Any]]:
+        """The tags of every pair here as plain values, oldest first; with ``failed``, of those without a value too."""
+        with self._lock:
+            pairs = [pair for pair in self._pairs if failed or pair.value is not None]
+        return [{tag: plain(value) for tag, value in pair.tags.items()} for pair in pairs]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return same_place and one.shape == other.shape and one.dtype == other.dtype
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them.
+    source = tensor.detach()
+    if tensor.element_size() == 1:
+        source = source.view(torch.uint8)
+    return source.to(device="cpu", copy=True, memory_format=torch.contiguous_format).view(tensor.dtype)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,127 @@
+"""A trial of a transform's draft: run it once on a kept pair, and tell what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graftlab.diffs.measure import DiffStats, measure
+from graftlab.errors import TransformError
+from graftlab.grafting.kept import KeptPair
+from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
+
+# A draft may print a megabyte, and raise with another; nobody reads more than this.
+PRINTED_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a draft. With ``error`` None it can be applied.
+
+    ``received``, ``target`` and ``result`` are shapes and dtypes in words. ``before`` compares the target with what the
+    transform in force made of the received tensors when the pair was kept (None if it failed), ``after`` with what the
+    draft makes of them; ``cast`` says what was converted for that. ``seconds`` is the draft's own time. ``error_line``
+    is the line of the draft's source at fault, from 1.
+    """
+
+    tags: dict[str, Any] = field(default_factory=dict)
+    received: list[str] = field(default_factory=list)
+    target: str | None = None
+    result: str | None = None
+    before: DiffStats | None = None
+    after: DiffStats | None = None
+    cast: str | None = None
+    seconds: float | None = None
+    printed: str = ""
+    error: str | None = None
+    error_line: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class _Bounded(io.TextIOBase):
+    """Keeps the first characters that are written, and counts the rest."""
+
+    def __init__(self) -> None:
+        self.text, self.dropped = "", 0
+
+    def write(self, text: str) -> int:
+        kept = text[: PRINTED_LIMIT - len(self.text)]
+        self.text += kept
+        self.dropped += len(text) - len(kept)
+        return len(text)
+
+    def shown(self) -> str:
+        return self.text + (f"\n... and {self.dropped} more characters" if self.dropped else "")
+
+
+def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial:
+    """Load the draft and, given a pair, run it once. Whatever the draft raises is told."""
+    trial = Trial()
+    printed = _Bounded()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            if kept is not None:
+                trial = _described(kept)
+            transform = draft.load()
+            if kept is not None:
+                graft_input = replace(
+                    kept.graft_input,
+                    target=kept.graft_input.target.to(device),
+                    received_list=[tensor.to(device) for tensor in kept.graft_input.received_list],
+                )
+                began = time.perf_counter()
+                outcome = run_transform(transform, graft_input)
+                trial = replace(trial, seconds=time.perf_counter() - began)
+                trial = replace(
+                    trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
+                )
+    except (Exception, SystemExit) as error:
+        called_exit = f"the draft called exit({error.code!r})\n" if isinstance(error, SystemExit) else ""
+        trial = replace(trial, error=_cut(called_exit + user_traceback(error)), error_line=_line_of(error, draft))
+    return replace(trial, printed=printed.shown())
+
+
+def _cut(text: str) -> str:
+    """Without its middle where it is too long: a traceback says most at its ends."""
+    dropped = len(text) - PRINTED_LIMIT
+    if dropped <= 0:
+        return text
+    half = PRINTED_LIMIT // 2
+    return f"{text[:half]}\n... {dropped} more characters ...\n{text[-half:]}"
+
+
+def _described(kept: KeptPair) -> Trial:
+    return Trial(
+        tags=kept.tags,
+        received=[_in_words(tensor) for tensor in kept.graft_input.received_list],
+        target=_in_words(kept.graft_input.target),
+        before=None if kept.baseline is None or kept.target is None else measure(kept.baseline, kept.target),
+    )
+
+
+def _in_words(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _line_of(error: BaseException, draft: TransformSpec) -> int | None:
+    """The line of the draft's source in which the error arose."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SyntaxError):
+            return cause.lineno
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == draft.filename
+        ]
+        if lines:
+            return lines[-1]
+        cause = cause.__cause__ if isinstance(cause, TransformError) else None
+    return None

@@ -1,0 +1,1 @@
+"""The ``%graft`` magics: they parse, and call the session."""

@@ -1,0 +1,222 @@
+"""The magics: each parses its line and calls the method of the session that does the work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.pylabtools import select_figure_formats
+from IPython.display import display
+
+from graftlab.control.run import Run
+from graftlab.magics import command_line
+from graftlab.ranks.launcher import warm_up
+from graftlab.session import Session, launch
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics and their completion, and let figures show as pictures."""
+    magics = GraftMagics(shell)
+    # After %reload_ext the session goes on.
+    magics.session = next((old.session for old in reversed(magics_of_completion) if old.shell is shell), None)
+    shell.register_magics(magics)
+    select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
+    if shell.Completer is not None:
+        matchers = shell.Completer.custom_matchers
+        matchers[:] = [m for m in matchers if getattr(m, "__name__", "") != complete_graft.__name__]
+        magics_of_completion.append(magics)
+        matchers.append(complete_graft)
+    # The first launch then finds a process that has imported torch already.
+    warm_up()
+
+
+@magics_class
+class GraftMagics(Magics):
+    """``%graft`` and ``%%graft``. ``session`` is the one that ``%graft up`` made, or the notebook's `session`."""
+
+    session: Session | None = None
+
+    @no_var_expand
+    @line_cell_magic
+    def graft(self, line: str, cell: str | None = None) -> Any:
+        """Run two implementations side by side, compare and graft their tensors. `%graft -h` lists what there is."""
+        try:
+            if cell is not None:
+                return self._cell(line.strip(), cell)
+            name, arguments = command_line.parse(line)
+            return getattr(self, f"_{name}")(arguments)
+        except command_line.HelpShown as help_:
+            sys.stdout.write(help_.text + "\n")
+            return None
+
+    def open_session(self) -> Session | None:
+        """The session that commands are for, if there is one that is open."""
+        own, variable = self.session, self._names().get("session")
+        if (own is None or own.closed) and isinstance(variable, Session):
+            # Made with gl.launch; whoever calls it `session` means this one.
+            own = self.session = variable
+        return None if own is None or own.closed else own
+
+    def _open(self) -> Session:
+        session = self.open_session()
+        if session is None:
+            raise UsageError("%graft: no session is open; `%graft up -b 1 -t 2` starts one")
+        return session
+
+    def _cell(self, where: str, cell: str) -> None:
+        if where in ("", "-h", "--help"):
+            raise command_line.HelpShown(command_line.overview())
+        session = self._open()
+        if where == "transform":
+            session.edit(transform=cell)
+            return
+        if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
+            labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
+            line = where.split(maxsplit=1)[0]
+            hint = f"; `%graft {line}`, with one %, is for a line" if line in command_line.COMMANDS else ""
+            raise UsageError(f"%%graft: {where!r} is no place to run a cell; write one of {labels}{hint}")
+        run = session.execute(cell, where)
+        for rank, value in _labelled(run):
+            if value is not None:
+                sys.stdout.write(f"{rank}:\n")
+                display(value)  # type: ignore[no-untyped-call]
+
+    def _up(self, arguments: argparse.Namespace) -> Session:
+        before = self.open_session()
+        if before is not None:
+            sys.stdout.write("closing the session that was open\n")
+            before.close()
+        self.session = launch(
+            arguments.baseline,
+            arguments.target,
+            device=arguments.device,
+            backend=arguments.backend,
+            timeout=arguments.timeout,
+            start_method=arguments.start_method,
+        )
+        self._assign(arguments.out, self.session)
+        return self.session
+
+    def _status(self, arguments: argparse.Namespace) -> Any:
+        return self._open().status()
+
+    def _stacks(self, arguments: argparse.Namespace) -> None:
+        for label, stack in self._open().stacks().items():
+            sys.stdout.write(f"--- {label}\n{stack}\n")
+
+    def _interrupt(self, arguments: argparse.Namespace) -> None:
+        self._open().interrupt()
+
+    def _down(self, arguments: argparse.Namespace) -> None:
+        session = self._open()
+        session.close()
+        sys.stdout.write(f"rows and logs are in {session.folder}\n")
+
+    def _log(self, arguments: argparse.Namespace) -> None:
+        sys.stdout.write(self._open().log(arguments.rank, arguments.lines) + "\n")
+
+    def _run(self, arguments: argparse.Namespace) -> Run:
+        run = self._open().start(arguments.expression, arguments.expression)
+        # Before the wait: a run that fails, or is not waited for to its end, has rows too.
+        self._assign(arguments.out, run)
+        return run.wait()
+
+    def _replay(self, arguments: argparse.Namespace) -> Any:
+        session, names = self._open(), self._names()
+        # What the notebook does not know is looked for where the %%graft cells of that side ran.
+        functions = [names.get(name, name) for name in (arguments.baseline, arguments.target)]
+        result = session.replay(
+            Path(arguments.file).expanduser(), *functions, batch_size=arguments.batch_size, limit=arguments.limit
+        )
+        self._assign(arguments.out, result)
+        return result
+
+    def _filter(self, arguments: argparse.Namespace) -> Any:
+        session = self._open()
+        changes = {name: text for name, text in vars(arguments).items() if text is not None}
+        return session.edit(**changes) if changes else session.plan
+
+    def _transform(self, arguments: argparse.Namespace) -> Any:
+        session, name = self._open(), arguments.name
+        if name not in self._names() and name != "default" and name.isidentifier():
+            raise UsageError(
+                f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
+                f"package.module.function"
+            )
+        return session.edit(transform=None if name == "default" else self._names().get(name, name))
+
+    def _frame(self, arguments: argparse.Namespace) -> Any:
+        frame = self._open().frame
+        if len(frame) and not arguments.all:
+            # Cells are runs too, mostly without rows.
+            frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
+        self._assign(arguments.out, frame)
+        return frame
+
+    def _plot(self, arguments: argparse.Namespace) -> Any:
+        plot = self._open().plot
+        kind = arguments.kind or ("history" if arguments.tag else "divergence")
+        options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
+        if kind == "divergence":
+            return plot.divergence(**options)
+        if not arguments.tag:
+            raise UsageError(f"%graft plot --kind {kind}: name a tap")
+        return getattr(plot, kind)(arguments.tag)
+
+    def _ui(self, arguments: argparse.Namespace) -> Any:
+        return self._open().dashboard()
+
+    def _assign(self, name: str | None, value: object) -> None:
+        if name:
+            self._names()[name] = value
+
+    def _names(self) -> dict[str, Any]:
+        assert self.shell is not None
+        names: dict[str, Any] = self.shell.user_ns
+        return names
+
+
+def _labelled(run: Run) -> list[tuple[str, Any]]:
+    values = {"baseline": iter(run.baseline), "target": iter(run.target)}
+    return [(rank.label, next(values[rank.place.side])) for rank in run.participants]
+
+
+# The magics whose session completion looks at; the newest shell's last.
+magics_of_completion: list[GraftMagics] = []
+
+
+@context_matcher()  # type: ignore[untyped-decorator]
+def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
+    """Complete subcommands, options, ranks and tap names after ``%graft`` and ``%%graft``."""
+    line = (
+        context.current_line_with_cursor if hasattr(context, "current_line_with_cursor") else context.line_with_cursor
+    )
+    before = line[: context.cursor_position]
+    words = before.split()
+    if not words or words[0] not in ("%graft", "%%graft"):
+        return SimpleMatcherResult(completions=[])
+    token = "" if before.endswith(" ") else words[-1]
+    previous = words[1:] if before.endswith(" ") else words[1:-1]
+    session = magics_of_completion[-1].open_session() if magics_of_completion else None
+    ranks = [rank.label for rank in session.ranks] if session is not None else []
+    if words[0] == "%%graft":
+        choices = [*command_line.CELL_TARGETS, *ranks] if not previous else []
+    elif not previous:
+        choices = list(command_line.COMMANDS)
+    else:
+        command = command_line.COMMANDS.get(previous[0])
+        choices = list(command.options) if command is not None else []
+        if command is not None and previous[-1] in command.choices:
+            choices = list(command.choices[previous[-1]])
+        elif previous[0] == "log":
+            choices += ["baseline", "target", "both", *ranks]
+        elif previous[0] == "plot" and session is not None:
+            choices += [str(name) for name in dict.fromkeys(session.frame["name"])]
+    found = [SimpleCompletion(choice, type="param") for choice in choices if choice.startswith(token)]
+    return SimpleMatcherResult(completions=found, suppress=bool(found), matched_fragment=token)

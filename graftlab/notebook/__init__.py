@@ -1,1 +1,0 @@
-"""What needs a notebook: the magics, and the widgets."""

@@ -1,0 +1,1 @@
+"""The plan in force: filters, transform and names, as one immutable value."""

@@ -1,0 +1,180 @@
+"""The plan: which taps are compared, grafted and kept, by which transform; one immutable, versioned value."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from graftlab.base.html import bundle, cell, table
+from graftlab.base.world import Direction, Side
+from graftlab.errors import PlanError
+from graftlab.filters.expressions import Filter, compile_filter
+from graftlab.transforms import Transform, TransformSpec
+
+_MEANINGS = {
+    "b2t": "grafted from the baseline into the target",
+    "t2b": "grafted from the target into the baseline",
+    "compare": "measured and left alone",
+    "keep": "both tensors held for plots",
+}
+FILTERS = tuple(_MEANINGS)
+
+
+class Unset(Enum):
+    """Tells "not given" from None, which means "matches nothing"."""
+
+    UNSET = 0
+
+
+UNSET = Unset.UNSET
+Rename = tuple[tuple[Side, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a plan says of one tap: which way its tensor goes (None: nowhere), whether it overwrites and is kept."""
+
+    direction: Direction | None = None
+    graft: bool = False
+    keep: bool = False
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
+class GraftPlan:
+    """Filters, transform and name rewriting in force, the same on both sides.
+
+    ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
+    of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
+    nothing. ``transform`` is what :meth:`TransformSpec.of` takes. ``rename`` is ``{side: {regex: replacement}}`` or a
+    tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of that side before taps are
+    paired.
+
+    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable.
+    """
+
+    b2t: str | None = None
+    t2b: str | None = None
+    compare: str | None = "True"
+    keep: str | None = None
+    transform: TransformSpec | None = None
+    rename: Rename = field(default=())
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if self.transform is not None and not isinstance(self.transform, TransformSpec):
+            object.__setattr__(self, "transform", TransformSpec.of(self.transform))
+        if not isinstance(self.rename, tuple):
+            object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
+        # Compiled now, so that what cannot be compiled is refused here and not on a rank.
+        _ = self._filters, self._renames
+
+    def edit(
+        self,
+        *,
+        b2t: str | Unset | None = UNSET,
+        t2b: str | Unset | None = UNSET,
+        compare: str | Unset | None = UNSET,
+        keep: str | Unset | None = UNSET,
+        transform: str | Transform | TransformSpec | Unset | None = UNSET,
+        rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
+    ) -> GraftPlan:
+        """The plan that follows this one, with what is given changed and the version one higher."""
+        changes: dict[str, Any] = {
+            name: text
+            for name, text in (("b2t", b2t), ("t2b", t2b), ("compare", compare), ("keep", keep))
+            if text is not UNSET
+        }
+        if transform is not UNSET:
+            changes["transform"] = None if transform is None else TransformSpec.of(transform)
+        if rename is not UNSET:
+            changes["rename"] = _flat_rename(rename or {})
+        return replace(self, **changes, version=self.version + 1)
+
+    @cached_property
+    def _filters(self) -> dict[str, Filter]:
+        return {name: compile_filter(getattr(self, name)) for name in FILTERS}
+
+    @cached_property
+    def _renames(self) -> dict[Side, list[tuple[re.Pattern[str], str]]]:
+        compiled: dict[Side, list[tuple[re.Pattern[str], str]]] = {"baseline": [], "target": []}
+        for rule in self.rename:
+            if not isinstance(rule, tuple) or len(rule) != 3 or not all(isinstance(part, str) for part in rule):
+                raise PlanError(f"a rename rule is (side, regex, replacement), three strings, not {rule!r}")
+            side, pattern, replacement = rule
+            if side not in compiled:
+                raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
+            try:
+                expression = re.compile(pattern)
+                # Group references are only checked when something matches; a template check refuses them now.
+                re.compile(f"{pattern}|").sub(replacement, "")
+            except (re.error, IndexError) as error:
+                raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
+            compiled[side].append((expression, replacement))
+        return compiled
+
+    @cached_property
+    def mentions(self) -> frozenset[str]:
+        """Every tag that some filter looks at."""
+        return frozenset().union(*(filter_.names for filter_ in self._filters.values()))
+
+    @cached_property
+    def rank_dependent(self) -> bool:
+        """Whether ranks of one side may decide differently about the same tap."""
+        return any(name in ("rank", "side") or name.endswith("_rank") for name in self.mentions)
+
+    def action_for(self, tags: Mapping[str, object]) -> Action:
+        """Decide about a tap with these tags."""
+        hit = {name: filter_.matches(tags) for name, filter_ in self._filters.items()}
+        if hit["b2t"] and hit["t2b"]:
+            return Action(overlap=True)
+        if hit["b2t"] or hit["t2b"]:
+            return Action("b2t" if hit["b2t"] else "t2b", graft=True, keep=hit["keep"])
+        if hit["compare"] or hit["keep"]:
+            return Action("b2t", keep=hit["keep"])
+        return Action()
+
+    def rewrite(self, side: Side, name: str) -> str:
+        """The name under which this side's tap is paired."""
+        for pattern, replacement in self._renames[side]:
+            name = pattern.sub(replacement, name)
+        return name
+
+    def load_transform(self) -> Transform | None:
+        return None if self.transform is None else self.transform.load()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(repr(self), _html(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled parts stay here; the other end compiles its own from the text.
+        fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "version")
+        return {name: self.__dict__[name] for name in fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
+    if not isinstance(rename, Mapping) or not all(isinstance(rules, Mapping) for rules in rename.values()):
+        raise PlanError("rename maps a side to {regex: replacement}, e.g. {'target': {r'^model\\.': ''}}")
+    return tuple((side, pattern, text) for side, rules in rename.items() for pattern, text in rules.items())
+
+
+def _html(plan: GraftPlan) -> str:
+    """What a notebook shows for a plan: a line for each part."""
+    lines = []
+    for name, meaning in _MEANINGS.items():
+        text = getattr(plan, name)
+        shown = f"<code>{html.escape(text)}</code>" if text and text.strip() else "nothing"
+        lines.append(f"<tr>{cell(name)}<td>{shown}</td>{cell(meaning, 'quiet')}</tr>")
+    transform = "default" if plan.transform is None else plan.transform.label
+    lines.append(f"<tr>{cell('transform')}{cell(transform)}{cell('')}</tr>")
+    for side, pattern, replacement in plan.rename:
+        lines.append(f"<tr>{cell('rename')}{cell(f'{pattern} -> {replacement}')}{cell(f'names of the {side}')}</tr>")
+    return f"<b>plan {plan.version}</b>{table(('', '', ''), lines)}"

@@ -1,0 +1,75 @@
+"""Trials run in a process of their own: what loops for ever or exits ends there, and no rank notices."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+
+from graftlab.base import shipping
+from graftlab.errors import SessionError
+from graftlab.grafting.trial import Trial, try_draft
+from graftlab.ranks.launcher import start_process
+from graftlab.ranks.lifeline import die_with_the_notebook
+from graftlab.transforms import TransformSpec
+
+# Until the process has imported what it needs; only then the draft's own time begins.
+_START_LIMIT = 60.0
+
+
+@dataclass(frozen=True)
+class _TrialSpec:
+    draft: TransformSpec
+    kept: bytes | None
+    device: str
+    environ: dict[str, str]
+    sys_path: list[str]
+    cwd: str
+
+
+def try_in_process(draft: TransformSpec, kept: bytes | None, device: str, limit: float) -> Trial:
+    """Run :func:`graftlab.grafting.trial.try_draft` in a fresh process, for ``limit`` seconds at most.
+
+    ``kept`` is a packed :class:`graftlab.grafting.kept.KeptPair`.
+    """
+    ours, theirs = multiprocessing.connection.Pipe()
+    spec = _TrialSpec(draft, kept, device, dict(os.environ), list(sys.path), os.getcwd())
+    with ours:
+        with theirs:
+            process = start_process(_enter, (theirs,), "graftlab-trial")
+        try:
+            ours.send_bytes(pickle.dumps(spec))
+            if not ours.poll(_START_LIMIT):
+                raise SessionError(f"the process for the trial was not ready within {_START_LIMIT:g} s")
+            ours.recv_bytes()
+            if not ours.poll(limit):
+                return Trial(error=f"the draft did not end within {limit:g} s and was stopped; does it loop?")
+            trial: Trial = pickle.loads(ours.recv_bytes())
+            return trial
+        except (EOFError, OSError):
+            process.join(5.0)
+            return Trial(error=f"the draft ended its process (exit code {process.exitcode})")
+        finally:
+            process.kill()
+            process.join(5.0)
+
+
+def _enter(connection: multiprocessing.connection.Connection) -> None:
+    spec: _TrialSpec = pickle.loads(connection.recv_bytes())
+    # Its own session, so that the stop button's signal is for the notebook alone.
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(spec.environ)
+    sys.path[:] = spec.sys_path
+    os.chdir(spec.cwd)
+    # What C code prints has no place to go; what Python prints is told in the result.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    kept = None if spec.kept is None else shipping.unpack_result(spec.kept)
+    connection.send_bytes(b"ready")
+    # The notebook sends nothing more: what comes now can only be its end.
+    die_with_the_notebook(connection.fileno())
+    connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device)))

@@ -1,0 +1,185 @@
+"""Rows as pandas: the store they stream into, the file they are appended to, and the frame they become."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from graftlab.errors import SessionError
+from graftlab.rows.columns import Block, Columns
+from graftlab.rows.encoding import HEADER, decode_all
+from graftlab.rows.schema import COLUMNS, Row
+
+ROWS_FILE = "rows.jsonl"
+
+# Bytes that are parsed at a time: so few that they stay in the processor's cache, which makes the parser faster by
+# half, and that no other thread of the kernel waits longer than some milliseconds for its turn.
+_PIECE = 1 << 17
+# So many rows lie between two places in the file that are remembered.
+_STRIDE = 256
+# From 3.0 on pandas itself copies what two frames share, when one of them is changed.
+_COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
+
+
+def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows as a frame: the columns of :data:`graftlab.rows.schema.COLUMNS`, then one for each tag that callers used.
+
+    A tag that is called like a column is found under ``tag_<name>``. ``max_abs_index`` holds tuples, which index a
+    tensor as they are. Sorted by step and execution order.
+    """
+    columns = Columns()
+    block = columns.block([list(map(row.get, COLUMNS)) for row in rows])
+    return columns.frame(columns.merge(columns.block([]), [block]))
+
+
+class RowStore:
+    """All rows of a session: on disk before anybody looks at them, and in columns as far as frames needed them so far.
+
+    Thread-safe. Rows that come in wait for no reader: what readers share with them is how far the file is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ROWS_FILE
+        # Unbuffered: what was appended is on its way to the disk even if this process is killed the next moment.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the session
+        self._writing = threading.Lock()
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._count = 0
+        self._write(HEADER + b"\n")
+        # The first row at each of some places in the file, in ascending order.
+        self._marked_rows, self._marked_places = [0], [self._end]
+        self._reading = threading.Lock()
+        self._columns = Columns()
+        self._shown: pd.DataFrame | None = None
+        # Blocks with the place in the file where each ends: the first in order, the others as they came. A list that
+        # only grows by whole pairs or is replaced, because the stop button may interrupt a reader anywhere.
+        self._blocks: list[tuple[Block, int]] = [(self._columns.block([]), self._end)]
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Rows as :func:`graftlab.rows.encoding.encode` makes them. Raises OSError when they cannot be written."""
+        data = b"\n".join(lines) + b"\n"
+        with self._writing:
+            if self._count - self._marked_rows[-1] >= _STRIDE:
+                self._marked_rows.append(self._count)
+                self._marked_places.append(self._end)
+            if self._file.closed:
+                # What was still on its way when the session ended.
+                with open(self._path, "ab", buffering=0) as self._file:
+                    self._write(data)
+            else:
+                self._write(data)
+            self._count += len(lines)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, start: int = 0, stop: int | None = None) -> list[Row]:
+        """The rows from index ``start`` up to ``stop`` in the order in which they came, without parsing any other."""
+        with self._writing:
+            stop = self._count if stop is None else min(stop, self._count)
+            first = bisect_right(self._marked_rows, start) - 1
+            last = bisect_left(self._marked_rows, stop)
+            begin, skipped = self._marked_places[first], start - self._marked_rows[first]
+            end = self._marked_places[last] if last < len(self._marked_places) else self._end
+        lines = b"".join(_pieces(self._path, begin, end)).split(b"\n")[skipped : skipped + max(0, stop - start)]
+        return [
+            dict(zip(COLUMNS, values, strict=True))
+            for at in range(0, len(lines), _STRIDE)
+            for values in decode_all(b"\n".join(lines[at : at + _STRIDE]) + b"\n")[0]
+        ]
+
+    def frame(self, run: int | None = None) -> pd.DataFrame:
+        """All rows, or those of one run, as :func:`to_frame` makes it of them. Only what is new is parsed.
+
+        The frame is the caller's, but the lists and dicts in its cells belong to every frame: replace them, rather
+        than change them. Raises :class:`SessionError` when the file is gone.
+        """
+        with self._reading:
+            self._read_on()
+            block = self._blocks[0][0]
+            if run is not None:
+                chosen = np.flatnonzero(block["run"] == run)
+                return self._columns.frame({name: column[chosen] for name, column in block.items()})
+            if self._shown is None:
+                self._shown = self._columns.frame(block)
+            return self._shown.copy(deep=not _COPY_ON_WRITE)
+
+    def close(self) -> None:
+        with self._writing:
+            self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError:
+            # Half a line in the middle would make all that follow unreadable.
+            os.truncate(self._path, self._end)
+            raise
+        self._end += len(data)
+
+    def _read_on(self) -> None:
+        """Bring the first block up to the end of the file, as it is now."""
+        place = self._blocks[-1][1]
+        for lines in _pieces(self._path, place, self._end):
+            place += len(lines)
+            self._blocks.append((self._columns.block(decode_all(lines)[0]), place))
+        if len(self._blocks) > 1:
+            self._shown = None
+            ordered, *more = (block for block, _ in self._blocks)
+            self._blocks = [(self._columns.merge(ordered, more), self._blocks[-1][1])]
+
+
+def load_run(folder: str | Path) -> pd.DataFrame:
+    """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
+
+    Raises :class:`SessionError` when there are no rows to read or a line in the middle is damaged.
+    """
+    path = Path(folder).expanduser() / ROWS_FILE
+    names: Sequence[str] = COLUMNS
+    columns, blocks, number = Columns(), [], 0
+    for lines in _pieces(path, 0):
+        try:
+            rows, names = decode_all(lines, names)
+        except ValueError:
+            raise _damage(path, lines, names, number) from None
+        blocks.append(columns.block(rows))
+        number += lines.count(b"\n")
+    return columns.frame(columns.merge(columns.block([]), blocks))
+
+
+def _damage(path: Path, lines: bytes, names: Sequence[str], number: int) -> SessionError:
+    """What is wrong with which of these lines, of which the first comes after so many others."""
+    for line in lines[:-1].split(b"\n"):
+        number += 1
+        try:
+            _, names = decode_all(line + b"\n", names)
+        except ValueError as error:
+            return SessionError(f"{path}, line {number}: this is not a row of graftlab ({error})")
+    raise AssertionError("lines that can be decoded one by one can be decoded at once")
+
+
+def _pieces(path: Path, start: int, stop: float = math.inf) -> Iterator[bytes]:
+    """The whole lines between two places in a file, many at a time."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            rest = b""
+            while data := file.read(int(min(_PIECE, stop - start))):
+                start += len(data)
+                whole, newline, rest = (rest + data).rpartition(b"\n")
+                if newline:
+                    yield whole + newline
+    except OSError as error:
+        raise SessionError(
+            f"no rows can be read from {path}: {error.strerror}; it must lie in the run folder of a session "
+            f"(session.folder)"
+        ) from error

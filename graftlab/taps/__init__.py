@@ -1,0 +1,1 @@
+"""What people put into model code, and who is given what it shows."""

@@ -1,0 +1,237 @@
+"""What people put into a model's code: ``tap``, ``tags``, ``step`` and ``here``.
+
+Outside a session every one of them returns at once, so that taps can stay in code that ships.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast
+
+from graftlab.base.tags import RESERVED_TAGS, TagItems
+from graftlab.errors import TagError
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ambient: ContextVar[TagItems] = ContextVar("graftlab_tags", default=())
+# What ``ambient`` was outside of each ``with gl.tags(...)`` that is open in this thread or task, outermost first. Kept
+# here and not in the object, which several threads may have entered.
+_outside: ContextVar[tuple[TagItems, ...]] = ContextVar("graftlab_tags_outside", default=())
+
+
+class Taker(Protocol):
+    """Who is given what taps show."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
+
+
+class StepTaker(Taker, Protocol):
+    """Who takes all taps of a rank, and is told where its steps end."""
+
+    def step(self) -> None:
+        """See :func:`graftlab.step`."""
+
+
+# The grafter, but for while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
+_taker: Taker | None = None
+_grafter: StepTaker | None = None
+_here: Here | None = None
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where this process stands. ``rank`` and ``world_size`` count within its own side.
+
+    ``vars`` is the namespace in which ``%%graft`` cells run on this rank; it lives as long as the rank, so a function
+    given to ``session.run`` can leave its model there for the next one.
+    """
+
+    side: Literal["baseline", "target"]
+    rank: int
+    world_size: int
+    device: torch.device
+    vars: dict[str, Any] = field(repr=False)
+
+
+def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
+    """Show a tensor to graftlab under a name; returns the tensor to go on with.
+
+    Where the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
+    ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
+    the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
+    and is itself returned. A value that is not a tensor is skipped, with one warning a tap.
+
+    Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
+    this tap in both directions. Outside a session it does nothing.
+    """
+    if _taker is None:
+        return value
+    grafted: T = _taker.tap(name, value, extras, tags)
+    return grafted
+
+
+def step() -> None:
+    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force."""
+    if _grafter is not None:
+        _grafter.step()
+
+
+def here() -> Here | None:
+    """Where this process stands in the session; None outside one."""
+    return _here
+
+
+class tags:
+    """Add tags to every tap inside: a context manager, and a decorator.
+
+    ``with gl.tags(phase="decode"): ...`` or ``@gl.tags(phase="decode")``. With a function, which is given the decorated
+    function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags win over outer
+    ones, and a tap's own over both. Each thread, and each asyncio task, has its own.
+
+    Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which no decorator can follow.
+    """
+
+    def __init__(self, compute: Callable[..., dict[str, Any]] | None = None, /, **given: Any) -> None:
+        self._compute = compute
+        self._given = given
+        _refuse_reserved(given)
+
+    def __enter__(self) -> tags:
+        if self._compute is not None:
+            raise TagError("gl.tags(function) needs the arguments of a call: use it as a decorator")
+        # Without a session nothing is touched, which also keeps a compiled graph whole.
+        if _grafter is not None:
+            before = ambient.get()
+            _outside.set((*_outside.get(), before))
+            ambient.set(tuple({**dict(before), **self._given}.items()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nothing is there when this process became a rank only after the entry.
+        if _grafter is not None and (outside := _outside.get()):
+            _outside.set(outside[:-1])
+            ambient.set(outside[-1])
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TagError(
+                f"gl.tags cannot decorate the generator {function.__qualname__}, which runs a piece at a time; "
+                f"write `with gl.tags(...)` around the taps in it"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def tagged_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+                if _grafter is None:
+                    return await function(*args, **kwargs)
+                with self._of_call(args, kwargs):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[P, R]", tagged_coroutine)
+
+        @functools.wraps(function)
+        def tagged(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _grafter is None:
+                return function(*args, **kwargs)
+            with self._of_call(args, kwargs):
+                return function(*args, **kwargs)
+
+        return tagged
+
+    def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tags:
+        computed = {} if self._compute is None else self._compute(*args, **kwargs)
+        if not isinstance(computed, dict):
+            raise TagError(f"gl.tags: the function must return a dict of tags, not {type(computed).__name__}")
+        return tags(**{**computed, **self._given})
+
+
+def _refuse_reserved(given: dict[str, Any]) -> None:
+    taken = RESERVED_TAGS.intersection(given)
+    if taken:
+        raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
+
+
+def activate(grafter: StepTaker, where: Here) -> None:
+    """Make this process a rank. Called once, by whatever makes ranks."""
+    global _grafter, _taker, _here
+    _grafter = _taker = grafter
+    _here = where
+    # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
+    os.register_at_fork(after_in_child=_deactivate)
+
+
+def _deactivate() -> None:
+    global _grafter, _taker, _routing
+    _grafter = _taker = None
+    # The parent's other threads are not here to give the lock back, nor is anything captured on.
+    _routing = threading.Lock()
+    _routes.clear()
+
+
+def taker() -> Taker | None:
+    """Who takes what this thread's taps show; None outside a session."""
+    return _taker
+
+
+@contextmanager
+def taken_by(taker: Taker | None) -> Iterator[None]:
+    """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
+
+    Outside a session there is nothing to give, and nothing is done.
+    """
+    if _grafter is None:
+        yield
+        return
+    me = threading.get_ident()
+    before = _routes.get(me)
+    _route(me, taker)
+    try:
+        yield
+    finally:
+        _route(me, before)
+
+
+_routes: dict[int, Taker] = {}
+_routing = threading.Lock()
+
+
+class _Router:
+    """In place of the grafter while some thread's taps go elsewhere."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        taker = _routes.get(threading.get_ident()) or _grafter
+        return value if taker is None else taker.tap(name, value, extras, tags, replace)
+
+
+@functools.cache
+def _router() -> Taker:
+    import torch  # is there wherever there is a grafter
+
+    router = _Router()
+    # Compiled code has no business with threads.
+    router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
+    return router
+
+
+def _route(thread: int, taker: Taker | None) -> None:
+    global _taker
+    with _routing:
+        if taker is None:
+            _routes.pop(thread, None)
+        else:
+            _routes[thread] = taker
+        _taker = _router() if _routes and _grafter is not None else _grafter

@@ -1,0 +1,145 @@
+"""``watch``: taps on every module's output, without a change to the model's code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from graftlab.filters.expressions import compile_filter
+from graftlab.taps import calls as taps
+
+_latest_change = 0
+
+# What the root module's own output is called: its name in named_modules is empty.
+ROOT = "output"
+# Outputs nest a few levels; whatever goes deeper is a cache or a graph, not an output.
+_MAX_DEPTH = 6
+
+Chooser = str | Callable[[str], bool] | None
+
+
+class Removable(Protocol):
+    """What can be taken out again."""
+
+    def remove(self) -> None: ...
+
+
+def latest_change() -> int:
+    """Another number whenever some module's taps were put in or taken out, which no captured graph notices."""
+    return _latest_change
+
+
+class _Change:
+    """Among the handles of a watch on modules: counts that it came, and that it goes."""
+
+    def __init__(self) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        global _latest_change
+        _latest_change += 1
+
+
+class Watch:
+    """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them."""
+
+    def __init__(self, handles: Sequence[Removable], names: list[str]) -> None:
+        self._handles = handles
+        self.names = names
+
+    def remove(self) -> None:
+        """Take the taps out again; what was watched is then as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<graftlab.Watch of {len(self.names) if self._handles else 0} taps>"
+
+
+def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exclude: Chooser = None) -> Watch:
+    """Tap the output of every module of ``model``, in execution order.
+
+    A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``.
+    Tensors inside an output are named ``name[0]`` (tuples, lists) and ``name.key`` (dicts, dataclasses, Hugging Face
+    ``ModelOutput``). A graft replaces the tensor in the output; nothing is written into the one the module made.
+
+    ``include`` and ``exclude`` choose modules: a filter expression over ``name`` and ``type`` (the class name), such as
+    ``"search('attn', name) or type == 'LayerNorm'"``, or a function of the name.
+
+    Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
+    wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+    chosen: list[tuple[str, torch.nn.Module]] = []
+    for path, module in model.named_modules():
+        name = prefix + (path or ROOT)
+        kind = type(module).__name__
+        if wanted(name, kind) and not unwanted(name, kind):
+            chosen.append((name, module))
+    # Only now, so that a choice that raises leaves the model as it was.
+    handles: list[Removable] = [_Change(), *(module.register_forward_hook(_hook(name)) for name, module in chosen)]
+    return Watch(handles, [name for name, _ in chosen])
+
+
+def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
+    """A function of name and type that says whether something is chosen; see :func:`watch`."""
+    if choice is None:
+        return lambda name, kind: default
+    if callable(choice):
+        function = choice
+        return lambda name, kind: bool(function(name))
+    filter_ = compile_filter(choice)
+    return lambda name, kind: filter_.matches({"name": name, "type": kind})
+
+
+def _hook(name: str) -> Callable[[torch.nn.Module, Any, Any], Any]:
+    def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if taps.taker() is None:
+            return None
+        replaced = _tap_inside(name, output, _MAX_DEPTH)
+        # None tells torch to keep the very object that the module returned.
+        return None if replaced is output else replaced
+
+    return tap_output
+
+
+def _tap_inside(name: str, value: Any, depth: int) -> Any:
+    """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
+    if isinstance(value, torch.Tensor):
+        taker = taps.taker()
+        return value if taker is None else taker.tap(name, value, None, {}, replace=True)
+    if depth == 0:
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [_tap_inside(f"{name}[{index}]", item, depth - 1) for index, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        entries = {key: _tap_inside(f"{name}.{key}", item, depth - 1) for key, item in value.items()}
+        changed = {key: new for key, new in entries.items() if new is not value[key]}
+        if not changed:
+            return value
+        # A copy keeps the class, and whatever a ModelOutput holds beside its entries.
+        replaced = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
+        for key, new in changed.items():
+            replaced[key] = new
+        return replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), depth - 1) for f in fields}
+        changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value

@@ -1,0 +1,214 @@
+"""Rows put in order: which rows are one tap, in which order taps ran, and which of them diverged first."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.rows.schema import COLUMNS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Key = tuple[Hashable, ...]
+
+MEASURED = ("compared", "grafted")
+# Tags that every tap has; they say who and when, not which tap.
+_SESSION_TAGS = frozenset({"name", "step", "side", "rank"})
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The taps of one frame in execution order, each the union of its receiving ranks' rows.
+
+    ``keys`` are (name, step index, occurrence, *tag values of ``tag_columns``); ``steps`` the step numbers
+    behind the step indices. ``value`` is the largest over the ranks that measured (NaN when none has a
+    number). ``statuses`` maps each status that occurs to a mask over taps. ``row_tap`` gives every row of
+    the frame its tap's place.
+    """
+
+    keys: list[Key]
+    tag_columns: list[str]
+    steps: list[Any]
+    value: Array
+    nonfinite: Array
+    statuses: dict[str, Array]
+    row_tap: Array
+    row_order: Array
+
+    @property
+    def measured(self) -> Array:
+        mask = np.zeros(len(self.keys), dtype=bool)
+        for status in MEASURED:
+            mask |= self.statuses.get(status, mask)
+        return mask
+
+    def suspects(self, noise_floor: float | None) -> Array:
+        """Mask of the taps that diverge: above the floor, a non-finite difference, or a failed transform."""
+        above = np.zeros(len(self.keys), dtype=bool) if noise_floor is None else self.value > noise_floor
+        failed = self.statuses.get("failed", np.zeros(len(self.keys), dtype=bool))
+        return (self.measured & (above | (self.nonfinite > 0))) | failed
+
+
+def require(frame: pd.DataFrame, *columns: str) -> None:
+    """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError when it is no frame."""
+    if not isinstance(frame, pd.DataFrame):
+        raise TypeError(f"expected a pandas DataFrame of rows (session.frame, run.frame), got {type(frame).__name__}")
+    for column in columns:
+        if column not in frame.columns:
+            close = difflib.get_close_matches(column, [str(c) for c in frame.columns], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"the frame has no column {column!r}{hint} (it has: {', '.join(map(str, frame.columns)) or 'none'})"
+            )
+
+
+def numbers(frame: pd.DataFrame, column: str) -> Array:
+    """A column as float64, None as NaN. Raises ValueError when it holds something other than numbers."""
+    raw = frame[column]
+    converted = pd.to_numeric(raw, errors="coerce").to_numpy(dtype=np.float64, na_value=math.nan)
+    wrong = np.isnan(converted) & raw.notna().to_numpy()
+    if wrong.any():
+        raise ValueError(f"column {column!r} cannot be drawn, it holds {raw[wrong].iloc[0]!r}; choose a numeric one")
+    return converted
+
+
+def tag_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns of callers' tags, without those that name a rank: they differ between a tap's receivers."""
+    if "tags" in frame.columns:
+        names: dict[str, None] = {}
+        for tags in frame["tags"]:
+            if isinstance(tags, Mapping):
+                names.update(dict.fromkeys(str(key) for key in tags if key not in _SESSION_TAGS))
+        # A tag whose name is a row's own column is kept as tag_<name>.
+        columns = [f"tag_{name}" if f"tag_{name}" in frame.columns else name for name in names]
+    else:  # a frame made by hand
+        columns = [str(column) for column in frame.columns if column not in COLUMNS]
+    return [column for column in columns if column in frame.columns and not column.endswith("_rank")]
+
+
+def _plain(value: Any) -> Hashable:
+    """A tag's value as it compares equal across frames: NaN is None, 3.0 is 3, a list is its text."""
+    if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)) or value is pd.NA:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, (str, int, float, bool)) else repr(value)
+
+
+def _codes(column: pd.Series[Any]) -> Array:
+    try:
+        return np.asarray(pd.factorize(column)[0])
+    except TypeError:  # a list or a dict as a tag
+        return np.asarray(pd.factorize(column.map(repr))[0])
+
+
+def _step_indices(frame: pd.DataFrame, order: Array) -> tuple[Array, list[Any]]:
+    """Each row's place in the sequence of (run, step), and the step number behind each place."""
+    rows = len(frame)
+    step = numbers(frame, "step") if "step" in frame.columns else np.zeros(rows)
+    step = np.where(np.isnan(step), np.inf, step)
+    run = _codes(frame["run"]) if "run" in frame.columns else np.zeros(rows, dtype=np.int64)
+    pairs = pd.DataFrame({"run": run, "step": step, "order": order, "at": np.arange(rows)})
+    # Steps count on over the runs of a session; frames put together from several sessions keep their order.
+    starts = pairs.groupby("run").agg({"step": "min", "order": "min", "at": "min"}).sort_values(["step", "order", "at"])
+    place = {one: number for number, one in enumerate(starts.index)}
+    pairs["run"] = [place[one] for one in run]
+    distinct, inverse = np.unique(pairs[["run", "step"]].to_numpy(), axis=0, return_inverse=True)
+    return inverse.reshape(-1), [int(s) if math.isfinite(s) else None for s in distinct[:, 1]]
+
+
+def group(frame: pd.DataFrame, value: str) -> Taps:
+    """Group rows into taps. Raises ValueError for a missing column: name, order, status or ``value``."""
+    require(frame, "name", "order", "status", value)
+    rows = len(frame)
+    order = numbers(frame, "order")
+    order = np.where(np.isnan(order), np.inf, order)
+    step, steps = _step_indices(frame, order)
+    tags = tag_columns(frame)
+    by = ["name", *(["occurrence"] if "occurrence" in frame.columns else []), *tags]
+    codes = pd.DataFrame({"step": step, **{f"{i}": _codes(frame[column]) for i, column in enumerate(by)}})
+    ids = codes.groupby(list(codes.columns), sort=False).ngroup().to_numpy()
+    count = int(ids.max()) + 1 if rows else 0
+    first_row = np.full(count, rows)
+    np.minimum.at(first_row, ids, np.arange(rows))
+    tap_order = np.full(count, np.inf)
+    np.minimum.at(tap_order, ids, order)
+    sequence = np.lexsort((first_row, tap_order, step[first_row])) if rows else np.zeros(0, dtype=np.int64)
+    rank_of = np.empty(count, dtype=np.int64)
+    rank_of[sequence] = np.arange(count)
+    row_tap = rank_of[ids]
+
+    status = frame["status"].astype(str).to_numpy()
+    is_measured = np.isin(status, MEASURED)
+    worst = np.full(count, np.nan)
+    np.fmax.at(worst, row_tap, np.where(is_measured, numbers(frame, value), np.nan))
+    nonfinite = np.zeros(count)
+    if "nonfinite_differ" in frame.columns:
+        np.fmax.at(nonfinite, row_tap, np.where(is_measured, numbers(frame, "nonfinite_differ"), np.nan))
+    statuses = {}
+    for one in pd.unique(status):
+        statuses[str(one)] = np.zeros(count, dtype=bool)
+        statuses[str(one)][row_tap[status == one]] = True
+
+    at = first_row[sequence]
+    occurrence = frame["occurrence"].iloc[at].tolist() if "occurrence" in frame.columns else [0] * count
+    columns = [frame["name"].iloc[at].tolist(), step[at].tolist(), occurrence]
+    columns += [frame[column].iloc[at].tolist() for column in tags]
+    keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
+    return Taps(keys, tags, steps, worst, nonfinite, statuses, row_tap, order)
+
+
+def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
+    """One order for several sequences: the first one's; what only others have follows what precedes it there."""
+    head: Key = ()
+    follows: dict[Key, Key | None] = {head: None}
+    for sequence in sequences:
+        last = head
+        for key in sequence:
+            if key not in follows:
+                follows[key], follows[last] = follows[last], key
+            last = key
+    merged = []
+    at = follows[head]
+    while at is not None:
+        merged.append(at)
+        at = follows[at]
+    return merged
+
+
+def first_divergent(
+    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = 1e-5
+) -> pd.Series[Any] | None:
+    """The first row, in execution order, that a noise floor does not explain: where to start looking.
+
+    A row counts when it was measured (``compared`` or ``grafted``) and its ``value`` is above
+    ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
+    nothing. ``noise_floor=None`` leaves the value out of it. Taps are ordered by step, then by the smallest
+    ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; about 1e-5
+    suits float32 against float32, 2e-2 bfloat16 against float32.
+
+    Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
+    ValueError naming a column (name, order, status, ``value``) that the frame lacks.
+    """
+    if isinstance(frame, pd.DataFrame) and frame.empty:
+        return None
+    taps = group(frame, value)
+    status = frame["status"].astype(str).to_numpy()
+    divergent = np.zeros(len(frame), dtype=bool)
+    if noise_floor is not None:
+        divergent |= numbers(frame, value) > noise_floor
+    if "nonfinite_differ" in frame.columns:
+        divergent |= numbers(frame, "nonfinite_differ") > 0
+    divergent = (divergent & np.isin(status, MEASURED)) | (status == "failed")
+    if not divergent.any():
+        return None
+    sequence = np.lexsort((taps.row_order, taps.row_tap))
+    return frame.iloc[int(sequence[divergent[sequence]][0])]

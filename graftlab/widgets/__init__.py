@@ -1,0 +1,1 @@
+"""The widgets: editors and a dashboard over a live session."""

@@ -1,0 +1,175 @@
+"""What the filter editor shows, as HTML: faults, taps, plans, and where a plan is in force. Made from values alone."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Mapping, Sequence
+
+from graftlab.base.html import shortened
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.errors import FilterError
+from graftlab.plan.plan import FILTERS, GraftPlan
+
+NAMES_SHOWN = 12
+"""Taps that are named at once; more are folded."""
+
+NAMES_LISTED = 500
+"""Taps that are named at all."""
+
+# Characters on each side of a fault that are shown again, however much was pasted.
+_ECHO = 40
+_TEXT_SHOWN = 160
+_LABEL_SHOWN = 80
+_RANKS_SHOWN = 16
+
+Tags = Mapping[str, object]
+
+
+def fault(error: FilterError) -> str:
+    """The text around the fault, a caret below it, and the message."""
+    text, at = error.expression, error.position
+    start, stop = max(0, at - _ECHO), at + _ECHO
+    before = ("…" if start else "") + _one_line(text[start:at])
+    after = _one_line(text[at:stop]) + ("…" if stop < len(text) else "")
+    # The same characters, unseen, and not so many blanks: some scripts' characters are wider than a blank.
+    caret = f'<span class="unseen" aria-hidden="true">{html.escape(before)}</span><b>^</b>'
+    message = html.escape(shortened(error.message, 2 * _TEXT_SHOWN))
+    return (
+        f'<div class="fault bad" role="alert"><pre>{html.escape(before)}{html.escape(after)}\n{caret}</pre>'
+        f"{message} (at position {at:,})</div>"
+    )
+
+
+def _one_line(text: str) -> str:
+    return text.translate({ord("\n"): "⏎", ord("\r"): "⏎", ord("\t"): " "})
+
+
+def overlap(number: int) -> str:
+    """Why nothing can be applied; not marked up."""
+    taps = "1 tap is" if number == 1 else f"{number:,} taps are"
+    return f"{taps} matched by both b2t and t2b; narrow one of them"
+
+
+def matches(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], limit: int) -> str:
+    """How many of the ``taps`` seen a text matches, and which; those in ``both`` are marked, and come first."""
+    if not taps:
+        return quiet("no tap has been seen yet")
+    of = f"{len(taps):,} seen" if len(taps) <= limit else f"the first {limit:,} of {len(taps):,} seen"
+    count = f'<span class="count"><b>{len(hits):,}</b> of {of}</span>'
+    # What stops Apply is never among those that are not listed.
+    order = [*both, *(index for index in hits if index not in both)]
+    names = [_tap(taps[index], index in both) for index in order[:NAMES_LISTED]]
+    shown, folded = names[:NAMES_SHOWN], names[NAMES_SHOWN:]
+    more = ""
+    if folded:
+        others = f" and {len(order) - len(names):,} others" if len(order) > len(names) else ""
+        more = f"<details><summary>{len(order) - len(shown):,} more</summary>{' '.join(folded)}{others}</details>"
+    return f'<div class="matches">{count} {" ".join(shown)} {more}</div>'
+
+
+def _tap(tags: Tags, is_both: bool) -> str:
+    given = [f"{name}={value!r}" for name, value in tags.items() if name not in RESERVED_TAGS]
+    if tags.get("recompute_status") == "recompute":
+        given.append("recompute_status='recompute'")
+    label = html.escape(shortened(" ".join([str(tags["name"]), *given]), _LABEL_SHOWN))
+    return f'<span class="tap both">{label} <b>both</b></span>' if is_both else f'<span class="tap">{label}</span>'
+
+
+def unknown_tag(name: str, instead: Sequence[str]) -> str:
+    hint = f"; is it {code(instead[0])}?" if instead else ""
+    return quiet(f"no tap seen so far has the tag {code(name)}{hint}", "unknown")
+
+
+def in_force(text: str, overtaken: bool) -> str:
+    """What is in force where something else has been typed."""
+    now = f"in force: {code(text) or 'nothing'}"
+    if not overtaken:
+        return quiet(now, "in-force")
+    return f'<div class="overtaken" role="status">changed elsewhere meanwhile, and what you typed is kept; {now}</div>'
+
+
+def code(text: str) -> str:
+    return f"<code>{html.escape(shortened(_one_line(text.strip()), _TEXT_SHOWN))}</code>" if text.strip() else ""
+
+
+def quiet(markup: str, kind: str = "") -> str:
+    return f'<div class="{f"quiet {kind}".strip()}">{markup}</div>'
+
+
+def adoption(version: int, adopted: Mapping[str, int], alive: Sequence[str], closed: bool) -> str:
+    """From which step on each rank that is alive uses the plan."""
+    if closed or not alive:
+        return quiet(f"Plan {version} was the last one." if closed else f"Plan {version}; no rank is alive.")
+    steps: dict[int, list[str]] = {}
+    for rank in alive:
+        if rank in adopted:
+            steps.setdefault(adopted[rank], []).append(rank)
+    waiting = [rank for rank in alive if rank not in adopted]
+    if not waiting and len(steps) == 1 and len(alive) > 1:
+        parts = [f"used from step {next(iter(steps))} on by all {len(alive)} ranks"]
+    else:
+        parts = [f"used from step {step} on by {_ranks(ranks)}" for step, ranks in sorted(steps.items())]
+        if waiting:
+            parts.append(f"not yet used by {_ranks(waiting)}")
+    state = "waiting" if waiting else "everywhere"
+    return f'<div class="{state}" role="status"><b>Plan {version}</b>: {"; ".join(parts)}.</div>'
+
+
+def _ranks(ranks: Sequence[str]) -> str:
+    others = len(ranks) - _RANKS_SHOWN
+    return ", ".join(ranks[:_RANKS_SHOWN]) + (f" and {others} others" if others > 0 else "")
+
+
+def described(plan: GraftPlan) -> str:
+    """An earlier plan in a line."""
+    texts = {name: getattr(plan, name) or "" for name in FILTERS}
+    filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]
+    transform = "default" if plan.transform is None else plan.transform.label
+    parts = [*(filters or ["no filters"]), f"transform {code(transform)}"]
+    if plan.rename:
+        parts.append(f"{len(plan.rename)} renames" if len(plan.rename) > 1 else "1 rename")
+    return f'<span class="plan"><b>{plan.version}</b> {" · ".join(parts)}</span>'
+
+
+STYLE = """<style>
+.graftlab-filter-editor { max-width: 1100px; overflow: visible }
+.graftlab-filter-editor .widget-html-content, .graftlab-filter-editor .jupyter-widget-html-content {
+  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--jp-ui-font-color1, #222); height: auto;
+}
+.graftlab-filter-editor .widget-box, .graftlab-filter-editor .jupyter-widget-box { overflow: visible }
+.graftlab-filter-editor .name { font-weight: 600; line-height: 1.2; margin-top: 3px }
+.graftlab-filter-editor .meaning { font-size: 11px; line-height: 1.2; color: var(--jp-ui-font-color2, #666) }
+.graftlab-filter-editor .graftlab-below { margin: 0 4px 6px; width: auto; max-width: 100% }
+.graftlab-filter-editor .graftlab-below > div { min-width: 0; max-width: 100% }
+.graftlab-filter-editor code, .graftlab-filter-editor pre, .graftlab-filter-editor .tap {
+  font-family: var(--jp-code-font-family, monospace); font-size: var(--jp-code-font-size, 12px);
+}
+.graftlab-filter-editor code { background: none; padding: 0; color: inherit; overflow-wrap: anywhere }
+.graftlab-filter-editor .quiet { color: var(--jp-ui-font-color2, #666) }
+.graftlab-filter-editor .bad { color: var(--jp-error-color1, #b00020) }
+.graftlab-filter-editor .overtaken { color: var(--jp-warn-color0, #8a5a00) }
+.graftlab-filter-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
+.graftlab-filter-editor .fault pre { margin: 0; line-height: 1.25; color: inherit; white-space: pre; overflow-x: auto }
+.graftlab-filter-editor .unseen { visibility: hidden }
+.graftlab-filter-editor .matches .count { margin-right: 0.6em; color: var(--jp-ui-font-color2, #666) }
+.graftlab-filter-editor .matches details { display: inline }
+.graftlab-filter-editor .matches details[open] { display: block; max-height: 12em; overflow-y: auto }
+.graftlab-filter-editor .matches summary { display: inline-block; cursor: pointer; text-decoration: underline dotted }
+.graftlab-filter-editor .tap {
+  display: inline-block; padding: 0 5px; margin: 1px 0; border-radius: 3px; font-size: 12px; line-height: 1.5;
+  background: var(--jp-layout-color2, #eee); overflow-wrap: anywhere;
+}
+.graftlab-filter-editor .tap.both {
+  color: var(--jp-error-color1, #b00020); background: none; box-shadow: inset 0 0 0 1px var(--jp-error-color1, #b00020);
+}
+.graftlab-filter-editor .graftlab-buttons { align-items: center; gap: 4px }
+.graftlab-filter-editor .graftlab-buttons .quiet { margin-left: 6px }
+.graftlab-filter-editor .graftlab-earlier { margin: 6px 2px }
+.graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
+.graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-contents {
+  padding: 4px; max-height: 240px; overflow-y: auto;
+}
+.graftlab-filter-editor .graftlab-plans .widget-hbox { align-items: center; gap: 6px }
+.graftlab-filter-editor .graftlab-restore { height: 24px; line-height: 24px; flex: 0 0 auto }
+.graftlab-filter-editor .graftlab-message .bad { white-space: pre-wrap }
+</style>"""

@@ -1,0 +1,115 @@
+"""The taps that a draft can be tried on: those with a kept pair, and those that would have one under another filter."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graftlab.base.tags import RESERVED_TAGS, plain
+from graftlab.filters.expressions import HELPERS
+from graftlab.plan.plan import GraftPlan
+
+Tags = tuple[tuple[str, Any], ...]
+
+# Keywords of Session.try_transform, which a tag of that name could not be told from.
+_NOT_SELECTABLE = frozenset({"transform", "limit", "self"})
+
+
+@dataclass(frozen=True)
+class TapChoice:
+    """One tap: of one receiving rank (``side`` and ``rank``), which keeps a pair of it, or not kept at all.
+
+    ``tags`` are the caller's. Of several pairs the newest is meant.
+    """
+
+    name: str
+    tags: Tags
+    side: str | None = None
+    rank: int | None = None
+
+    @property
+    def kept(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def label(self) -> str:
+        place = f"{self.side}[{self.rank}]" if self.kept else "not kept"
+        return " · ".join([self.name, *(f"{name}={value}" for name, value in self.tags), place])
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The keywords that make :meth:`Session.try_transform` take this pair."""
+        # NaN is no value that anything could be found by.
+        tags = {name: value for name, value in self.tags if name not in _NOT_SELECTABLE and value == value}
+        return {**tags, "name": self.name, "side": self.side, "rank": self.rank}
+
+    @property
+    def filter(self) -> str:
+        """A filter expression that matches this tap, on every rank and in every step."""
+        tags = [
+            (name, value)
+            for name, value in self.tags
+            if name.isidentifier()
+            and not keyword.iskeyword(name)
+            and name not in HELPERS
+            and not name.endswith("_rank")
+            and _is_as_given(value)
+        ]
+        return " and ".join(f"{name} == {value!r}" for name, value in [("name", self.name), *tags])
+
+
+def _is_as_given(value: object) -> bool:
+    """Whether the value of a tag is what the model's code gave, so that a filter can compare the tag with it.
+
+    Of an object only the repr has come here; leaving it out means more taps, not none.
+    """
+    if type(value) is str:
+        return not any(bracket in value for bracket in "(<")
+    return type(value) in (int, bool, type(None)) or (type(value) is float and math.isfinite(value))
+
+
+def kept_choices(kept: Iterable[Mapping[str, Any]]) -> list[TapChoice]:
+    """One for each tap and rank, in the order in which they were first kept."""
+    return list(dict.fromkeys(TapChoice(str(tags["name"]), _own(tags), tags["side"], tags["rank"]) for tags in kept))
+
+
+def other_choices(seen: Iterable[Mapping[str, Any]], kept: Iterable[TapChoice]) -> list[TapChoice]:
+    """The taps seen so far of which no pair is kept anywhere."""
+    known = {(choice.name, choice.tags) for choice in kept}
+    found = dict.fromkeys(TapChoice(str(tags["name"]), _own(tags)) for tags in seen)
+    return [choice for choice in found if (choice.name, choice.tags) not in known]
+
+
+def _own(tags: Mapping[str, Any]) -> Tags:
+    return tuple((name, plain(value)) for name, value in tags.items() if name not in RESERVED_TAGS)
+
+
+def filter_to_keep(plan: GraftPlan, choice: TapChoice | None) -> str:
+    """The ``keep`` filter of ``plan`` with this tap added; without a tap, with what the plan grafts, or else compares.
+
+    The plan's own text where nothing is to be added.
+    """
+    now = (plan.keep or "").strip()
+    if choice is not None:
+        wanted = [choice.filter]
+    else:
+        wanted = [text.strip() for text in (plan.b2t, plan.t2b) if text and text.strip()]
+        wanted = wanted or [(plan.compare or "").strip()]
+    for text in wanted:
+        if text and text != now and now != "True" and f"({_closed(text)})" not in now:
+            now = f"{_grouped(now)} or ({_closed(text)})" if now else text
+    return now
+
+
+def _closed(text: str) -> str:
+    # A comment would take the bracket after it along.
+    return f"{text}\n" if "#" in text else text
+
+
+def _grouped(text: str) -> str:
+    """As the first operand of an ``or``; only a conditional expression binds weaker."""
+    return f"({_closed(text)})" if re.search(r"\bif\b|#", text) else text

@@ -1,0 +1,178 @@
+"""What the transform editor shows, as HTML: trials, what is in force and whether it fails, and differences."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+
+from graftlab.base.html import cell, number, shortened, table
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.diffs.measure import DiffStats
+from graftlab.grafting.trial import Trial
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.schema import Row
+from graftlab.widgets.drafts import Version, label_of
+
+STYLE = """<style>
+.graftlab-transform-editor { max-width: 1100px; overflow: visible }
+.graftlab-transform-editor .widget-html-content, .graftlab-transform-editor .jupyter-widget-html-content {
+  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--jp-ui-font-color1, #222); height: auto;
+}
+.graftlab-transform-editor .widget-box, .graftlab-transform-editor .jupyter-widget-box { overflow: visible }
+.graftlab-transform-editor .quiet { color: var(--jp-ui-font-color2, #666) }
+.graftlab-transform-editor .bad { color: var(--jp-error-color1, #b00020); overflow-wrap: anywhere }
+.graftlab-transform-editor .graftlab-message .bad, .graftlab-trial .verdict { white-space: pre-wrap }
+.graftlab-transform-editor .good, .graftlab-transform-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
+.graftlab-transform-editor .overtaken, .graftlab-transform-editor .unapplied { color: var(--jp-warn-color0, #8a5a00) }
+.graftlab-transform-editor .spinner {
+  display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
+  border: 2px solid var(--jp-border-color1, #bbb); border-top-color: var(--jp-brand-color1, #1976d2);
+  border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
+}
+@keyframes graftlab-turn { to { transform: rotate(360deg) } }
+.graftlab-trial table { border-collapse: collapse; margin: 2px 0 6px; font-size: 12px; line-height: 1.5 }
+.graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--jp-border-color1, #bbb) }
+.graftlab-trial th, .graftlab-trial td { padding: 1px 14px 1px 0; white-space: nowrap }
+.graftlab-trial td.number { font-family: var(--jp-code-font-family, monospace); text-align: right }
+.graftlab-trial td.code { font-family: var(--jp-code-font-family, monospace) }
+.graftlab-trial pre, .graftlab-diff pre {
+  margin: 2px 0; padding: 4px 8px; max-height: 260px; overflow: auto; font-size: 12px; line-height: 1.4;
+  border: 1px solid var(--jp-border-color2, #ddd); background: var(--jp-layout-color1, transparent);
+  white-space: pre-wrap; overflow-wrap: anywhere;
+}
+.graftlab-diff .added { background: color-mix(in srgb, var(--jp-success-color1, #2e7d32) 16%, transparent) }
+.graftlab-diff .gone { background: color-mix(in srgb, var(--jp-error-color1, #b00020) 16%, transparent) }
+.graftlab-diff .place { color: var(--jp-ui-font-color2, #666) }
+.graftlab-diff span { display: block }
+</style>"""
+
+# An exception's own line in a traceback, which unlike the others is not indented.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
+_ERROR_SHOWN = 300
+_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine", "nonfinite_differ")
+
+
+def summary(error: str) -> str:
+    """What is wrong, in a line or a few: the end of a traceback, or the text itself where it is none."""
+    lines = error.splitlines()
+    if "Traceback (most recent call last):" not in lines or lines[0].startswith("the draft called"):
+        return lines[0] if lines else ""
+    starts = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    # Custom exceptions may be called anything; theirs is the last line that is not indented.
+    starts = starts or [number for number, line in enumerate(lines) if line[:1].strip()]
+    return "\n".join(lines[starts[-1] :][:4])
+
+
+def trial_html(trial: Trial) -> str:
+    """What came of a trial: where it ran, what went in and out, the difference before and after, what it printed."""
+    parts = [_verdict(trial)]
+    if trial.target is not None:
+        parts.append(_tensors(trial))
+    if trial.after is not None:
+        parts.append(_differences(trial))
+    if trial.error is not None and "\n" in trial.error:
+        parts.append(f'<div class="quiet">traceback</div><pre>{html.escape(trial.error)}</pre>')
+    if trial.printed:
+        parts.append(f'<div class="quiet">printed</div><pre class="printed">{html.escape(trial.printed)}</pre>')
+    return f'<div class="graftlab-trial">{"".join(parts)}</div>'
+
+
+def _verdict(trial: Trial) -> str:
+    where = f" on <b>{html.escape(_place(trial))}</b>" if trial.tags else ""
+    if trial.error is not None:
+        what = html.escape(summary(trial.error))
+        return f'<div class="bad verdict" role="alert">✗ failed{where}: {what}</div>'
+    if trial.seconds is None:
+        return '<div class="good verdict">✓ it loads; it was not run on any tensors</div>'
+    return f'<div class="good verdict">✓ ran{where} in {duration(trial.seconds)}</div>'
+
+
+def _place(trial: Trial) -> str:
+    tags = trial.tags
+    own = [f"{name}={value}" for name, value in tags.items() if name not in RESERVED_TAGS]
+    return " · ".join([str(tags["name"]), *own, f"{tags['side']}[{tags['rank']}]", f"step {tags['step']}"])
+
+
+def duration(seconds: float) -> str:
+    """In the unit that leaves one to four digits before the point."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _tensors(trial: Trial) -> str:
+    returned = "-" if trial.result is None else trial.result + (f"  ({trial.cast})" if trial.cast else "")
+    received = ", ".join(trial.received)
+    lines = [
+        f"<tr>{cell(what)}{cell(text, 'code')}</tr>"
+        for what, text in (("received", received), ("target", str(trial.target)), ("returned", returned))
+    ]
+    return f"<table><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _differences(trial: Trial) -> str:
+    lines = []
+    for name in _DIFFERENCES:
+        before, after = _value(trial.before, name), _value(trial.after, name)
+        if name == "nonfinite_differ" and not before and not after:
+            continue
+        numbers = "".join(cell(_written(name, value), "number") for value in (before, after))
+        lines.append(f"<tr>{cell(name)}{numbers}{cell(_change(before, after), 'quiet')}</tr>")
+    return table(("difference", "before" + ("" if trial.before else " (failed)"), "with the draft", ""), lines)
+
+
+def _value(stats: DiffStats | None, name: str) -> float | None:
+    return None if stats is None else getattr(stats, name)
+
+
+def _written(name: str, value: float | None) -> str:
+    if value is None or name not in ("cosine", "nonfinite_differ"):
+        return number(value)
+    return f"{value:.8f}" if name == "cosine" else f"{value:,}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return ""
+    if before == after:
+        return "= same"
+    return "↓ smaller" if after < before else "↑ larger" if after > before else ""
+
+
+def in_force(version: Version, applied: bool) -> str:
+    """The transform in force, and whether the editor has another one."""
+    what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
+    return what if applied else f'{what} · <span class="unapplied">● edited, not applied</span>'
+
+
+def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
+    """Whether the transform in force fails, going by the newest row of each tap and rank; empty if it does not."""
+    of_plan = [row for row in rows if row["plan_version"] == plan.version]
+    failed = [row for row in of_plan if row["status"] == "failed"]
+    if not failed:
+        return ""
+    row = failed[-1]
+    why = html.escape(shortened(str(row["error"]).partition("\n\n")[0], _ERROR_SHOWN))
+    place = html.escape(f"{row['name']} on {row['side']}[{row['rank']}], step {row['step']}")
+    return (
+        f'<div class="failing"><span class="bad" role="status">✗ fails in {len(failed)} of the newest {len(of_plan)} '
+        f'rows: {why}</span> <span class="quiet">({place}; the run goes on with the tensor as it was)</span></div>'
+    )
+
+
+def busy(what: str, waiting: int) -> str:
+    more = f" ({waiting} waiting)" if waiting else ""
+    return f'<span role="status"><span class="spinner"></span>{html.escape(what)}{more}</span>'
+
+
+def difference_html(lines: Sequence[str]) -> str:
+    """A unified diff."""
+    if not lines:
+        return '<div class="graftlab-diff"><span class="quiet">no difference</span></div>'
+    kinds = {"+": "added", "-": "gone", "@": "place"}
+    shown = [
+        f'<span class="{"place" if line[:3] in ("+++", "---") else kinds.get(line[:1], "")}">{html.escape(line)}</span>'
+        for line in lines
+    ]
+    return f'<div class="graftlab-diff"><pre>{"".join(shown)}</pre></div>'

@@ -1,0 +1,35 @@
+"""The bar of a long wait: absent while the wait is short, and true afterwards."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from graftlab.base import progress
+from graftlab.base.progress import LongWait
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_short_wait_shows_nothing_and_says_when_to_look_again() -> None:
+    with LongWait("run 1", "rows", lambda: 0) as wait:
+        assert 0 < wait.next_look(None) <= progress.PATIENCE
+        assert wait.next_look(0.01) == 0.01
+        assert wait._bar is None
+
+
+def test_a_long_wait_counts_what_has_come_since_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    counts = iter([100, 103, 110, 114])
+    with LongWait("run 1", "rows", lambda: next(counts)) as wait:
+        assert wait.next_look(None) == progress.INTERVAL
+        assert wait._bar.n == 3
+        wait.next_look(None)
+        assert wait._bar.n == 10
+    assert wait._bar.n == 14, "what came after the last look"

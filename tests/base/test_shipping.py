@@ -1,0 +1,291 @@
+"""Functions and values on their way: by value with their source, small, and named when they cannot go."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.support import run_cell
+
+import graftlab as gl
+from graftlab.base import shipping
+from graftlab.base.shipping import LARGE, pack_call, pack_function, pack_result, unpack_call, unpack_result
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+CANNOT = """
+    import functools
+    import threading
+
+    lock = threading.Lock()
+
+    def plain(): return lock
+    def calls_plain(): return plain()
+    def comprehends(): return [lock for _ in range(2)]
+    def nests():
+        def inner():
+            return (lambda: lock)()
+        return inner()
+    def encloses():
+        mine = threading.Lock()
+        def inner(): return mine
+        return inner
+    def encloses_what_is_not_there_yet():
+        def inner(): return later, lock
+        if False:
+            later = 1
+        return inner
+    def recurs(n): return recurs(n - 1) if n else lock
+    def defaults(a, b=lock): pass
+
+    def decorator(function):
+        @functools.wraps(function)
+        def wrapper(*args): return function(*args), lock
+        return wrapper
+    @decorator
+    def decorated(): pass
+
+    class Holder:
+        def __init__(self): self.held = [1, lock]
+        def method(self): pass
+    class Shared:
+        shared = lock
+        def method(self): pass
+    class Uses:
+        def method(self): return lock
+"""
+
+
+# ---- what cannot go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "culprit"),
+    [
+        ("plain", "variable 'lock' used by plain()"),
+        ("calls_plain", "variable 'lock' used by plain()"),
+        ("comprehends", "variable 'lock' used by comprehends()"),
+        ("nests", "variable 'lock' used by nests()"),
+        ("encloses()", "variable 'mine' used by inner()"),
+        ("encloses_what_is_not_there_yet()", "variable 'lock' used by inner()"),
+        ("recurs", "variable 'lock' used by recurs()"),
+        ("defaults", "variable 'b' used by defaults()"),
+        ("decorated", "variable 'lock' used by decorated()"),
+        ("Holder().method", "the baseline function.__self__.held[1]"),
+        ("Shared().method", "Shared.shared"),
+        ("Uses().method", "variable 'lock' used by method()"),
+        ("functools.partial(plain)", "variable 'lock' used by plain()"),
+        ("functools.partial(print, lock)", "the baseline function.args[0]"),
+        ("functools.partial(print, end=lock)", "the baseline function.keywords['end']"),
+    ],
+)
+def test_what_a_function_drags_along_is_named_where_its_author_wrote_it(function: str, culprit: str) -> None:
+    cell = run_cell(CANNOT)
+    with pytest.raises(gl.ShippingError) as caught:
+        pack_call(eval(function, cell), (), {}, what="the baseline function")
+    assert str(caught.value).startswith(f"{culprit} cannot be sent to the ranks: cannot pickle '_thread.lock' object")
+    assert "Create it on the ranks instead" in str(caught.value)
+
+
+def test_parts_of_arguments_are_named_by_their_place() -> None:
+    lock, cell = threading.Lock(), run_cell(CANNOT)
+    circle: list[Any] = [lock]
+    circle.append(circle)
+    for args, kwargs, culprit in (
+        ((1, lock), {}, "positional argument 1"),
+        (([0, {"a": (lock,)}],), {}, "positional argument 0[1]['a'][0]"),
+        ((), {"handle": lock}, "argument 'handle'"),
+        ((), {"handles": {3: lock}}, "argument 'handles'[3]"),
+        ((cell["Holder"](),), {}, "positional argument 0.held[1]"),
+        ((circle,), {}, "positional argument 0[0]"),
+        (((number for number in range(3)),), {}, "positional argument 0"),
+    ):
+        with pytest.raises(gl.ShippingError) as caught:
+            pack_call(print, args, kwargs)
+        assert str(caught.value).startswith(f"{culprit} cannot be sent"), culprit
+
+
+def test_a_transform_that_cannot_go_is_named_like_any_function() -> None:
+    with pytest.raises(gl.ShippingError, match=r"variable 'lock' used by plain\(\)"):
+        gl.GraftPlan().edit(transform=run_cell(CANNOT)["plain"])
+
+
+def test_a_name_that_is_only_an_attribute_is_not_blamed() -> None:
+    cell = run_cell(
+        "import threading\nlock, other = threading.Lock(), threading.Lock()\ndef f(x): return x.lock, other"
+    )
+    with pytest.raises(gl.ShippingError, match=r"^variable 'other' used by f\(\)"):
+        pack_call(cell["f"], (), {})
+
+
+# ---- what goes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cells_function_runs_in_a_process_that_never_saw_the_cell_and_shows_its_lines_there(tmp_path: Any) -> None:
+    cell = run_cell(
+        """
+        SCALE = 3
+
+        def helper(x):
+            return x / 0  # the planted line
+
+        def outer(x, *, fail=False):
+            return helper(x) if fail else x * SCALE
+        """
+    )
+    (tmp_path / "blob").write_bytes(pack_call(cell["outer"], (2,), {}))
+    code = f"""
+import traceback
+from pathlib import Path
+from graftlab.ranks.shipping import unpack_call
+function, args, kwargs = unpack_call(Path({str(tmp_path / "blob")!r}).read_bytes())
+print(function(*args, **kwargs))
+try:
+    function(*args, fail=True)
+except ZeroDivisionError:
+    print(traceback.format_exc())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), timeout=100)
+    assert done.stdout.startswith("6\n"), done.stderr
+    assert "return x / 0  # the planted line" in done.stdout
+
+
+def _root() -> str:
+    """Where the graftlab that is being tested can be imported, installed or not."""
+    return str(gl.__path__[0]).rpartition("/")[0]
+
+
+def test_only_sources_that_are_no_files_travel() -> None:
+    cell = run_cell("def small(): return 1")
+    small, of_a_file = pack_function(cell["small"]), pack_function(importable)
+    assert b"return 1" in small
+    assert b"an importable function" not in of_a_file
+
+
+def importable() -> str:
+    return "an importable function"
+
+
+def test_an_importable_function_travels_by_name() -> None:
+    assert unpack_call(pack_call(importable, (), {}))[0] is importable
+
+
+def test_installed_sources_show_in_tracebacks_and_survive_checkcache() -> None:
+    shipping.install_source("<a cell>", "def f():\n    raise ValueError('planted')\n")
+    namespace: dict[str, Callable[[], None]] = {}
+    exec(compile("def f():\n    raise ValueError('planted')\n", "<a cell>", "exec"), namespace)
+    linecache.checkcache()
+    with pytest.raises(ValueError, match="planted") as caught:
+        namespace["f"]()
+    assert "    raise ValueError('planted')" in "".join(traceback.format_tb(caught.tb))
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def warned(pack: Callable[[], bytes]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pack()
+    return found
+
+
+def test_what_is_large_is_named_where_its_author_wrote_it_and_the_warning_points_at_the_user() -> None:
+    cell = run_cell(
+        f"""
+        import torch
+
+        weights = torch.zeros({LARGE // 4})
+        small = torch.zeros(10)
+
+        def uses(): return weights, small
+        def calls(): return uses()
+        """
+    )
+    large = torch.zeros(LARGE // 4)
+    for function, args, named in (
+        (cell["calls"], (), "variable 'weights' used by uses()"),
+        (print, (1, [2, large]), "positional argument 1[1]"),
+        (functools.partial(print, large), (), "the target function.args[0]"),
+    ):
+        (warning,) = warned(functools.partial(pack_call, function, args, {}, what="the target function"))
+        assert warning.category is gl.GraftWarning
+        assert str(warning.message) == (
+            f"the target function takes 16 MiB along to every rank, most of it in {named}; "
+            f"create large values on the ranks instead"
+        )
+        assert warning.filename == __file__
+
+
+def test_many_middling_parts_are_not_blamed_on_one() -> None:
+    thirds = tuple(torch.zeros(LARGE // 8) for _ in range(3))
+    (warning,) = warned(lambda: pack_call(print, thirds, {}))
+    assert "most of it" not in str(warning.message)
+
+
+def test_what_is_small_is_sent_without_a_word() -> None:
+    assert warned(lambda: pack_call(print, (torch.zeros(LARGE // 8),), {})) == []
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_results_arrive_bit_exact_in_every_dtype_and_layout(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    tensor = raw.view(dtype).squeeze(-1) if raw.numel() else torch.empty(shape, dtype=dtype)
+    tensor = tensor.reshape(shape)
+    if len(shape) > 1 and data.draw(st.booleans()):
+        tensor = tensor.transpose(0, 1)
+    found = unpack_result(pack_result(tensor))
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert found.is_contiguous()
+    same = found.reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8))
+    assert same or not tensor.numel()
+
+
+def test_a_result_brings_its_own_bytes_and_nothing_of_autograd() -> None:
+    base = torch.zeros(1_000_000, requires_grad=True)
+    blob = pack_result({"view": (base * 2)[3:5], "parameter": torch.nn.Parameter(torch.ones(2))})
+    assert len(blob) < 2000
+    found = unpack_result(blob)
+    assert not found["view"].requires_grad
+    assert type(found["parameter"]) is torch.Tensor
+    found["view"] += 1
+
+
+def test_a_result_that_cannot_go_is_shown_and_says_why() -> None:
+    found = unpack_result(pack_result({"lock": threading.Lock()}))
+    assert isinstance(found, shipping.Unshipped)
+    assert repr(found).startswith("{'lock': <unlocked _thread.lock object")
+    assert "cannot pickle '_thread.lock' object" in found.why
+    assert found.kind == "dict"
+
+
+def test_a_result_whose_repr_fails_too_does_not_end_the_rank() -> None:
+    class Sulks:
+        def __reduce__(self) -> Any:
+            raise TypeError("stays here")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("and shows nothing")
+
+    found = unpack_result(pack_result(Sulks()))
+    assert isinstance(found, shipping.Unshipped)
+    assert "stays here" in found.why

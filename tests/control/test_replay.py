@@ -1,0 +1,197 @@
+"""Replay: recorded requests reach both sides, and the summary tells which of them diverge."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graftlab as gl
+from graftlab.control.replay import Replay
+from graftlab.errors import DumpError, RequestError
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:
+    with gl.launch(1, 1, timeout=20, folder=tmp_path_factory.mktemp("replay")) as open_session:
+        yield open_session
+
+
+def recorded(rid: str, *prompt: int, output: list[int] | None = None) -> tuple[Any, ...]:
+    response = None if output is None else {"output_ids": output, "meta_info": {}}
+    return ({"rid": rid, "input_ids": list(prompt)}, response, 1.0, 2.0)
+
+
+def write(path: Path, requests: list[Any], **more: Any) -> Path:
+    content = {"server_args": None, "requests": requests, "launch_command": "", "dropped": [], **more}
+    path.write_bytes(pickle.dumps(content))
+    return path
+
+
+def good(requests: list[Any]) -> list[Any]:
+    """Each request's tokens, summed up; nothing is wrong here."""
+    for request in requests:
+        x = gl.tap("hidden", torch.tensor(request["input_ids"], dtype=torch.float32))
+        gl.tap("logits", x * 2)
+    return [{"output_ids": [sum(request["input_ids"])]} for request in requests]
+
+
+def wrong_above_ten(requests: list[Any]) -> list[Any]:
+    """As `good`, but for requests with tokens above 10: slightly wrong from the second tap on, and above 20 visibly."""
+    outputs = []
+    for request in requests:
+        x = gl.tap("hidden", torch.tensor(request["input_ids"], dtype=torch.float32))
+        largest = max(request["input_ids"])
+        gl.tap("logits", x * (2 + (largest > 10) * largest / 100))
+        outputs.append({"output_ids": [sum(request["input_ids"]) + (largest > 20)]})
+    return outputs
+
+
+def by_rid(replay: Replay) -> Any:
+    return replay.summary.set_index("rid")
+
+
+def test_one_row_a_request_the_worst_first(session: gl.Session, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "dump.pkl",
+        [
+            recorded("fine", 1, 2, output=[3]),
+            recorded("visible", 1, 30, output=[31]),
+            recorded("hidden", 1, 11, output=[12]),
+            recorded("also fine", 5, output=[99]),
+        ],
+    )
+    replay = session.replay(path, good, wrong_above_ten)
+
+    assert replay.summary["rid"].tolist() == ["visible", "hidden", "fine", "also fine"]
+    assert replay.summary["same_tokens"].tolist() == [False, True, True, True]
+    assert replay.summary["first_divergent"].fillna("").tolist() == ["logits", "logits", "", ""]
+    assert replay.summary["status"].unique().tolist() == ["replayed"]
+    table = by_rid(replay)
+    assert math.isclose(table.loc["visible", "final_difference"], 0.15, rel_tol=1e-5)
+    assert table.loc["fine", "final_difference"] == 0
+    assert table["baseline_as_recorded"].to_dict() == {
+        "visible": True,
+        "hidden": True,
+        "fine": True,
+        "also fine": False,
+    }
+    assert table["target_as_recorded"].to_dict() == {"visible": False, "hidden": True, "fine": True, "also fine": False}
+
+
+def test_rows_carry_the_request_id_and_a_step_is_a_batch(session: gl.Session, tmp_path: Path) -> None:
+    path = write(tmp_path / "dump.pkl", [recorded(f"r{i}", i, i + 1) for i in range(5)])
+    frame = session.replay(path, good, good).frame
+    assert frame["rid"].tolist() == [f"r{i}" for i in range(5) for _ in range(2)]
+    assert frame["step"].diff().dropna().tolist() == [0, 1] * 4 + [0]
+    assert (frame["status"] == "compared").all()
+
+    replay = session.replay(path, good, good, batch_size=2, limit=3)
+    assert replay.frame["rid"].unique().tolist() == ["r0,r1", "r2"]
+    assert replay.summary["step"].nunique() == 2
+    assert sorted(replay.summary["rid"]) == ["r0", "r1", "r2"]
+
+
+def test_numbers_that_are_returned_are_compared_themselves(session: gl.Session, tmp_path: Path) -> None:
+    def logits(requests: list[Any]) -> list[torch.Tensor]:
+        me = gl.here()
+        assert me is not None
+        return [torch.ones(4) * (1.5 if me.side == "target" else 1.0) for _ in requests]
+
+    replay = session.replay(write(tmp_path / "dump.pkl", [recorded("a", 1)]), logits, logits)
+    assert replay.summary.loc[0, "final_difference"] == 0.5
+    assert replay.summary.loc[0, "same_tokens"] is None
+
+
+def test_a_request_at_which_a_function_raises_fails_alone(session: gl.Session, tmp_path: Path) -> None:
+    def picky(requests: list[Any]) -> list[Any]:
+        if requests[0]["input_ids"] == [2]:
+            raise ValueError("no twos, please")
+        return good(requests)
+
+    path = write(tmp_path / "dump.pkl", [recorded(f"r{i}", i) for i in range(4)])
+    replay = session.replay(path, good, picky)
+    assert replay.summary["rid"].tolist()[0] == "r2"
+    assert replay.summary["status"].tolist() == ["failed", "replayed", "replayed", "replayed"]
+    assert "target: " in replay.summary.loc[0, "error"]
+    assert "no twos, please" in replay.summary.loc[0, "error"]
+    assert 'raise ValueError("no twos, please")' in replay.summary.loc[0, "error"]
+
+
+def test_too_few_outputs_are_told(session: gl.Session, tmp_path: Path) -> None:
+    path = write(tmp_path / "dump.pkl", [recorded("a", 1), recorded("b", 2)])
+    replay = session.replay(path, good, lambda requests: good(requests)[:1], batch_size=2)
+    assert replay.summary["status"].tolist() == ["failed", "failed"]
+    assert replay.summary["error"].str.contains("returned 1 outputs for 2 requests").all()
+
+
+def test_damaged_requests_are_reported_and_skipped(
+    session: gl.Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = {"where": "requests[1].request['input_ids']", "reason": "TypeError: cannot pickle 'generator' object"}
+    harmless = {"where": "requests[3].response['meta_info']['lock']", "reason": "TypeError: cannot pickle a lock"}
+    path = write(
+        tmp_path / "dump.pkl",
+        [recorded("fine", 1), recorded("lost", 2), "not a request at all", recorded("also fine", 3)],
+        dropped=[lost, harmless],
+    )
+    replay = session.replay(path, good, good)
+    assert replay.summary["rid"].tolist() == ["fine", "also fine", "lost", "#2"]
+    assert replay.summary["status"].tolist() == ["replayed", "replayed", "skipped", "skipped"]
+    assert [each.index for each in replay.skipped] == [1, 2]
+    assert "cannot pickle 'generator' object" in replay.skipped[0].reason
+    assert "a request has named fields, and this is a str" in replay.skipped[1].reason
+    assert "request 1 (lost) is skipped" in caplog.text
+    assert "2 replayed, 2 skipped" in repr(replay)
+
+
+def test_of_a_file_that_ends_early_the_whole_requests_are_replayed(
+    session: gl.Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "dump.pkl", [recorded(f"r{i}", i, *range(50)) for i in range(20)])
+    path.write_bytes(path.read_bytes()[:-600])
+    replay = session.replay(path, good, good)
+    assert 0 < len(replay.summary) < 20
+    assert "whole requests before it" in caplog.text
+
+
+def test_a_folder_is_replayed_file_by_file(session: gl.Session, tmp_path: Path) -> None:
+    write(tmp_path / "2026-11-21_04.pkl", [recorded("second", 2)])
+    write(tmp_path / "2026-11-21_03.pkl", [recorded("first", 1), "damaged"])
+    write(tmp_path / ".half.pkl.tmp", [recorded("never", 3)])
+    replay = session.replay(tmp_path, good, good)
+    assert replay.frame["rid"].unique().tolist() == ["first", "second"]
+    assert replay.summary[["rid", "index"]].values.tolist() == [["first", 0], ["second", 2], ["#1", 1]]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DumpError, match="there are no recorded requests in the folder"):
+        session.replay(tmp_path / "none", good, good)
+
+
+def test_a_file_without_anything_to_replay_is_refused(session: gl.Session, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no request that can be replayed: it is empty"):
+        session.replay(write(tmp_path / "empty.pkl", []), good, good)
+    with pytest.raises(RequestError, match="this is a int"):
+        session.replay(write(tmp_path / "odd.pkl", [7]), good, good)
+    (tmp_path / "other").write_bytes(b"something else")
+    with pytest.raises(DumpError):
+        session.replay(tmp_path / "other", good, good)
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"batch_size": True}, {"limit": 0}, {"limit": 1.5}])
+def test_counts_are_whole_numbers_from_one_on(session: gl.Session, tmp_path: Path, bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(RequestError, match=f"replay: {name} must be a whole number of at least 1"):
+        session.replay(write(tmp_path / "dump.pkl", [recorded("a", 1)]), good, good, **bad)
+
+
+def test_functions_of_the_ranks_own_cells_are_found_by_name(session: gl.Session, tmp_path: Path) -> None:
+    session.execute("def generate(requests):\n    return [[len(request['input_ids'])] for request in requests]")
+    path = write(tmp_path / "dump.pkl", [recorded("a", 1, 2, 3, output=[3])])
+    replay = session.replay(path, "generate", "generate")
+    assert replay.summary.loc[0, "same_tokens"]
+    assert replay.summary.loc[0, "target_as_recorded"]

@@ -1,0 +1,333 @@
+"""What the shared-memory exchange is made of: the allocator, the segment, the channel and the whereabouts page."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kit.exchange_scripts import write_without_end
+from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
+
+from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.whereabouts import MAX_RANKS, Whereabouts, WhereaboutsPage
+from graftlab.ranks import launcher
+
+SEGMENT = PAGE + 64 * ALIGNMENT
+
+# ---- the allocator --------------------------------------------------------------------------------------------------
+
+# Take so many bytes, or give back the one with this index among those that are taken.
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(0, 24 * ALIGNMENT)),
+        st.tuples(st.just("give back"), st.integers(0, 100)),
+    ),
+    max_size=60,
+)
+
+
+def holes(taken: dict[int, int]) -> list[tuple[int, int]]:
+    """The stretches of the segment's data part that are not taken."""
+    found, position = [], PAGE
+    for offset, size in [*sorted(taken.items()), (SEGMENT, 0)]:
+        if offset > position:
+            found.append((position, offset - position))
+        position = offset + size
+    return found
+
+
+@given(operations)
+def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_back(
+    steps: list[tuple[str, int]],
+) -> None:
+    allocator = Allocator(SEGMENT)
+    taken: dict[int, int] = {}
+    for what, number in steps:
+        if what == "take":
+            need = max(1, -(-number // ALIGNMENT)) * ALIGNMENT
+            first_fit = next((offset for offset, size in holes(taken) if size >= need), None)
+            # The model knows only whole holes, so this also says: no overlap, inside the segment, and holes joined.
+            assert allocator.take(number) == first_fit
+            if first_fit is not None:
+                taken[first_fit] = need
+        elif taken:
+            offset = sorted(taken)[number % len(taken)]
+            del taken[offset]
+            allocator.give_back(offset)
+        assert allocator.bytes_in_use == sum(taken.values())
+    for offset in taken:
+        allocator.give_back(offset)
+    assert allocator.take(SEGMENT - PAGE) == PAGE
+
+
+def test_the_first_page_is_never_handed_out_and_offsets_suit_every_dtype() -> None:
+    allocator = Allocator(SEGMENT)
+    offsets = [allocator.take(1), allocator.take(65), allocator.take(0)]
+    assert offsets == [PAGE, PAGE + ALIGNMENT, PAGE + 3 * ALIGNMENT]
+    assert all(offset % max(torch.complex128.itemsize, ALIGNMENT) == 0 for offset in offsets if offset is not None)
+
+
+# ---- the segment ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_sees_what_the_owner_writes_and_cannot_write_itself() -> None:
+    descriptor, size = create_segment()
+    owner, reader = Arena(descriptor, size, writable=True), Arena(descriptor, size, writable=False)
+    os.close(descriptor)
+    owner.window(PAGE, 24, torch.float64, (3,)).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert reader.window(PAGE, 24, torch.float64, (3,)).tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(TypeError, match="readonly"):
+        reader.map[PAGE] = 1
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
+def test_a_window_on_no_bytes_keeps_its_shape(shape: tuple[int, ...]) -> None:
+    descriptor, size = create_segment()
+    window = Arena(descriptor, size, writable=True).window(0, 0, torch.int16, shape)
+    os.close(descriptor)
+    assert window.shape == shape
+    assert window.dtype is torch.int16
+
+
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_a_segment_has_no_name_anywhere(has_memfd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(os.listdir("/dev/shm"))
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
+    descriptor, size = create_segment()
+    arena = Arena(descriptor, size, writable=True)
+    os.close(descriptor)
+    arena.window(PAGE, 1, torch.uint8, (1,)).fill_(1)
+    assert list(tmp_path.iterdir()) == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "graftlab" in name]
+
+
+def test_a_segment_that_cannot_be_made_leaves_no_open_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def refuse(descriptor: int, size: int) -> None:
+        seen.append(descriptor)
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="no room"):
+        create_segment()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(seen[0])
+
+
+# ---- the channel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    one, other = (Channel(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def receive(channel: Channel, count: int) -> list[bytes]:
+    """So many frames, or all until the end of the stream."""
+    frames: list[bytes] = []
+
+    def work() -> list[bytes]:
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLIN)
+        while len(frames) < count and not channel.closed:
+            poller.poll()
+            frames.extend(channel.receive())
+        return frames
+
+    return in_background(work).result(DEADLINE)
+
+
+# Around the sizes at which the way of a frame changes: one write or two, one read or several.
+sizes = st.lists(st.sampled_from([0, 1, 7, 65535, 65536, 65537, 1 << 20, (1 << 20) + 5]), max_size=12)
+
+
+@given(sizes)
+def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
+    one, other = (Channel(end) for end in socket.socketpair())
+    frames = [os.urandom(length) for length in lengths]
+    for frame in frames:
+        one.send(frame)
+    assert receive(other, len(frames)) == frames
+    one.close()
+    other.close()
+
+
+def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    frames = [os.urandom(1 << 20) for _ in range(32)] + [str(number).encode() for number in range(20_000)]
+
+    def send_all() -> None:
+        for frame in frames:
+            one.send(frame)
+
+    in_background(send_all).result(DEADLINE)  # nobody has read anything by now
+    assert not one.drain(0)
+    assert receive(other, len(frames)) == frames
+    assert one.drain(DEADLINE)
+
+
+def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    with eager_threads():
+        done = [
+            in_background(lambda letter=letter: [one.send(letter * (1 + 700 * number)) for number in range(200)])
+            for letter in (b"a", b"b", b"c")
+        ]
+        frames = receive(other, 600)
+    assert all(len(set(frame)) == 1 for frame in frames)
+    for letter in b"abc":
+        assert [len(frame) for frame in frames if frame[0] == letter] == [1 + 700 * number for number in range(200)]
+    for future in done:
+        future.result(DEADLINE)
+
+
+@given(st.lists(st.binary(max_size=30), max_size=8), st.data())
+def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
+    pieces = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    raw, end = socket.socketpair()
+    channel = Channel(end)
+    received: list[bytes] = []
+    for start, stop in zip([0, *pieces], pieces, strict=False):
+        raw.sendall(stream[start:stop])
+        received += channel.receive()
+    raw.close()
+    received += channel.receive() + channel.receive()
+    # The last piece that was sent ends where the stream was cut for good.
+    whole, position = [], 0
+    for frame in frames:
+        position += 8 + len(frame)
+        if pieces and position <= pieces[-1]:
+            whole.append(frame)
+    assert received == whole
+    assert channel.closed
+    channel.close()
+
+
+def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send(b"last words")
+    one.close()
+    assert receive(other, 2) == [b"last words"]
+    assert other.closed
+
+
+def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    other.close()
+    for _ in range(3):
+        one.send(b"small")
+        one.send(bytes(1 << 20))
+    assert one.drain(DEADLINE)
+    assert one.receive() == []
+    assert one.closed
+
+
+@pytest.mark.parametrize("who", ["sender", "reader"])
+def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send(bytes(32 << 20))
+    poller = select.poll()
+    poller.register(other.fileno(), select.POLLIN)
+    # More than a socket holds, so by now a thread of the sender's waits for room.
+    while len(other._received) < 4 << 20:
+        poller.poll()
+        assert other.receive() == []
+    assert not one.drain(0)
+    (one if who == "sender" else other).close()
+    assert one.drain(DEADLINE)
+
+
+def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    other.send(b"unread")
+    one.close()
+    one.send(b"too late")
+    assert one.receive() == []
+    assert receive(other, 1) == []
+
+
+# ---- the whereabouts page -------------------------------------------------------------------------------------------
+
+
+def a_page() -> tuple[Arena, WhereaboutsPage]:
+    descriptor, size = create_segment()
+    arena = Arena(descriptor, size, writable=True)
+    os.close(descriptor)
+    return arena, WhereaboutsPage(arena.map)
+
+
+@given(
+    st.sampled_from(["starting", "idle", "running", "waiting"]),
+    st.integers(-1, 2**62),
+    st.integers(0, 2**62),
+    st.integers(0, 2**62),
+    st.text(st.characters(), max_size=600),
+    st.sets(st.integers(0, MAX_RANKS - 1)),
+)
+@example("idle", 0, 0, 0, "x" + "\N{GREEK SMALL LETTER LAMDA}" * 300, set())  # cut in the middle of a letter
+@example("idle", 0, 0, 0, "half of a surrogate pair: \ud800", set())
+def test_what_is_written_is_read(state: str, step: int, version: int, taps: int, tap: str, awaits: set[int]) -> None:
+    arena, page = a_page()
+    page.write(state, step=step, plan_version=version, taps=taps, tap=tap, awaits=awaits)
+    look = WhereaboutsPage(arena.map).read()
+    assert (look.state, look.step, look.plan_version, look.taps) == (state, step, version, taps)
+    assert look.awaits == tuple(sorted(awaits))
+    readable = tap.encode("utf-8", "replace").decode()
+    assert readable.startswith(look.tap)
+    assert look.tap == readable or len(look.tap.encode()) > 500
+
+
+def test_a_page_that_was_never_written_says_starting() -> None:
+    assert str(a_page()[1].read()) == "starting"
+
+
+@pytest.mark.parametrize(
+    ("look", "text"),
+    [
+        (Whereabouts("idle", tap="q"), "idle"),
+        (Whereabouts("waiting", step=3, since=0.0, tap="q"), "waiting at tap 'q' of step 3 for "),
+        (Whereabouts("running", step=3, since=0.0, tap="q"), "last seen at tap 'q' of step 3"),
+        (Whereabouts("running", step=3, since=0.0), "last seen before its first tap of step 3"),
+    ],
+    ids=["idle", "waiting", "running", "before the first tap"],
+)
+def test_whereabouts_in_words(look: Whereabouts, text: str) -> None:
+    assert text in str(look)
+
+
+def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
+    descriptor, size = create_segment()
+    page = WhereaboutsPage(Arena(descriptor, size, writable=False).map)
+    launcher._prepare_forkserver()
+    context = torch.multiprocessing.get_context("forkserver")
+    line, theirs = context.Pipe()
+    writer = context.Process(target=write_without_end, args=(Descriptors([descriptor]), size, theirs), daemon=True)
+    with launcher._hidden_main():
+        writer.start()
+    try:
+        assert line.poll(DEADLINE)
+        looks = [page.read() for _ in range(20_000)]
+    finally:
+        line.send("stop")
+        writer.join(DEADLINE)
+        writer.kill()
+        os.close(descriptor)
+    assert [look for look in looks if not look.step == look.plan_version == look.taps == int(look.tap)] == []
+    assert looks[-1].step > looks[0].step

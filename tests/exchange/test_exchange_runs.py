@@ -1,0 +1,247 @@
+"""What happens around taps: what nobody asked for, the ends of steps and runs, the leader's word, any order of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.mailboxes import DEADLINE, MIB, Mailbox, World, a_world, in_background, key
+
+from graftlab.base.tags import TapKey
+
+A_MIB = torch.zeros(MIB, dtype=torch.uint8)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with a_world(1, 1) as made:
+        yield made.begin()
+
+
+# ---- what nobody asked for ------------------------------------------------------------------------------------------
+
+
+def test_memos_of_what_nobody_asked_for_come_back_when_the_receivers_end_the_step() -> None:
+    with a_world(1, 2) as world:
+        sender, one, other = world.begin().mailboxes
+        for name in ("both", "one", "nobody"):
+            sender.publish(key(name), 1.0, memo=name)
+        one.take(key("both"))
+        other.take(key("both"))
+        one.take(key("one"))
+        one.exchange.end_step(0)
+        sender.exchange.end_step(0)
+        assert sender.exchange.take_unmatched() == []  # the other receiver may still ask
+        other.exchange.end_step(0)
+        sender.exchange.end_step(0)
+        assert sender.exchange.take_unmatched() == ["nobody"]
+        assert sender.exchange.take_unmatched() == []
+        assert sender.bytes_in_use() == 0
+
+
+def test_what_is_published_when_every_receiver_has_gone_on_is_unmatched_at_once(world: World) -> None:
+    world.target.exchange.end_step(0)
+    world.baseline.exchange.end_step(-1)  # reads what has come
+    world.baseline.publish(key(), A_MIB, memo="late")
+    assert world.baseline.exchange.take_unmatched() == ["late"]
+    assert world.baseline.bytes_in_use() == 0
+
+
+def test_what_is_sent_without_a_taker_in_the_run_is_unmatched_at_once() -> None:
+    with a_world(2, 1) as world:
+        world.begin(participants=(0, 1))
+        world.baseline.publish(key(), 1.0, memo="alone")
+        assert world.baseline.exchange.take_unmatched() == ["alone"]
+
+
+def test_a_dead_receivers_unread_tensors_are_unmatched_and_their_memory_comes_back(world: World) -> None:
+    world.baseline.publish(key("x"), A_MIB, memo="x")
+    world.target.die()
+    world.baseline.exchange.end_step(0)
+    assert world.baseline.exchange.take_unmatched() == ["x"]
+    assert world.baseline.bytes_in_use() == 0
+
+
+# ---- the end of a run -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_settled_when_everybody_has_ended_it_or_died() -> None:
+    with a_world(2, 2) as world:
+        first, second, third, _ = world.begin(participants=(0, 1, 2)).mailboxes
+        read, write = os.pipe()
+        first.exchange.end_run()
+        assert not first.exchange.settled()
+        settling = in_background(lambda: first.exchange.settle(read))
+        second.exchange.end_run()
+        third.die()
+        assert settling.result(DEADLINE) is True
+        assert first.exchange.settled()
+        os.close(read)
+        os.close(write)
+
+
+def test_settling_can_be_called_off(world: World) -> None:
+    read, write = os.pipe()
+    settling = in_background(lambda: world.baseline.exchange.settle(read))
+    os.write(write, b"x")
+    assert settling.result(DEADLINE) is False
+    # Nor does it look at the descriptor any longer, which is still readable.
+    assert world.baseline.exchange.poll(0) == []
+    # And again later, for real.
+    os.read(read, 1)
+    settling = in_background(lambda: world.baseline.exchange.settle(read))
+    world.target.exchange.end_run()
+    assert settling.result(DEADLINE) is True
+    os.close(read)
+    os.close(write)
+
+
+def test_a_rank_that_settles_still_gives_back_and_takes_note(world: World) -> None:
+    world.baseline.publish(key("asked"), 1.0, memo="asked")
+    world.baseline.publish(key("not asked"), 1.0, memo="not asked")
+    world.baseline.exchange.end_step(0)
+    world.baseline.exchange.end_run()
+    world.target.take(key("asked"))
+    world.end(step=0)
+    assert world.baseline.exchange.take_unmatched() == ["not asked"]
+    assert world.baseline.bytes_in_use() == 0
+
+
+# ---- what the leader says -------------------------------------------------------------------------------------------
+
+
+def test_what_the_leader_announces_for_a_step_is_heard_once_by_every_participant() -> None:
+    with a_world(2, 2) as world:
+        leader, *followers = world.begin().mailboxes
+        for step in (1, 2):
+            leader.exchange.announce(step, f"plan of {step}".encode())
+        for follower in followers:
+            assert follower.exchange.announcements(0, 1) == [b"plan of 1"]
+            assert follower.exchange.announcements(0, 2) == [b"plan of 2"]
+
+
+def test_a_follower_waits_for_the_leader_and_not_for_ever(world: World) -> None:
+    listening = in_background(lambda: world.target.exchange.announcements(0, 1))
+    world.target.until_it_waits()
+    world.baseline.exchange.announce(1, b"begin")
+    assert listening.result(DEADLINE) == [b"begin"]
+    world.target.exchange.timeout = 0.05
+    assert world.target.exchange.announcements(0, 2) is None
+
+
+def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
+    world.target.exchange.timeout = 0.05
+    assert world.target.exchange.announcements(0, 1) is None
+    world.baseline.exchange.announce(1, b"a new plan")
+    world.baseline.exchange.announce(2, b"the same plan")
+    assert world.target.exchange.announcements(0, 2) == [b"a new plan", b"the same plan"]
+
+
+def test_what_the_leader_said_in_an_earlier_run_is_not_heard_in_this_one(world: World) -> None:
+    world.baseline.exchange.announce(1, b"of the first run")
+    world.end(step=1)
+    world.begin(run=1, first_step=2)
+    world.baseline.exchange.announce(3, b"of this run")
+    assert world.target.exchange.announcements(0, 3) == [b"of this run"]
+
+
+def ends_the_run(leader: Mailbox) -> None:
+    leader.exchange.end_run()
+
+
+def dies(leader: Mailbox) -> None:
+    leader.die()
+
+
+@pytest.mark.parametrize("ending", [ends_the_run, dies])
+def test_a_leader_that_has_gone_keeps_nobody_waiting_and_its_words_are_heard(
+    ending: Callable[[Mailbox], None], world: World
+) -> None:
+    world.baseline.exchange.announce(1, b"first")
+    world.baseline.exchange.announce(2, b"last")
+    ending(world.baseline)
+    assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[b"first"], [b"last"], []]
+    assert world.target.waits_so_far == 0
+
+
+# ---- any interleaving -----------------------------------------------------------------------------------------------
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["publish", "publish", "publish", "receive", "receive", "receive", "decline", "release", "end"]
+        ),
+        st.integers(0, 3),
+        st.integers(0, 5),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=40)
+@given(actions)
+def test_whatever_the_order_of_events_a_receiver_gets_what_was_sent_and_all_memory_comes_back(
+    events: list[tuple[str, int, int]],
+) -> None:
+    """Four ranks, each sends and receives; only what cannot wait is done, because all run on this one thread."""
+    with a_world(2, 2) as world:
+        world.begin()
+        said: dict[int, dict[TapKey, float | None]] = {rank: {} for rank in range(4)}
+        step, held, asked = [0] * 4, [], set()
+        for what, rank, number in events:
+            mailbox = world.mailboxes[rank]
+            direction = {True: mailbox.place.side == "baseline", False: mailbox.place.side == "target"}
+            mine = key("down" if direction[True] else "up", step=step[rank], occurrence=number)
+            if what in ("publish", "decline") and mine not in said[rank]:
+                value = rank * 1000.0 + step[rank] * 100 + number
+                if what == "publish":
+                    mailbox.publish(mine, torch.full((40,), value), memo=(rank, mine))
+                else:
+                    mailbox.exchange.decline(mine)
+                said[rank][mine] = value if what == "publish" else None
+            elif what == "receive":
+                theirs = key("up" if direction[True] else "down", step=step[rank], occurrence=number)
+                senders = [other for other in world.mailboxes if other.place.side != mailbox.place.side]
+                can_wait = [
+                    s
+                    for s in senders
+                    if theirs not in said[s.place.world_rank] and step[s.place.world_rank] <= step[rank]
+                ]
+                if can_wait or (rank, theirs) in asked:
+                    continue
+                asked.add((rank, theirs))
+                expected = [
+                    (s.place.rank, said[s.place.world_rank][theirs])
+                    for s in senders
+                    if said[s.place.world_rank].get(theirs) is not None
+                ]
+                receipt = mailbox.receive(theirs)
+                assert [(c.rank, c.tensor[0].item()) for c in receipt.contributions] == expected
+                held.append((receipt, [value for _, value in expected]))
+            elif what == "release" and held:
+                receipt, values = held.pop(number % len(held))
+                assert [contribution.tensor.tolist() for contribution in receipt.contributions] == [
+                    [value] * 40 for value in values
+                ]
+                receipt.release()
+            elif what == "end":
+                for receipt, _ in held:
+                    receipt.release()
+                held = []
+                mailbox.exchange.end_step(step[rank])
+                step[rank] += 1
+        for receipt, _ in held:
+            receipt.release()
+        world.end(step=max(step))
+        assert [mailbox.bytes_in_use() for mailbox in world.mailboxes] == [0] * 4
+        for rank, mailbox in enumerate(world.mailboxes):
+            published = {each for each, value in said[rank].items() if value is not None}
+            others = [m.place.world_rank for m in world.mailboxes if m.place.side != mailbox.place.side]
+            wanted = {each for each in published if any((other, each) in asked for other in others)}
+            unmatched = mailbox.exchange.take_unmatched()
+            assert len(unmatched) == len(set(unmatched))
+            assert set(unmatched) == {(rank, each) for each in published - wanted}

@@ -1,0 +1,411 @@
+"""What a filter promises: Python's own answers, refusal with the place when it is made, and no exception on a rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab.errors import FilterError, GraftError
+from graftlab.filters.expressions import HELPERS, MAX_LENGTH, Filter, compile_filter
+
+TAGS: dict[str, object] = {"name": "attn_out", "layer": 3, "step": 0, "side": "target", "scale": 0.5, "last": False}
+
+
+def refusal(expression: str) -> FilterError:
+    with pytest.raises(FilterError) as caught:
+        compile_filter(expression)
+    assert caught.value.expression == expression
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("search('attn', name) and layer < 4 and step == 0", True),
+        ("search('mlp', name) or layer == 3", True),
+        ("match('out', name)", False),
+        ("fullmatch('attn_out', name)", True),
+        ("fullmatch('attn', name)", False),
+        (r"search('\d', layer)", True),
+        ("search(name, 'the attn_out of a block')", True),
+        ("layer in (1, 2, 3) and side not in ['baseline']", True),
+        ("layer in {4, 5}", False),
+        ("'attn' in name", True),
+        ("2 < layer <= 3 < 10", True),
+        ("2 < layer <= 2 < 10", False),
+        ("layer % 2 == 1 and layer // 2 == 1 and layer / 2 == 1.5", True),
+        ("-layer + 1 == -2 and +layer * 2 - 1 == 5", True),
+        ("not last", True),
+        ("(layer if last else step) == 0", True),
+        ("last is False and missing is None and name is not None", True),
+        ("True", True),
+        ("'a non-empty text is true'", True),
+        ("0.0", False),
+        ("()", False),
+    ],
+)
+def test_an_expression_answers_as_its_python_reads(expression: str, expected: bool) -> None:
+    assert compile_filter(expression).matches(TAGS) is expected
+
+
+@pytest.mark.parametrize("expression", [None, "", "   ", "\n\t\n", "# layer == 3", "\n # layer == 3 \n"])
+def test_none_blank_and_a_comment_match_nothing(expression: str | None) -> None:
+    chosen = compile_filter(expression)
+    assert not chosen.matches(TAGS)
+    assert chosen.text == (expression or "")
+    assert chosen.names == frozenset()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "  layer == 3  ",
+        "\n\nlayer == 3\n",
+        "layer == 3\n  and step == 0",
+        "\r\n layer\r\n == 3",
+        "layer == 3 # why",
+        "(\nlayer\n)",
+    ],
+)
+def test_white_space_and_line_breaks_are_free(expression: str) -> None:
+    assert compile_filter(expression).matches(TAGS)
+
+
+@pytest.mark.parametrize("operation", ["<", "<=", ">", ">=", "in", "not in"])
+@pytest.mark.parametrize(
+    "sides", [("absent", "3"), ("3", "absent"), ("absent", "absent"), ("absent", "(1, None)"), ("absent", "other")]
+)
+def test_ordering_and_membership_against_an_absent_tag_are_false(operation: str, sides: tuple[str, str]) -> None:
+    expression = f"{sides[0]} {operation} {sides[1]}"
+    assert not compile_filter(expression).matches({})
+    assert compile_filter(f"not ({expression})").matches({})
+
+
+@pytest.mark.parametrize(
+    "expression", ["name < 3", "3 >= name", "layer in 3", "3 not in layer", "3 in name", "[1] in {1}"]
+)
+def test_what_cannot_be_ordered_or_searched_is_false(expression: str) -> None:
+    assert not compile_filter(expression).matches(TAGS)
+
+
+@pytest.mark.parametrize(
+    "calculation",
+    [
+        "absent + 1",
+        "1 - absent",
+        "-absent",
+        "+name",
+        "name + 'x'",
+        "name * 3",
+        "name % 2",
+        "1 / 0",
+        "1 // 0",
+        "layer % 0",
+    ],
+)
+def test_arithmetic_without_numbers_is_none(calculation: str) -> None:
+    assert compile_filter(f"({calculation}) is None").matches(TAGS)
+    assert not compile_filter(f"({calculation}) < 1").matches(TAGS)
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_helper_takes_any_value_and_finds_nothing_in_an_absent_one(helper: str) -> None:
+    assert not compile_filter(f"{helper}('', absent)").matches({})
+    assert compile_filter(f"{helper}('3', layer)").matches(TAGS)
+    assert not compile_filter(f"{helper}(pattern, name)").matches({**TAGS, "pattern": "("})
+    assert not compile_filter(f"{helper}(pattern, name)").matches(TAGS)
+    assert not compile_filter(f"{helper}(layer, name)").matches(TAGS)
+
+
+REFUSED = [
+    # expression, position, a part of what is said of it
+    ("name.startswith('attn')", 0, "search("),
+    ("layer == 1 and name.upper", 15, "attributes"),
+    ("layer == 1 and os.system('x')", 15, "attributes"),
+    ("tags['layer'] == 1", 0, "indexing"),
+    ("1 == tags[0]", 5, "indexing"),
+    ("lambda: layer", 0, "lambda"),
+    ("layer in [x for x in (1, 2)]", 9, "comprehensions"),
+    ("layer in {x for x in (1, 2)}", 9, "comprehensions"),
+    ("  x for x in layer", 2, "comprehensions"),
+    ("{1: 2}", 0, "dicts"),
+    ("step == 0 and (n := layer)", 15, "=="),
+    (" n := layer", 1, "=="),
+    ("name == f'{layer}'", 8, "f-strings"),
+    ("layer in (1, *others)", 13, "'*'"),
+    ("search(*both)", 7, "'*'"),
+    ("search('a', string=name)", 12, "keyword"),
+    ("search('a', **tags)", 12, "keyword"),
+    ("layer ** 2 == 4", 0, "'**'"),
+    ("1 == layer @ 2", 5, "'@'"),
+    ("1 == layer << 2", 5, "'<<'"),
+    ("1 == layer >> 2", 5, "'>>'"),
+    ("last & last", 0, "'and'"),
+    ("last | last", 0, "'or'"),
+    ("last ^ last", 0, "'!='"),
+    ("1 == ~layer", 5, "'not'"),
+    ("1 == 2j", 5, "2j"),
+    ("name == b'x'", 8, "b'x'"),
+    ("layer == ...", 9, "Ellipsis"),
+    ("(yield)", 1, "Yield"),
+    ("serach('a', name)", 0, "did you mean 'search'"),
+    ("1 == layer(3)", 5, "tags cannot be called"),
+    ("__import__('os')", 0, "not a helper"),
+    ("(layer or step)(3)", 1, "only a helper"),
+    ("step == 0 and search", 14, "helper, not a tag"),
+    ("match == 1", 0, "helper, not a tag"),
+    ("search('a')", 0, "search('pattern', tag)"),
+    ("search('a', name, 1)", 0, "3 arguments"),
+    ("step == 0 and search('a(', name)", 21, "bad pattern"),
+    ("search('a{99999999999999999999}', name)", 7, "bad pattern"),
+    ("search(None, name)", 7, "not text"),
+    ("layer == 1, step == 2", 0, "comma"),
+    # not Python at all
+    ("layer <", 7, "too early"),
+    ("layer < 4 and  ", 13, "too early"),
+    ("layer = 4", 6, "'=='"),
+    ("layer < 4 && step == 0", 10, "'and'"),
+    ("layer < 4 || step == 0", 10, "'or'"),
+    ("!last", 0, "'not'"),
+    ("name == '=' and !last", 16, "'not'"),
+    ("layer ? 1 : 2", 6, "not a Python expression"),
+    ("step == 0 layer == 3", 0, "side by side"),
+    ("import os", 0, "not a Python expression"),
+    ("layer == 3; step == 0", 10, "not a Python expression"),
+    ("step == 0\u00a0and layer", 9, "U+00A0"),
+    # brackets and strings
+    ("(layer == 1", 0, "never closed"),
+    ("step == 0 and search('a', name", 20, "never closed"),
+    ("layer == 1)", 10, "closes nothing"),
+    ("layer == 1) or (step == 0", 10, "closes nothing"),
+    ("layer in [1, 2)", 14, "write ]"),
+    ("name == 'attn", 8, "never closed"),
+    ("search('attn(, name)", 7, "never closed"),
+    # characters
+    ("layer\0", 5, "null"),
+    ("layer == '\ud800'", 10, "surrogate"),
+    # positions count characters, over several lines and beyond ASCII
+    ("name == 'naïve ☃ 🦜' and x.y", 24, "attributes"),
+    ("naïve == 1 and\n  '🦜' == x.y", 24, "attributes"),
+    ("layer == 1\r\nand step[0]", 16, "indexing"),
+    ("layer == 1\rand step[0]", 15, "indexing"),
+    ("'''\n\n''' == name and\n\n\ta.b", 23, "attributes"),
+    ("'ü' == name and\n'☃' $ name", 20, "not a Python expression"),
+]
+
+
+@pytest.mark.parametrize(("expression", "position", "said"), REFUSED)
+def test_a_bad_expression_is_refused_with_its_place_and_the_mend(expression: str, position: int, said: str) -> None:
+    error = refusal(expression)
+    assert said in error.message
+    assert error.position == position
+    assert isinstance(error, GraftError)
+    assert isinstance(error, ValueError)
+    assert f"position {position}" in str(error)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "(" * 60 + "layer" + ")" * 60,
+        " and ".join(["layer == 3"] * 500),
+        "layer == 3 or " * 500 + "step == 0",
+        "layer in (" + "1, " * 2000 + "3)",
+    ],
+)
+def test_a_long_but_shallow_expression_is_fine(expression: str) -> None:
+    assert compile_filter(expression).matches(TAGS)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "(" * 150 + "layer" + ")" * 150,
+        "not " * 1000 + "layer",
+        "not " * 150 + "layer",
+        "-" * 9000 + "1",
+        "1" + "+1" * 4000,
+        "a" + ".b" * 4000,
+        "1 if layer else " * 500 + "2",
+        "search('" + "(" * 4900 + ")" * 4900 + "', name)",
+    ],
+)
+def test_deep_nesting_is_refused(expression: str) -> None:
+    refusal(expression)
+
+
+def test_a_paste_of_100_kb_is_refused_without_parsing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ast.parse", lambda *args, **kwargs: pytest.fail("the text was parsed"))
+    error = refusal("layer == 1 and " * 7000)
+    assert str(MAX_LENGTH) in error.message
+    assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("value", [True, 3, b"layer == 3", ["layer == 3"], lambda tags: True])
+def test_a_filter_that_is_no_text_is_refused(value: object) -> None:
+    with pytest.raises(FilterError, match="a filter is text"):
+        compile_filter(value)  # type: ignore[arg-type]
+
+
+def test_warnings_of_the_parser_and_of_re_are_not_passed_on() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen = compile_filter(r"search('\d', layer) and layer is 3 and not search('[[z]', name)")
+    assert chosen.matches(TAGS)
+
+
+class Awkward:
+    """A tag's value whose every operation raises."""
+
+    def _raise(self, *_: object) -> bool:
+        raise RuntimeError("awkward")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __str__ = __contains__ = __add__ = _raise  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+OPERATIONS = """
+    x; not x; x == 1; x != 1; x < 1; 1 >= x; x in (1, 2); 1 in x; 1 not in x; x + 1 < 2; -x == 1; x / 0.5 > 1; x and x;
+    x or 1; 1 if x else 2; {x} == {1}; search('a', x); match(x, 'a'); x * 1e308 * 1e308 > 1; x // 3 == 1; x % 3 == 1
+"""
+
+
+@pytest.mark.parametrize("value", [Awkward(), torch.ones(3), [1, [2]], {1}, 10**400, float("nan"), object()])
+@pytest.mark.parametrize("expression", OPERATIONS.split(";"))
+def test_no_value_of_a_tag_makes_a_filter_raise(expression: str, value: object) -> None:
+    assert compile_filter(expression).matches({"x": value}) in (True, False)
+
+
+def test_what_cannot_be_compared_is_unequal() -> None:
+    for value in (Awkward(), torch.ones(3)):
+        assert compile_filter("x != 1").matches({"x": value})
+        assert not compile_filter("x == 1").matches({"x": value})
+
+
+def test_a_filter_is_a_value_equal_and_pickled_by_its_text() -> None:
+    chosen = compile_filter("search('attn', name) and layer < 4")
+    assert chosen == compile_filter("search('attn', name) and layer < 4")
+    assert hash(chosen) == hash(compile_filter(chosen.text))
+    assert chosen != compile_filter("layer < 4")
+    assert chosen.names == {"name", "layer"}
+    assert repr(chosen) == """Filter("search('attn', name) and layer < 4")"""
+    for twin in (pickle.loads(pickle.dumps(chosen)), copy.deepcopy(chosen), eval(repr(chosen), {"Filter": Filter})):
+        assert twin == chosen
+        assert twin.names == chosen.names
+        assert twin.matches(TAGS)
+    with pytest.raises(AttributeError):
+        chosen.text = "True"  # type: ignore[misc]
+
+
+def test_nothing_of_the_process_is_within_reach() -> None:
+    assert not compile_filter("print or open or __builtins__ or __name__ or compile_filter").matches({})
+
+
+# -- Python itself as the judge --------------------------------------------------------------------------------------
+
+
+@st.composite
+def numeric(draw: st.DrawFn, depth: int = 2) -> str:
+    kind = draw(st.integers(0, 5 if depth else 2))
+    if kind == 0:
+        return draw(st.sampled_from(["layer", "step", "scale", "last"]))
+    if kind <= 2:
+        return repr(draw(st.integers(-9, 9) if kind == 1 else st.floats(-4, 4, width=16)))
+    left, right = draw(numeric(depth - 1)), draw(numeric(depth - 1))
+    if kind == 3:
+        return f"({draw(st.sampled_from('-+'))}{left})"
+    if kind == 4:
+        return f"({left} if {draw(condition(depth - 1))} else {right})"
+    return f"({left} {draw(st.sampled_from(['+', '-', '*', '/', '//', '%', 'and', 'or']))} {right})"
+
+
+@st.composite
+def textual(draw: st.DrawFn, depth: int = 2) -> str:
+    kind = draw(st.integers(0, 2 if depth else 1))
+    if kind == 0:
+        return draw(st.sampled_from(["name", "side"]))
+    if kind == 1:
+        return repr(draw(st.text(st.sampled_from("atn_o'\"\\ é☃\n"), max_size=4)))
+    return f"({draw(textual(depth - 1))} {draw(st.sampled_from(['and', 'or']))} {draw(textual(depth - 1))})"
+
+
+@st.composite
+def condition(draw: st.DrawFn, depth: int = 3) -> str:
+    kind = draw(st.integers(0, 5 if depth else 3))
+    operand = draw(st.sampled_from([numeric, textual]))(max(depth - 1, 0))
+    if kind == 0:
+        orderings = draw(st.lists(st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), min_size=1, max_size=3))
+        return draw(operand) + "".join(f" {ordering} {draw(operand)}" for ordering in orderings)
+    if kind == 1:
+        items = ", ".join(draw(st.lists(operand, min_size=1, max_size=3)))
+        collection = draw(st.sampled_from(["[{}]", "({},)", "{{{}}}"])).format(items)
+        return f"{draw(operand)} {draw(st.sampled_from(['in', 'not in']))} {collection}"
+    if kind == 2:
+        pattern = draw(st.sampled_from(["'attn'", r"r'\w+_'", "'a|t$'", "'^$'", "side"]))
+        return f"{draw(st.sampled_from(HELPERS))}({pattern}, {draw(textual(1))})"
+    if kind == 3:
+        constant = draw(st.sampled_from(["None", "True", "False"]))
+        return f"{draw(st.sampled_from(['last', 'name']))} {draw(st.sampled_from(['is', 'is not']))} {constant}"
+    left, right = draw(condition(depth - 1)), draw(condition(depth - 1))
+    if kind == 4:
+        return f"not ({left})"
+    return f"({left}) {draw(st.sampled_from(['and', 'or', '==', '!=']))} ({right})"
+
+
+TAG_SETS = st.fixed_dictionaries(
+    {
+        "layer": st.integers(-3, 9),
+        "step": st.integers(0, 2),
+        "scale": st.floats(-2, 2, width=16),
+        "last": st.booleans(),
+        "name": st.text(st.sampled_from("atn_o☃"), max_size=6),
+        "side": st.sampled_from(["baseline", "target"]),
+    }
+)
+
+
+@given(condition(), TAG_SETS)
+def test_random_expressions_mean_what_python_means(expression: str, tags: Mapping[str, object]) -> None:
+    helpers = {name: lambda *arguments, name=name: getattr(re, name)(*arguments) is not None for name in HELPERS}
+    chosen = compile_filter(expression)
+    assert chosen.names <= tags.keys()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = bool(eval(expression, {"__builtins__": {}, **helpers, **tags}))
+    except ZeroDivisionError:
+        assert chosen.matches(tags) in (True, False)
+    else:
+        assert chosen.matches(tags) is expected
+
+
+WORDS = """
+    name layer 'attn' 1 ( ) [ ] { } , and or not in is == = < + - if else search . : := lambda for * ** f'{ }' é && !
+    None await yield ; # \\ @ ~
+"""
+ANY_TEXT = st.one_of(
+    st.text(),
+    st.text(st.sampled_from("ab1'\"()[]{}.,:=<>!&|*+-%/~@# \n\r\t\\\f☃\0")),
+    st.lists(st.sampled_from([*WORDS.split(), "\n"]), max_size=12).map(" ".join),
+)
+
+
+@given(ANY_TEXT, st.dictionaries(st.sampled_from(["a", "b", "name", "layer"]), st.none() | st.integers() | st.text()))
+def test_arbitrary_text_is_a_filter_or_a_filter_error(expression: str, tags: Mapping[str, object]) -> None:
+    try:
+        chosen = compile_filter(expression)
+    except FilterError as error:
+        refused = error
+    else:
+        assert chosen.matches(tags) in (True, False)
+        return
+    assert 0 <= refused.position <= len(expression)
+    assert refused.message

@@ -1,0 +1,200 @@
+"""Kept pairs: copies of both values as they were, found by their tags, never more than the budget holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.mailboxes import DEADLINE, MIB, eager_threads, in_background
+from kit.tensors import DTYPES, bits, layouts, random_bits
+
+from graftlab.grafting.kept import KeptPair, KeptPairs
+from graftlab.transforms import GraftTransformInput
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+def the_input(received: torch.Tensor, target: torch.Tensor, direction: Any = "b2t", **tags: Any) -> GraftTransformInput:
+    return GraftTransformInput({"name": "x", **tags}, [received], [None], target, direction)
+
+
+def keep_number(kept: KeptPairs, number: float, nbytes: int = 8, **tags: Any) -> str | None:
+    """Keep a pair whose target is filled with ``number``; it has so many bytes in all."""
+    received, target = torch.zeros(nbytes // 8), torch.full((nbytes // 8,), float(number))
+    return kept.add(the_input(received, target, **tags), received)
+
+
+def numbers(kept: KeptPairs) -> list[float]:
+    found = [kept.find("x", {"index": tags["index"]}) for tags in kept.tags()]
+    targets = [pair.target for pair in found if pair is not None and pair.target is not None]
+    return [target[0].item() for target in targets if target.numel()]
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["b2t", "t2b"])
+def test_a_pair_tells_the_baselines_value_from_the_targets(direction: str) -> None:
+    kept = KeptPairs()
+    mine, theirs = torch.tensor([1.0]), torch.tensor([2.0])
+    kept.add(the_input(theirs, mine, direction), theirs)
+    pair = kept.find("x", {})
+    assert pair is not None
+    assert pair.baseline is not None
+    assert pair.target is not None
+    values = (pair.baseline.item(), pair.target.item())
+    assert values == ((2.0, 1.0) if direction == "b2t" else (1.0, 2.0))
+
+
+def test_what_is_overwritten_or_given_back_later_is_kept_as_it_was() -> None:
+    kept, mine, theirs, made = KeptPairs(), torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
+    graft_input = the_input(theirs, mine, layer=3)
+    kept.add(graft_input, made)
+    for tensor in (mine, theirs, made):
+        tensor.fill_(9.0)
+    graft_input.tags["layer"] = 4
+    pair = kept.find("x", {"layer": 3})
+    assert isinstance(pair, KeptPair)
+    assert pair.graft_input.target.tolist() == [0.0] * 3
+    assert pair.graft_input.received_list[0].tolist() == [1.0] * 3
+    assert pair.baseline is not None
+    assert pair.baseline.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_layout_is_kept_bit_exact(dtype: torch.dtype) -> None:
+    kept = KeptPairs()
+    for name, tensor in layouts(dtype).items():
+        received = random_bits(dtype, *tensor.shape, seed=8)
+        kept.add(the_input(received, tensor, layout=name), received)
+        pair = kept.find("x", {"layout": name})
+        assert pair is not None
+        for one, other in ((pair.target, tensor), (pair.baseline, received)):
+            assert one is not None
+            assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, True)
+            assert torch.equal(bits(one), bits(other)), name
+
+
+def test_tensors_of_an_autograd_graph_are_kept_without_it() -> None:
+    kept = KeptPairs()
+    kept.add(the_input(torch.ones(2), torch.ones(2, requires_grad=True) * 2), torch.ones(2))
+    pair = kept.find("x", {})
+    assert pair is not None
+    assert pair.target is not None
+    assert not pair.target.requires_grad
+
+
+# ---- finding --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_pair_that_has_these_tags_is_found() -> None:
+    kept = KeptPairs()
+    for number, (layer, step) in enumerate([(1, 0), (2, 0), (1, 1), (2, 1)]):
+        keep_number(kept, number, layer=layer, step=step)
+
+    def found(name: str = "x", **tags: Any) -> float | None:
+        pair = kept.find(name, tags)
+        return None if pair is None or pair.target is None else pair.target.item()
+
+    assert found() == 3.0
+    assert found(layer=1) == 2.0
+    assert found(layer=1, step=0) == 0.0
+    assert found(layer=3) is None
+    assert found(head=None) == 3.0  # an absent tag is None
+    assert found("y") is None
+
+
+def test_an_input_without_a_value_is_found_only_by_who_asks_for_failures() -> None:
+    kept = KeptPairs()
+    keep_number(kept, 1.0, layer=1)
+    kept.add(the_input(torch.zeros(1), torch.full((1,), 2.0), layer=2), None)
+    pair, failed = kept.find("x", {}), kept.find("x", {}, failed=True)
+    assert pair is not None
+    assert failed is not None
+    assert pair.tags["layer"] == 1
+    assert (failed.tags["layer"], failed.value, failed.baseline) == (2, None, None)
+    assert [tags["layer"] for tags in kept.tags()] == [1]
+    assert [tags["layer"] for tags in kept.tags(failed=True)] == [1, 2]
+
+
+def test_tags_are_listed_oldest_first_and_are_copies() -> None:
+    kept = KeptPairs()
+    for layer in (2, 1, 2):
+        keep_number(kept, layer, layer=layer)
+    listed = kept.tags()
+    assert [tags["layer"] for tags in listed] == [2, 1, 2]
+    listed[0]["layer"] = 9
+    assert [tags["layer"] for tags in kept.tags()] == [2, 1, 2]
+
+
+# ---- the budget -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 12), max_size=20))
+def test_the_newest_pairs_that_fit_are_held(sizes: list[int]) -> None:
+    kept = KeptPairs(80)
+    expected: list[tuple[int, int]] = []
+    for index, size in enumerate(sizes):
+        note = keep_number(kept, index, 8 * size, index=index)
+        assert (note is None) == (size <= 10)
+        if size <= 10:
+            expected.append((index, size))
+        while sum(each for _, each in expected) > 10:
+            expected.pop(0)
+        assert [tags["index"] for tags in kept.tags()] == [each for each, _ in expected]
+    assert numbers(kept) == [float(each) for each, size in expected if size]
+
+
+def test_a_pair_beyond_the_budget_is_not_kept_and_drives_no_other_out() -> None:
+    kept = KeptPairs(2 * MIB)
+    keep_number(kept, 1.0, MIB, index=0)
+    note = keep_number(kept, 2.0, 4 * MIB, index=1)
+    assert note == "not kept: the tensors have 4 MiB and the budget is 2 MiB"
+    assert numbers(kept) == [1.0]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["as it came", "made anew"])
+def test_a_value_counts_only_where_it_is_not_a_received_tensor_as_it_came(same: bool) -> None:
+    kept = KeptPairs(2 * MIB)
+    keep_number(kept, 1.0, 8, index=0)
+    received = torch.zeros(MIB // 4)
+    note = kept.add(the_input(received, torch.ones(MIB // 4), index=1), received if same else received.clone())
+    if same:
+        assert note is None
+        assert numbers(kept) == [1.0]  # and the older one had to go
+    else:
+        assert note == "not kept: the tensors have 3 MiB and the budget is 2 MiB"
+        assert numbers(kept) == [1.0]
+
+
+def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself() -> None:
+    kept, received = KeptPairs(), torch.arange(4.0).view(2, 2)
+    kept.add(the_input(received, torch.zeros(2, 2)), received.t())
+    pair = kept.find("x", {})
+    assert pair is not None
+    assert pair.baseline is not None
+    assert pair.baseline.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
+def test_other_threads_may_ask_while_pairs_come_and_go() -> None:
+    kept, stop = KeptPairs(800), threading.Event()
+
+    def ask() -> Iterator[int]:
+        while True:
+            pair = kept.find("x", {"index": -1})
+            yield len(kept.tags()) + (pair is not None)
+            if stop.is_set():
+                return
+
+    with eager_threads():
+        asking = [in_background(lambda: max(ask())) for _ in range(2)]
+        for index in range(3000):
+            keep_number(kept, index, index=index)
+        stop.set()
+        assert all(1 <= future.result(DEADLINE) <= 100 for future in asking)
+    assert numbers(kept) == [float(index) for index in range(2900, 3000)]

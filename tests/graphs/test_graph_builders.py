@@ -1,0 +1,357 @@
+"""Registries as they are used: any sequence of batches, memory that several share, and the slots of an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.graph_buffers import MAX_BS, MAX_TOKENS, buffer_of, content, fill, make, on_devices, ones, registry_of
+from torch import Tensor
+
+from graftlab.engine import PADDING_SLOT, ForwardBatch
+from graftlab.errors import GraphError
+from graftlab.graphs import (
+    CudaGraphBufferRegistry,
+    PaddingPolicy,
+    build_decode_registry,
+    build_prefill_registry,
+    clear_input_buffer_pool,
+    share_input_buffer,
+)
+from graftlab.graphs import copies as graph_copies
+from graftlab.graphs import registry as graph_registry
+from graftlab.requests.identity import NO_ROOM, PADDING_ID
+
+PAD = -5
+
+
+@pytest.fixture(autouse=True)
+def own_pool() -> Iterator[None]:
+    clear_input_buffer_pool()
+    yield
+    clear_input_buffer_pool()
+
+
+# ---- any sequence of fills ------------------------------------------------------------------------------------------
+
+SPECS = [(policy, axis, copied) for policy in PaddingPolicy for axis in ("bs", "tokens") for copied in (True, False)]
+SLOTS_ON = st.lists(st.booleans(), min_size=len(SPECS), max_size=len(SPECS))
+
+
+@dataclass
+class Model:
+    """A buffer as a list of numbers, and what a fill is said to do to each of them."""
+
+    policy: PaddingPolicy
+    copied: bool
+    values: list[int]
+
+    def fill(self, source: list[int] | None, raw: int, padded: int) -> None:
+        for place in range(padded):
+            if self.copied and source is not None and place < raw:
+                self.values[place] = source[place]
+            elif place < raw and not self.copied:
+                continue
+            elif self.policy is PaddingPolicy.ZERO:
+                self.values[place] = 0
+            elif self.policy is PaddingPolicy.FILL_SENTINEL:
+                self.values[place] = PAD
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, int]:
+    padded_bs, padded_num_tokens = draw(st.integers(0, MAX_BS)), draw(st.integers(0, MAX_TOKENS))
+    return {
+        "raw_bs": draw(st.integers(0, padded_bs)),
+        "padded_bs": padded_bs,
+        "raw_num_tokens": draw(st.integers(0, padded_num_tokens)),
+        "padded_num_tokens": padded_num_tokens,
+    }
+
+
+@on_devices
+@settings(max_examples=60)
+@given(
+    steps=st.lists(st.tuples(sizes(), SLOTS_ON, SLOTS_ON), min_size=1, max_size=8),
+    most_plans=st.sampled_from([1, 3, 256]),
+    at_once=st.booleans(),
+)
+def test_any_sequence_of_fills_does_what_filling_number_by_number_does(
+    device: str, steps: list[tuple[dict[str, int], list[bool], list[bool]]], most_plans: int, at_once: bool
+) -> None:
+    names = [str(place) for place in range(len(SPECS))]
+    registry = registry_of(device=device)
+    models = []
+    for name, (policy, axis, copied) in zip(names, SPECS, strict=True):
+        registry.register_slot(
+            make(name, axis=axis, padding_policy=policy, pad_value=PAD, copy_from_batch=copied, device=device)
+        )
+        at_first = PAD if policy in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE) else 0
+        models.append(Model(policy, copied, [at_first] * (MAX_BS if axis == "bs" else MAX_TOKENS)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_registry, "_MOST_PLANS", most_plans)
+        if not at_once:
+            patch.setattr(graph_copies, "foreach_copy", None)
+        number = 0
+        for step, present, small in steps:
+            batch = SimpleNamespace()
+            for place, (_, axis, _) in enumerate(SPECS):
+                what = "bs" if axis == "bs" else "num_tokens"
+                raw, padded = step[f"raw_{what}"], step[f"padded_{what}"]
+                # No number comes twice, so that a stale one shows.
+                values = [number + each for each in range(1, raw + 1)] if present[place] else None
+                number += raw
+                models[place].fill(values, raw, padded)
+                dtype = torch.int32 if small[place] else torch.int64
+                setattr(batch, names[place], None if values is None else torch.tensor(values, dtype=dtype).to(device))
+            registry.fill_from(batch, **step)
+            assert [content(registry, name) for name in names] == [model.values for model in models]
+            padded_sizes = {key: size for key, size in step.items() if key.startswith("padded")}
+            view = registry.extract_buffer(**padded_sizes, forward_batch_template=batch)
+            for place, (_, axis, copied) in enumerate(SPECS):
+                shown = getattr(view, names[place])
+                if copied and not present[place]:
+                    assert shown is None
+                else:
+                    padded = step["padded_bs" if axis == "bs" else "padded_num_tokens"]
+                    assert shown.tolist() == models[place].values[:padded]
+
+
+# ---- the pool -------------------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_one_spec_has_one_memory_whatever_its_shapes(device: str) -> None:
+    first = share_input_buffer("x", torch.arange(12, device=device))
+    second = share_input_buffer("x", torch.zeros(3, 4, dtype=torch.int64, device=device))
+    assert second.tolist() == torch.arange(12).view(3, 4).tolist()
+    second[2, 3] = -1
+    assert first[11] == -1
+
+
+def test_another_name_size_dtype_or_device_has_another_memory() -> None:
+    tensors = [
+        share_input_buffer("x", torch.zeros(4)),
+        share_input_buffer("y", torch.zeros(4)),
+        share_input_buffer("x", torch.zeros(5)),
+        share_input_buffer("x", torch.zeros(4, dtype=torch.int32)),
+        share_input_buffer("x", torch.zeros(4, device="meta")),
+    ]
+    assert len({(each.data_ptr(), each.device) for each in tensors}) == len(tensors)
+    assert share_input_buffer("x", torch.ones(4)).data_ptr() == tensors[0].data_ptr()
+
+
+def test_a_buffer_that_other_shapes_cannot_be_laid_over_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"buffer 'x' of shape \[3, 2\] has strides \[1, 3\]; only contiguous"):
+        share_input_buffer("x", torch.zeros(2, 3).t())
+
+
+def test_a_cleared_pool_starts_anew_and_takes_nothing_away() -> None:
+    first = share_input_buffer("x", ones(4))
+    clear_input_buffer_pool()
+    second = share_input_buffer("x", ones(4, 2))
+    assert first.tolist() == [1] * 4
+    assert second.tolist() == [2] * 4
+
+
+def test_threads_that_come_at_once_get_one_memory() -> None:
+    start, found = threading.Barrier(8), []
+
+    def share() -> None:
+        start.wait(30)
+        found.append(share_input_buffer("x", torch.zeros(4)).data_ptr())
+
+    threads = [threading.Thread(target=share) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+# Name, shape, dtype: some of one number of elements, which may share, and some of one name only, which may not.
+SHARED_SPECS = [
+    ("a", (8,), torch.int64),
+    ("a", (8, 2), torch.int64),
+    ("a", (16,), torch.int64),
+    ("a", (8,), torch.int32),
+    ("b", (8,), torch.int64),
+    ("c", (8, 2), torch.float32),
+    ("c", (16, 1), torch.float32),
+]
+REGISTRY = st.tuples(st.lists(st.sampled_from(SHARED_SPECS), unique_by=lambda spec: spec[0]), st.booleans())
+
+
+@given(st.lists(REGISTRY, min_size=2, max_size=4))
+def test_registries_built_in_any_order_share_what_they_should_and_nothing_else(
+    built: list[tuple[list[tuple[str, tuple[int, ...], torch.dtype]], bool]],
+) -> None:
+    clear_input_buffer_pool()
+    keys: dict[tuple[int, str], object] = {}
+    registries = []
+    for place, (specs, share_pool) in enumerate(built):
+        registry = registry_of(share_pool=share_pool)
+        for name, shape, dtype in specs:
+            registry.register_slot(make(name, shape_fn=lambda bs, tokens, shape=shape: shape, dtype=dtype))
+            key = (name, torch.Size(shape).numel(), dtype)
+            keys[place, name] = key if share_pool else (place, *key)
+        registries.append(registry)
+    memory = {each: buffer_of(registries[each[0]], each[1]).untyped_storage().data_ptr() for each in keys}
+    for one in keys:
+        for other in keys:
+            assert (memory[one] == memory[other]) == (keys[one] == keys[other])
+
+
+def test_memory_from_the_pool_is_filled_once_for_a_slot_that_says_so_and_kept_for_others() -> None:
+    once: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_ONCE, "pad_value": 7}
+    first = registry_of(make(), share_pool=True)
+    fill(first, 3, x=ones(3, 5))
+    assert content(registry_of(make(), share_pool=True)) == [5, 5, 5, 0, 0, 0, 0, 0]
+    assert content(registry_of(make(**once), share_pool=True)) == [7] * 8
+
+
+def test_an_adopted_tensor_does_not_become_the_pools() -> None:
+    own = ones(MAX_BS)
+    registry_of(share_pool=True).register_slot(make(), bind=own)
+    other = registry_of(make(), share_pool=True)
+    assert buffer_of(other).data_ptr() != own.data_ptr()
+    assert content(other) == [0] * MAX_BS
+
+
+# ---- builders -------------------------------------------------------------------------------------------------------
+
+# What is safe in the tail of each.
+SAFE = {
+    "input_ids": 0,
+    "positions": 0,
+    "out_cache_loc": PADDING_SLOT,
+    "req_pool_indices": 0,
+    "seq_lens": 1,
+    "seq_lens_cpu": 1,
+    "mrope_positions": 0,
+    "encoder_lens": 0,
+    "rids_int": PADDING_ID,
+    "bootstrap_room_ids_int": NO_ROOM,
+}
+PER_TOKEN = {"input_ids", "positions", "out_cache_loc", "mrope_positions"}
+OPTIONAL = ["mrope_positions", "encoder_lens", "rids_int", "bootstrap_room_ids_int"]
+
+
+def build(kind: str, device: str = "cpu", **options: Any) -> CudaGraphBufferRegistry:
+    builder = {"decode": build_decode_registry, "prefill": build_prefill_registry}[kind]
+    return builder(device=device, max_bs=MAX_BS, max_num_tokens=MAX_TOKENS, **options)
+
+
+kinds = pytest.mark.parametrize("kind", ["decode", "prefill"])
+
+
+@on_devices
+@kinds
+def test_a_builder_makes_the_slots_of_a_batch(kind: str, device: str) -> None:
+    registry = build(kind, device)
+    assert registry.slot_names() == list(SAFE)
+    for name in SAFE:
+        slot, buffer = registry.get_slot(name), buffer_of(registry, name)
+        per_token = kind == "prefill" and name in PER_TOKEN
+        length = MAX_TOKENS if per_token else MAX_BS
+        assert slot.axis == ("tokens" if per_token else "bs")
+        assert slot.padding_policy.resets
+        assert buffer.shape == ((3, length) if name == "mrope_positions" else (length,))
+        assert buffer.dtype == torch.int64
+        assert buffer.device.type == ("cpu" if name == "seq_lens_cpu" else device)
+        # A capture before the first fill reads values that are as safe as a tail's.
+        assert buffer.unique().tolist() == [SAFE[name]]
+
+
+def test_a_decode_without_a_size_for_tokens_has_one_for_each_request() -> None:
+    assert build_decode_registry("cpu", 5).max_num_tokens == 5
+
+
+@kinds
+def test_the_slot_for_paddings_keys_and_values_can_be_another(kind: str) -> None:
+    assert buffer_of(build(kind, padding_slot=99), "out_cache_loc").unique().tolist() == [99]
+
+
+@kinds
+@pytest.mark.parametrize("wrap", [dict, lambda found: SimpleNamespace(**found)], ids=["mapping", "attributes"])
+def test_a_builder_adopts_the_buffers_that_a_source_has(kind: str, wrap: Any) -> None:
+    length = MAX_TOKENS if kind == "prefill" else MAX_BS
+    own = {"positions": ones(length, 4), "rids_int": ones(MAX_BS, 5), "seq_lens": None}
+    registry = build(kind, source=wrap(own))
+    for name in SAFE:
+        adopted = own.get(name) is not None
+        assert (buffer_of(registry, name) is own.get(name)) == adopted
+    assert content(registry, "positions") == [4] * length
+
+
+@kinds
+def test_a_builder_adopts_the_buffers_of_another_registry(kind: str) -> None:
+    first = build(kind)
+    second = build(kind, source=first)
+    assert all(buffer_of(second, name) is buffer_of(first, name) for name in SAFE)
+
+
+def test_what_two_kinds_of_registry_cannot_share_by_adoption_is_named() -> None:
+    with pytest.raises(GraphError, match=r"slot 'input_ids': cannot adopt .*\[8\].*allowed is .*\[16\]"):
+        build("prefill", source=build("decode"))
+
+
+def test_registries_of_both_kinds_share_through_the_pool_what_has_one_size() -> None:
+    prefill, decode = build("prefill", share_pool=True), build("decode", share_pool=True)
+    shared = {name for name in SAFE if buffer_of(prefill, name).data_ptr() == buffer_of(decode, name).data_ptr()}
+    assert shared == set(SAFE) - PER_TOKEN
+
+
+def batch_of(kind: str, bs: int, num_tokens: int, start: int, absent: set[str], device: str) -> ForwardBatch:
+    """No number in it is one of another batch's, or of SAFE."""
+
+    def numbers(name: str) -> Tensor | None:
+        if name in absent:
+            return None
+        count = num_tokens if name in PER_TOKEN and kind == "prefill" else bs
+        found = torch.arange(start, start + 3 * count).view(3, count)
+        on = "cpu" if name == "seq_lens_cpu" else device
+        return (found if name == "mrope_positions" else found[0]).to(on)
+
+    return ForwardBatch(mode=kind, **{name: numbers(name) for name in SAFE})  # type: ignore[arg-type]
+
+
+@on_devices
+@kinds
+@settings(max_examples=40)
+@given(
+    steps=st.lists(st.tuples(sizes(), st.sets(st.sampled_from(OPTIONAL))), min_size=2, max_size=8),
+    share_pool=st.booleans(),
+)
+def test_no_graph_of_an_engine_ever_reads_a_stale_value(
+    device: str, kind: str, steps: list[tuple[dict[str, int], set[str]]], share_pool: bool
+) -> None:
+    registry = build(kind, device, share_pool=share_pool)
+    for number, (step, absent) in enumerate(steps, start=1):
+        batch = batch_of(kind, step["raw_bs"], step["raw_num_tokens"], 1000 * number, absent, device)
+        registry.fill_from(batch, **step)
+        view = registry.extract_buffer(
+            padded_bs=step["padded_bs"], padded_num_tokens=step["padded_num_tokens"], forward_batch_template=batch
+        )
+        for name, safe in SAFE.items():
+            what = "num_tokens" if name in PER_TOKEN and kind == "prefill" else "bs"
+            raw, padded = step[f"raw_{what}"], step[f"padded_{what}"]
+            # What a captured graph reads, whatever the batch shows.
+            read = registry.get_slot(name).slice_for(step["padded_bs"], step["padded_num_tokens"])
+            head, tail = read[..., :raw], read[..., raw:]
+            assert read.shape[-1] == padded
+            assert tail.numel() == (tail == safe).sum()
+            if name in absent:
+                assert getattr(view, name) is None
+                assert head.numel() == (head == safe).sum()
+            else:
+                assert getattr(view, name).tolist() == read.tolist()
+                assert head.tolist() == getattr(batch, name).tolist()

@@ -1,0 +1,255 @@
+"""A real JupyterLab in a real Chromium: the fixtures of the browser tests.
+
+A test module takes them with ``pytest_plugins = ["kit.browser"]`` and the marker ``browser``, after
+``pytest.importorskip("pytest_playwright")``. ``lab`` is what a test talks to. The server and the browser page behind
+it are shared, because loading JupyterLab takes longer than most tests; notebook and kernel are each test's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "graftlab-tests"
+# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
+DEADLINE = 60.0
+ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab")
+
+# Where the notebook of the page in front is, as JupyterLab's own code would reach it.
+SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
+
+
+@dataclass
+class Server:
+    """A running JupyterLab. ``folder`` is where its notebooks lie, and the folder that their kernels start in."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    address: str = ""
+    log: list[str] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def read_log(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line)
+            if (found := ADDRESS.search(line)) and not self.address:
+                self.address = found[1]
+                self.ready.set()
+        self.ready.set()  # it has ended
+
+    def request(self, method: str, path: str) -> Any:
+        asked = urllib.request.Request(
+            f"{self.address}/api/{path}", method=method, headers={"Authorization": f"token {TOKEN}"}
+        )
+        with urllib.request.urlopen(asked, timeout=DEADLINE) as answer:
+            return json.loads(answer.read() or "null")
+
+    def end_kernels(self) -> None:
+        for session in self.request("GET", "sessions"):
+            self.request("DELETE", f"sessions/{session['id']}")
+
+
+@pytest.fixture(scope="session")
+def lab_server() -> Iterator[Server]:
+    """JupyterLab on a port that the system picks, with no settings but those of a new user."""
+    # Short, because sockets lie in it.
+    top = Path(tempfile.mkdtemp(prefix="gl-lab-"))
+    for name in ("config/labconfig", "data", "runtime", "ipython", "notebooks"):
+        (top / name).mkdir(parents=True)
+    settings = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+    (top / "config" / "labconfig" / "page_config.json").write_text(json.dumps(settings))
+    environment = {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": str(top / "config"),
+        "JUPYTER_DATA_DIR": str(top / "data"),
+        "JUPYTER_RUNTIME_DIR": str(top / "runtime"),
+        "IPYTHONDIR": str(top / "ipython"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"),
+        *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
+        f"--ServerApp.root_dir={top / 'notebooks'}",
+    ]
+    if os.geteuid() == 0:
+        command.append("--allow-root")
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=top,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    server = Server(process, top / "notebooks")
+    reader = threading.Thread(target=server.read_log, daemon=True)
+    reader.start()
+    try:
+        server.ready.wait(DEADLINE)
+        if not server.address:
+            pytest.fail("JupyterLab did not start:\n" + "".join(server.log[-30:]))
+        yield server
+        server.end_kernels()
+    finally:
+        process.terminate()
+        try:
+            process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(DEADLINE)
+        shutil.rmtree(top, ignore_errors=True)
+
+
+@dataclass
+class Lab:
+    """One browser page on the shared server, and the notebook that is open in it."""
+
+    page: Page
+    server: Server
+    pictures: Path
+    console_errors: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Where the kernel starts: a relative path in a cell is a file here."""
+        return self.server.folder
+
+    def open(self, *cells: str) -> None:
+        """Open a new notebook with these code cells, and wait until its kernel is idle."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        name = f"test{len(list(self.folder.glob('*.ipynb')))}.ipynb"
+        nbformat.write(notebook, self.folder / name)
+        self.command("docmanager:open", path=name)
+        self.wait_idle()
+
+    def close(self) -> None:
+        """Close what is open without saving, end its kernels, and go back to the light theme."""
+        self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
+        self.server.end_kernels()
+        self.use_theme("JupyterLab Light")
+
+    def reload(self) -> None:
+        """Load the page anew, with what was saved of the notebook; the kernel goes on."""
+        self.command("docmanager:save")
+        name = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+        # Without the saved layout, which would open the notebook as well, at a time of its own.
+        self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Wait until the kernel has nothing to do."""
+        self.page.wait_for_function(f"() => {SESSION}?.kernelDisplayStatus === 'idle'")
+
+    def wait_busy(self) -> None:
+        """Wait until the kernel is executing something."""
+        self.page.wait_for_function(f"() => {SESSION}?.kernelDisplayStatus === 'busy'")
+
+    def run_all(self, wait: bool = True) -> None:
+        """Run every cell; with ``wait=False`` come back while they run."""
+        self.command("notebook:run-all-cells", wait)
+
+    def run_cell(self, number: int, wait: bool = True) -> None:
+        """Run one cell, counted from 0."""
+        self.page.evaluate(f"() => {{ window.jupyterapp.shell.currentWidget.content.activeCellIndex = {number}; }}")
+        self.command("notebook:run-cell", wait)
+
+    def command(self, name: str, wait: bool = True, **arguments: Any) -> None:
+        """Execute a command of JupyterLab's, as its menus do."""
+        self.page.evaluate(
+            """async ([name, wait, given]) => {
+                const done = window.jupyterapp.commands.execute(name, given);
+                if (wait) await done;
+            }""",
+            [name, wait, arguments],
+        )
+
+    def execution_counts(self) -> list[int | None]:
+        """The number in the brackets beside each code cell."""
+        counts: list[int | None] = self.page.evaluate(
+            "() => window.jupyterapp.shell.currentWidget.content.widgets.map(cell => cell.model.executionCount ?? null)"
+        )
+        return counts
+
+    def use_theme(self, name: str) -> None:
+        """``"JupyterLab Light"`` or ``"JupyterLab Dark"``."""
+        self.command("apputils:change-theme", theme=name)
+        light = "false" if "Dark" in name else "true"
+        self.page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
+
+    def screenshot(self, name: str, of: Locator | None = None) -> Path:
+        """Keep a picture of the page, or of one element, as ``name``.png.
+
+        The pictures are in the folder that GRAFTLAB_SCREENSHOTS names, or among pytest's temporary files.
+        """
+        path = self.pictures / f"{name}.png"
+        (of or self.page).screenshot(path=path)
+        return path
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if folder := os.environ.get("GRAFTLAB_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return Path(folder)
+    return tmp_path_factory.mktemp("screenshots")
+
+
+@pytest.fixture(scope="session")
+def lab_page(browser: Browser, lab_server: Server) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(DEADLINE * 1000)
+    page.goto(f"{lab_server.address}/lab?token={TOKEN}&reset")
+    page.wait_for_function("() => window.jupyterapp?.commands.hasCommand('docmanager:open')")
+    page.evaluate("() => Promise.all([window.jupyterapp.restored, window.jupyterapp.allPluginsActivated])")
+    yield page
+    context.close()
+
+
+@pytest.fixture
+def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
+    """JupyterLab with nothing open; what the test opens is closed after it."""
+    lab = Lab(lab_page, lab_server, pictures)
+
+    def listen(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            lab.console_errors.append(message.text)
+
+    lab_page.on("console", listen)
+    yield lab
+    lab_page.remove_listener("console", listen)
+    lab.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Keep a picture of the page on which a test has failed, and say where it is."""
+    report = yield
+    lab = getattr(item, "funcargs", {}).get("lab")
+    if report.when == "call" and report.failed and lab is not None:
+        path = lab.screenshot("failed_" + re.sub(r"\W+", "_", item.name))
+        report.sections.append(("the page", f"{path}\nerrors in its console: {lab.console_errors}"))
+    return report

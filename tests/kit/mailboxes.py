@@ -1,0 +1,303 @@
+"""Graft worlds made of exchanges alone: all ranks in this process, or one real process a rank."""
+
+from __future__ import annotations
+
+import multiprocessing.reduction
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.multiprocessing
+
+from graftlab.base.tags import TapKey
+from graftlab.base.world import Place, RunInfo, Side
+from graftlab.exchange.arena import Arena, create_segment
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.contract import Receipt
+from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.ranks import launcher
+
+T = TypeVar("T")
+
+# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
+DEADLINE = 60.0
+MIB = 1 << 20
+
+
+def key(name: str = "x", step: int = 0, occurrence: int = 0, status: str = "original", **tags: object) -> TapKey:
+    return TapKey(step, name, tuple(sorted(tags.items())), status, occurrence)
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Call ``function`` on a thread that cannot keep the tests from ending."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+@contextmanager
+def eager_threads() -> Iterator[None]:
+    """Threads take turns as often as they can, so that a missing lock shows."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+class Mailbox:
+    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date."""
+
+    def __init__(
+        self, place: Place, arena: Arena, peers: dict[int, tuple[Channel, Arena]], *, budget: int, timeout: float
+    ) -> None:
+        self.place = place
+        self.exchange = SharedMemoryExchange(place, arena, peers, budget=budget, timeout=timeout)
+        self.exchange.on_wait = self._on_wait
+        self.tap = ""
+        self.step = 0
+        self.waits_so_far = 0
+        self._page = WhereaboutsPage(arena.map)
+        self._channels = [channel for channel, _ in peers.values()]
+        self._changed = threading.Condition()
+        self._waiting = False
+
+    def note(self, state: str, awaits: Collection[int] = ()) -> None:
+        """Write into the page where this rank is."""
+        self._page.write(state, step=self.step, plan_version=0, taps=0, tap=self.tap, awaits=awaits)
+
+    def _on_wait(self, awaits: Collection[int]) -> None:
+        self.note("waiting" if awaits else "running", awaits)
+        with self._changed:
+            self._waiting = bool(awaits)
+            self.waits_so_far += self._waiting
+            self._changed.notify_all()
+
+    def until_it_waits(self) -> None:
+        """Return when this rank waits for another one."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._waiting, DEADLINE), f"{self.place.label} never waits"
+
+    def publish(self, to: TapKey, value: torch.Tensor | float, extras: object = None, memo: object = None) -> None:
+        self.tap = to.name
+        self.exchange.publish(to, torch.as_tensor(value), extras, memo)
+
+    def receive(self, of: TapKey) -> Receipt:
+        self.tap = of.name
+        return self.exchange.receive(of)
+
+    def take(self, of: TapKey) -> list[Any]:
+        """What was received, as Python values in the order of contributions; the memory is given back."""
+        receipt = self.receive(of)
+        values = [contribution.tensor.tolist() for contribution in receipt.contributions]
+        receipt.release()
+        return values
+
+    def bytes_in_use(self) -> int:
+        return self.exchange._allocator.bytes_in_use
+
+    def die(self) -> None:
+        """To its peers this looks like a death: the streams end."""
+        for channel in self._channels:
+            channel.close()
+
+
+class World:
+    """Every rank of a graft world, in this process."""
+
+    def __init__(self, baseline: int, target: int, *, budget: int = 64 * MIB, timeout: float = DEADLINE) -> None:
+        places = Place("baseline", 0, baseline, target).everyone()
+        wires = make_wires(len(places))
+        self.mailboxes: list[Mailbox] = []
+        for me in places:
+            arenas = [
+                Arena(descriptor, wires.size, writable=rank == me.world_rank)
+                for rank, descriptor in enumerate(wires.segments)
+            ]
+            peers = {
+                rank: (Channel(wires.links[me.world_rank, rank]), arenas[rank])
+                for rank in range(len(places))
+                if rank != me.world_rank
+            }
+            self.mailboxes.append(Mailbox(me, arenas[me.world_rank], peers, budget=budget, timeout=timeout))
+        for descriptor in wires.segments:
+            os.close(descriptor)
+
+    def side(self, side: Side) -> list[Mailbox]:
+        return [mailbox for mailbox in self.mailboxes if mailbox.place.side == side]
+
+    @property
+    def baseline(self) -> Mailbox:
+        return self.side("baseline")[0]
+
+    @property
+    def target(self) -> Mailbox:
+        return self.side("target")[0]
+
+    def begin(self, run: int = 0, first_step: int = 0, participants: Collection[int] | None = None) -> World:
+        chosen = tuple(range(len(self.mailboxes)) if participants is None else participants)
+        for mailbox in self.mailboxes:
+            if mailbox.place.world_rank in chosen:
+                mailbox.exchange.begin_run(RunInfo(run, first_step, chosen))
+        return self
+
+    def end(self, step: int) -> None:
+        """Every rank ends the step and the run, and hears of the others' end."""
+        for mailbox in self.mailboxes:
+            mailbox.exchange.end_step(step)
+            mailbox.exchange.end_run()
+        for mailbox in self.mailboxes:
+            read, write = os.pipe()
+            assert mailbox.exchange.settle(read)
+            os.close(read)
+            os.close(write)
+
+    def close(self) -> None:
+        for mailbox in self.mailboxes:
+            mailbox.die()
+
+
+@contextmanager
+def a_world(baseline: int, target: int, **options: Any) -> Iterator[World]:
+    world = World(baseline, target, **options)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+class Wires:
+    """What the ranks of a world share, as descriptors: memory, and a pair of sockets between any two."""
+
+    def __init__(self, segments: list[int], size: int, links: dict[tuple[int, int], socket.socket]) -> None:
+        self.segments = segments
+        self.size = size
+        self.links = links
+
+
+def make_wires(count: int) -> Wires:
+    made = [create_segment() for _ in range(count)]
+    links: dict[tuple[int, int], socket.socket] = {}
+    for one in range(count):
+        for other in range(one):
+            links[one, other], links[other, one] = socket.socketpair()
+    return Wires([descriptor for descriptor, _ in made], made[0][1], links)
+
+
+# ---- one process a rank ---------------------------------------------------------------------------------------------
+
+
+class Descriptors:
+    """Open descriptors that are still the same files when they arrive in a new process."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.descriptors = descriptors
+
+    def __reduce__(self) -> Any:
+        return _arrived, ([multiprocessing.reduction.DupFd(descriptor) for descriptor in self.descriptors],)
+
+
+def _arrived(duplicates: list[Any]) -> Descriptors:
+    return Descriptors([duplicate.detach() for duplicate in duplicates])
+
+
+Script = Callable[[Mailbox, Any], None]
+
+
+def _become_a_rank(
+    place: Place,
+    segments: Descriptors,
+    size: int,
+    links: dict[int, socket.socket],
+    script: Script,
+    line: Any,
+    options: Any,
+) -> None:
+    torch.set_num_threads(1)
+    arenas = [
+        Arena(descriptor, size, writable=rank == place.world_rank)
+        for rank, descriptor in enumerate(segments.descriptors)
+    ]
+    for descriptor in segments.descriptors:
+        os.close(descriptor)
+    peers = {rank: (Channel(link), arenas[rank]) for rank, link in links.items()}
+    mailbox = Mailbox(place, arenas[place.world_rank], peers, **options)
+    mailbox.exchange.begin_run(RunInfo(0, 0, tuple(range(len(arenas)))))
+    script(mailbox, line)
+
+
+class Processes:
+    """Every rank of a graft world, each a real process that runs ``script(mailbox, line)`` and then ends.
+
+    ``lines`` holds this end of each rank's pipe to the test, ``processes`` the processes; both in world-rank order.
+    ``inodes`` tells their shared memory from any other.
+    """
+
+    def __init__(self, baseline: Script, target: Script, counts: tuple[int, int] = (1, 1), **options: Any) -> None:
+        places = Place("baseline", 0, *counts).everyone()
+        wires = make_wires(len(places))
+        launcher._prepare_forkserver()
+        context = torch.multiprocessing.get_context("forkserver")
+        options = {"budget": 64 * MIB, "timeout": DEADLINE, **options}
+        self.lines, self.processes = [], []
+        self.inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
+        for place in places:
+            links = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
+            script = baseline if place.side == "baseline" else target
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_become_a_rank,
+                args=(place, Descriptors(wires.segments), wires.size, links, script, theirs, options),
+            )
+            # Else each rank would import pytest, whose main module this is.
+            with launcher._hidden_main():
+                process.start()
+            theirs.close()
+            self.lines.append(ours)
+            self.processes.append(process)
+        for descriptor in wires.segments:
+            os.close(descriptor)
+        for link in wires.links.values():
+            link.close()
+
+    def hear(self, rank: int) -> Any:
+        """The next thing that the rank says."""
+        assert self.lines[rank].poll(DEADLINE), f"rank {rank} says nothing"
+        return self.lines[rank].recv()
+
+    def join(self) -> list[int | None]:
+        """Wait until all have ended; their exit codes."""
+        for process in self.processes:
+            process.join(DEADLINE)
+        return [process.exitcode for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for line in self.lines:
+            line.close()
+
+
+@contextmanager
+def processes(*arguments: Any, **options: Any) -> Iterator[Processes]:
+    made = Processes(*arguments, **options)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,82 @@
+"""What tests with real ranks share: a simulated notebook cell, files that ranks wait for, a session as good as new."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import graftlab as gl
+from graftlab.grafting import active
+from graftlab.models import ModelConfig
+
+# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
+DEADLINE = 60.0
+
+# Query heads that share key/value heads, sizes that all differ, and a vocabulary that is no power of two.
+SMALL_MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    max_positions=64,
+)
+
+_cells = itertools.count(1)
+
+
+def run_cell(source: str, **variables: Any) -> dict[str, Any]:
+    """Execute a cell as IPython does, in ``__main__``, its lines known to linecache alone; returns the namespace."""
+    source = textwrap.dedent(source).strip() + "\n"
+    filename = f"/nonexistent/ipykernel_{os.getpid()}/cell_{next(_cells)}.py"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": "__main__", **variables}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
+
+
+def reset(session: gl.Session) -> gl.Session:
+    """Give a shared session the default plan again."""
+    session.edit(b2t=None, t2b=None, compare="True", keep=None, transform=None, rename=None)
+    return session
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {DEADLINE:g} s")
+        threading.Event().wait(0.005)
+
+
+def wait_for_file(path: str | Path) -> None:
+    """Go on when another process has made this file."""
+    wait_until(Path(path).exists, f"the file {path}")
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def own_value() -> float:
+    """A number that tells the side and the rank: 10 + rank on the baseline, 20 + rank on the target."""
+    me = gl.here()
+    assert me is not None
+    return (10.0 if me.side == "baseline" else 20.0) + me.rank
+
+
+def shorten_waits(seconds: float) -> None:
+    """Let this rank's taps give up after so many seconds, whatever the session's ``timeout`` is.
+
+    A session launched with so short a limit might not even start on a busy machine.
+    """
+    grafter = active.grafter()
+    assert grafter is not None
+    grafter._exchange.timeout = seconds

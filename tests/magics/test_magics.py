@@ -1,0 +1,527 @@
+"""``%graft`` and ``%%graft`` in a real kernel: what each does, what mistakes look like, help and completion."""
+
+from __future__ import annotations
+
+import pickle
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from IPython.core.error import UsageError
+from kit.kernels import Kernel, kernel
+
+from graftlab.magics import command_line
+
+SUBCOMMANDS = (
+    "up",
+    "status",
+    "stacks",
+    "interrupt",
+    "down",
+    "log",
+    "replay",
+    "run",
+    "filter",
+    "transform",
+    "frame",
+    "plot",
+    "ui",
+)
+
+DEFINE = """
+    %%graft both
+    def forward(batch):
+        hidden = gl.tap("hidden", batch * 2.0, layer=3)
+        return gl.tap("out", hidden.sum()).item()
+"""
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Kernel]:
+    """A kernel with the extension and whatever session the tests before left."""
+    with kernel() as running:
+        loaded = running.run("%load_ext graftlab\nimport graftlab as gl, torch")
+        assert not loaded.error, loaded.error
+        yield running
+
+
+@pytest.fixture
+def notebook(bare: Kernel) -> Kernel:
+    """The kernel with a new session of 1+2 ranks."""
+    assert not bare.run("%graft up -b 1 -t 2").error
+    return bare
+
+
+def typed(notebook: Kernel, cell: str) -> str:
+    """Run a cell that must work; what it prints."""
+    reply = notebook.run(textwrap.dedent(cell).strip())
+    assert not reply.error, reply.error
+    assert "UsageError" not in reply.stderr, reply.stderr
+    return reply.stdout
+
+
+def value(notebook: Kernel, expression: str) -> str:
+    """How the notebook shows the value of an expression or of a line magic."""
+    reply = notebook.run(expression)
+    assert not reply.error, reply.error
+    assert reply.shown, f"{expression} showed nothing: {reply.stderr}"
+    return str(reply.values[-1])
+
+
+# ---- each subcommand ------------------------------------------------------------------------------------------------
+
+
+def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
+    assert "<Session 2+1: 3 ranks alive" in value(bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine")
+    assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout") == (
+        "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0)"
+    )
+    typed(bare, "%graft up")
+    assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
+
+
+def test_up_again_closes_the_session_that_was_open(notebook: Kernel) -> None:
+    typed(notebook, "first = session")
+    assert "closing" in typed(notebook, "%graft up")
+    assert value(notebook, "first.closed, session.closed, session is first") == "(True, False, False)"
+
+
+def test_a_session_that_was_launched_by_hand_is_used_when_it_is_called_session(bare: Kernel) -> None:
+    typed(bare, "%graft up\nsession.close()\nsession = by_hand = gl.launch(1, 1)")
+    assert "idle" in value(bare, "%graft status")
+    typed(bare, "%graft up")
+    assert value(bare, "by_hand.closed") == "True"
+
+
+def test_the_session_survives_a_reload_of_the_extension(notebook: Kernel) -> None:
+    typed(notebook, "kept, session = session, None\n%reload_ext graftlab\n%graft log")
+    typed(notebook, "%graft down")
+    assert value(notebook, "kept.closed") == "True"
+
+
+def test_status_has_one_line_a_rank(notebook: Kernel) -> None:
+    reply = notebook.run("%graft status")
+    assert "text/html" in reply.shown[0]
+    assert value(notebook, "_.side.tolist(), _['rank'].tolist(), set(_.state)") == (
+        "(['baseline', 'target', 'target'], [0, 0, 1], {'idle'})"
+    )
+
+
+def test_stacks_show_the_users_lines_and_idle_ranks_as_idle(notebook: Kernel, tmp_path: Path) -> None:
+    typed(notebook, f"import os, pathlib\ngate = pathlib.Path({str(tmp_path / 'gate')!r})\nos.mkfifo(gate)")
+    typed(notebook, f"%%graft baseline\ndef wait():\n    return open({str(tmp_path / 'gate')!r}).read()")
+    typed(notebook, "going = session.start('wait()')\nwhile 'open(' not in session.stacks()['baseline[0]']:\n    pass")
+    stacks = typed(notebook, "%graft stacks")
+    typed(notebook, "gate.write_text('opened')")
+    assert value(notebook, "going.wait().baseline") == "['opened']"
+    baseline, target = stacks.split("--- target[0]")
+    assert "return open(" in baseline
+    assert "graftlab/" not in baseline, "how a rank came to run the code is of no interest"
+    assert "idle" in target
+
+
+def test_interrupt_ends_the_code_and_not_the_ranks(notebook: Kernel) -> None:
+    typed(notebook, "before = session.status().pid.tolist()")
+    typed(notebook, "%%graft both\ndef spin():\n    print('spinning')\n    while True:\n        pass")
+    typed(
+        notebook,
+        "going = session.start('spin()', 'spin()')\nwhile session.log('both').count('spinning') < 3:\n    pass",
+    )
+    typed(notebook, "%graft interrupt")
+    reply = notebook.run("going.wait()")
+    assert reply.error_name == "RunError"
+    assert "KeyboardInterrupt" in reply.error
+    assert value(notebook, "sorted(going.failures)") == "['baseline[0]', 'target[0]', 'target[1]']"
+    assert value(notebook, "session.status().pid.tolist() == before, set(session.status().state)") == "(True, {'idle'})"
+
+
+def test_down_ends_the_ranks_and_tells_where_the_rows_are(notebook: Kernel) -> None:
+    printed = typed(notebook, "%graft down")
+    assert value(notebook, "session.closed, [rank.alive for rank in session.ranks]") == "(True, [False, False, False])"
+    assert value(notebook, "str(session.folder)").strip("'") in printed
+
+
+def test_log_shows_the_end_of_a_ranks_log(notebook: Kernel) -> None:
+    typed(notebook, "%%graft target\nfor index in range(9):\n    print('line', index, gl.here().rank)")
+    log = typed(notebook, "%graft log target[1] -n 2")
+    assert "--- target[1]" in log
+    assert log.splitlines()[1:] == ["line 7 1", "line 8 1"]
+    assert "--- baseline[0]" in typed(notebook, "%graft log")
+    assert "--- target[0]" in typed(notebook, "%graft log target")
+
+
+def test_run_evaluates_on_both_sides_as_one_step_and_keeps_the_run(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    assert "done" in value(notebook, "%graft run -o mine forward(torch.ones(4))")
+    assert value(notebook, "mine.baseline, mine.target") == "([8.0], [8.0, 8.0])"
+    assert value(notebook, "mine.frame.status.tolist()") == "['compared', 'compared', 'compared', 'compared']"
+    assert value(notebook, "mine.frame.step.nunique()") == "1"
+    typed(notebook, "%graft run forward(torch.zeros(4)) -o other")
+    assert value(notebook, "other.baseline, other.number - mine.number") == "([0.0], 1)"
+    typed(notebook, "third = %graft run 1 + 1")
+    assert value(notebook, "third.target") == "[2, 2]"
+
+
+def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"
+    assert value(notebook, "len(bad.frame), sorted(bad.failures)") == "(4, ['baseline[0]', 'target[0]', 'target[1]'])"
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("""'single' + "double" + '$HOME {dict}'""", "'singledouble$HOME {dict}'"),
+        ("""{"a": [1, 2], 'b': {3}}["a"]""", "[1, 2]"),
+        ("f'{1 + 1} {{}} $PATH'", "'2 {} $PATH'"),
+        ("(lambda x: -x)(3)  # a comment", "-3"),
+        ("'-o name' + ' --help'", "'-o name --help'"),
+        (r"'back\\slash\n'", r"'back\\slash\n'"),
+    ],
+)
+def test_expressions_reach_the_ranks_as_they_were_typed(notebook: Kernel, expression: str, expected: str) -> None:
+    typed(notebook, f"%graft run -o typed {expression}")
+    assert value(notebook, "typed.baseline[0]") == expected
+
+
+def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None:
+    typed(notebook, """%graft filter --b2t search('at{2}n', name) and layer < 4 --keep "step == 0" """)
+    assert value(notebook, "session.plan.b2t, session.plan.keep, session.plan.compare, session.plan.version") == (
+        "(\"search('at{2}n', name) and layer < 4\", 'step == 0', 'True', 1)"
+    )
+    typed(notebook, '%graft filter --compare "" --t2b=name == "$x"')
+    assert value(notebook, "session.plan.b2t, session.plan.compare, session.plan.t2b") == (
+        "(\"search('at{2}n', name) and layer < 4\", '', 'name == \"$x\"')"
+    )
+    assert "version=2" in value(notebook, "%graft filter")
+    assert value(notebook, "session.plan.version") == "2"
+
+
+def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "def seven(graft_input):\n    return torch.full_like(graft_input.target, 7.0)")
+    plan = value(notebook, "%graft transform seven")
+    assert "seven" in plan
+    assert "blob" not in plan
+    typed(notebook, "%graft filter --b2t name == 'hidden'\n%graft run -o mine forward(torch.ones(4))")
+    assert value(notebook, "mine.baseline, mine.target") == "([8.0], [28.0, 28.0])"
+    typed(notebook, "%graft transform default\n%graft run -o mine forward(torch.ones(4))")
+    assert value(notebook, "mine.target, session.plan.transform") == "([8.0, 8.0], None)"
+    typed(notebook, "%graft transform torch.nn.functional.relu")
+    assert value(notebook, "session.plan.transform.kind") == "'path'"
+
+
+def test_a_transform_cell_is_the_transform_and_its_lines_show_in_errors(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%%graft transform\ndef transform(graft_input):\n    return graft_input.received_list[0] + 1")
+    typed(notebook, "%graft filter --b2t name == 'hidden'\n%graft run -o mine forward(torch.ones(4))")
+    assert value(notebook, "mine.target") == "[12.0, 12.0]"
+    typed(notebook, "%%graft transform\ndef transform(graft_input):\n    return graft_input.received_list[99]")
+    typed(notebook, "%graft run -o mine forward(torch.ones(4))")
+    rows = "mine.frame[mine.frame.name == 'hidden']"
+    assert value(notebook, f"set({rows}.status)") == "{'failed'}"
+    assert value(notebook, f"'return graft_input.received_list[99]' in {rows}.error.iloc[0]") == "True"
+
+
+def test_frame_shows_the_newest_run_that_has_rows(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))\n%graft run -o mine forward(torch.ones(4))")
+    typed(notebook, "%%graft both\n'a cell is a run too, without rows'")
+    reply = notebook.run("%graft frame -o frame")
+    assert "text/html" in reply.shown[0]
+    assert value(notebook, "frame.equals(mine.frame), len(frame)") == "(True, 4)"
+    typed(notebook, "frame = %graft frame --all")
+    assert value(notebook, "len(frame), frame.run.nunique()") == "(8, 2)"
+
+
+def test_frame_is_empty_before_the_first_run(notebook: Kernel) -> None:
+    typed(notebook, "frame = %graft frame")
+    assert value(notebook, "len(frame), 'rel_l2' in frame") == "(0, True)"
+
+
+@pytest.mark.parametrize(
+    "line", ["plot", "plot hidden", "plot hidden --kind ranks", "plot --kind heatmap hidden", "plot --noise-floor 1e-5"]
+)
+def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft filter --keep True\n%graft run forward(torch.ones(4, 4))")
+    reply = notebook.run(f"%graft {line}")
+    assert not reply.error, reply.error
+    assert "image/png" in reply.shown[-1], reply.stderr
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+def test_cells_keep_their_names_and_show_values_and_output_with_the_rank(notebook: Kernel) -> None:
+    typed(notebook, "%%graft target\nmine = gl.here().rank + 10\nprint('made', mine)")
+    reply = notebook.run("%%graft target\nmine")
+    assert reply.values == ["10", "11"]
+    assert reply.stdout.split() == ["target[0]:", "target[1]:"]
+    assert sorted(notebook.run("%%graft target\nprint('has', mine)").stdout.splitlines()) == [
+        "target[0] | has 10",
+        "target[1] | has 11",
+    ]
+    assert notebook.run("%%graft target[1]\nmine").values == ["11"]
+    assert notebook.run("%%graft both\ngl.here().side").values == ["'baseline'", "'target'", "'target'"]
+    missing = notebook.run("%%graft baseline\nmine")
+    assert "baseline[0] raised NameError: name 'mine' is not defined" in missing.error
+
+
+def test_cells_show_rich_values_richly(notebook: Kernel) -> None:
+    reply = notebook.run("%%graft baseline\nimport pandas\npandas.DataFrame({'a': [1]})")
+    assert "text/html" in reply.shown[0]
+
+
+def test_cells_are_compiled_like_any_notebook_cell(notebook: Kernel) -> None:
+    reply = notebook.run("%%graft baseline\ndef f(x: int) -> None: ...\nf.__annotations__")
+    assert reply.values == ["{'x': int, 'return': None}"]
+
+
+def test_tracebacks_show_the_cells_lines_once_for_ranks_that_fail_alike(notebook: Kernel) -> None:
+    reply = notebook.run("%%graft target\ndef broken(x):\n    return x / 0  # here\n\nbroken(1)")
+    assert reply.error_name == "RunError"
+    assert "target[0], target[1] raised ZeroDivisionError: division by zero" in reply.error
+    assert reply.error.count("return x / 0  # here") == 1
+    assert "broken(1)" in reply.error
+    assert "worker.py" not in reply.error
+
+
+def test_functions_of_the_notebook_run_on_the_ranks_and_show_their_lines_there(notebook: Kernel) -> None:
+    typed(notebook, "def forward(x):\n    h = gl.tap('h', x * 2)\n    return h / (x.numel() - 1)  # is one, here")
+    assert value(notebook, "session.run(forward, forward, args=(torch.ones(3),)).target[1]") == "tensor([1., 1., 1.])"
+    typed(
+        notebook,
+        "def bad(graft_input):\n    return graft_input.no_such_field  # in the transform\n%graft transform bad",
+    )
+    typed(notebook, "run = session.run(forward, forward, args=(torch.ones(3),))")
+    assert value(notebook, "'return graft_input.no_such_field  # in the transform' in run.frame.error[0]") == "True"
+    reply = notebook.run("session.run(forward, forward, args=(3,))")
+    assert "h / (x.numel() - 1)  # is one, here" in reply.error
+    assert "AttributeError: 'int' object has no attribute 'numel'" in reply.error
+
+
+def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
+    printed = typed(notebook, "%%graft both\ngl.tap('words', 'not a tensor')\nNone")
+    assert "GraftWarning: gl.tap('words') on target[1]" in printed
+    assert "gl.tap('words', 'not a tensor')" in printed
+    assert "grafter.py" not in printed
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("%graft stat", "did you mean 'status'?"),
+        ("%graft nonsense", "%graft run"),
+        ("%graft baseline", "write %%graft baseline"),
+        ("%graft target[1]", "write %%graft target[1]"),
+        ("%graft up -b two", "not 'two'"),
+        ("%graft up -b 0", "from 1 on"),
+        ("%graft up -t -1", "not '-1'"),
+        ("%graft up --timeout soon", "not 'soon'"),
+        ("%graft up --timeout 0", "more than 0"),
+        ("%graft up --start-method fork", "invalid choice: 'fork'"),
+        ("%graft up -o 1x", "'1x' is not a name"),
+        ("%graft up -o class", "'class' is not a name"),
+        ("%graft up 3", "unrecognized arguments: 3"),
+        ("%graft up 'unfinished", "No closing quotation"),
+        ("%graft status --all", "unrecognized arguments: --all"),
+        ("%graft log -n none", "not 'none'"),
+        ("%graft run", "an expression is needed"),
+        ("%graft run -o", "expected one argument"),
+        ("%graft run -o name", "an expression is needed"),
+        ("%graft run -o 1x 1", "'1x' is not a name"),
+        ("%graft run --out-file x 1", "unrecognized arguments: --out-file"),
+        ("%graft filter name", "--b2t, --t2b, --compare, --keep"),
+        ("%graft filter --b2t", "--b2t needs an expression"),
+        ("%graft filter --b2t --keep True", "--b2t needs an expression"),
+        ("%graft filter --only name", "unrecognized arguments: --only"),
+        ("%graft transform", "required: name"),
+        ("%graft transform missing", "no function 'missing'"),
+        ("%graft frame --every", "unrecognized arguments: --every"),
+        ("%graft plot --kind pie", "invalid choice: 'pie'"),
+        ("%graft plot --kind heatmap", "name a tap"),
+        ("%graft plot --noise-floor low", "invalid float value: 'low'"),
+        ("%%graft nowhere\n1", "target[1]"),
+        ("%%graft run\nf(x)", "`%graft run`, with one %"),
+        ("%%graft target -o x\n1", "no place to run a cell"),
+    ],
+)
+def test_mistakes_in_the_line_get_a_usage_error_without_a_traceback(notebook: Kernel, line: str, says: str) -> None:
+    reply = notebook.run(line)
+    assert reply.stderr.startswith("UsageError: %"), reply.error or reply.stderr
+    assert says in reply.stderr
+    assert not reply.error
+    assert "Traceback" not in reply.stderr
+    assert value(notebook, "session.closed, len(session.runs), session.plan.version") == "(False, 0, 0)"
+
+
+@pytest.mark.parametrize("line", ["status", "stacks", "interrupt", "down", "log", "run 1", "filter", "frame", "plot"])
+def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str) -> None:
+    typed(bare, "if 'session' in globals():\n    session.close()")
+    reply = bare.run(f"%graft {line}")
+    assert reply.stderr.startswith("UsageError: %graft: no session is open; `%graft up")
+    assert bare.run("%%graft both\n1").stderr == reply.stderr
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%graft up --device tpu", "LaunchError: device='tpu'"),
+        ("%graft up --backend carrier_pigeon", "LaunchError: backend='carrier_pigeon'"),
+        ("%graft log nobody", "SessionError: 'nobody' names no rank"),
+        ("%graft filter --b2t search('a', ", "FilterError: "),
+        ("%graft filter --keep __import__('os')", "FilterError: "),
+        ("%graft transform os.no_such_function", "TransformError: "),
+        (
+            "three = 3\n%graft transform three",
+            "TransformError: a transform is a dotted path",
+        ),
+        ("%%graft transform\nx = 1", "TransformError: "),
+        ("%graft plot --kind scatter nothing", "SessionError: no pair of tensors is kept for 'nothing'"),
+        ("%graft run f(", "SessionError: the expression is not Python, so nothing was run"),
+        ("%%graft both\nif True", "SessionError: the cell is not Python, so nothing was run"),
+        ("session.run('1', 2)", "SessionError: target= must be a function or an expression, not int"),
+        ("session.close()\nsession.run('1')", "SessionClosedError: this session is closed"),
+    ],
+)
+def test_errors_of_graftlab_show_their_message_only(notebook: Kernel, cell: str, message: str) -> None:
+    reply = notebook.run(cell)
+    assert reply.error.startswith(message), reply.error or reply.stderr
+    assert "Traceback" not in reply.error
+    assert "graftlab/" not in reply.error
+
+
+def test_a_mistake_in_the_code_is_shown_where_it_is_and_runs_nowhere(notebook: Kernel) -> None:
+    reply = notebook.run("%%graft both\nx = 1\ndef broken(:\n    pass")
+    assert "    def broken(:\n" in reply.error
+    assert "^" in reply.error
+    assert value(notebook, "len(session.runs)") == "0"
+
+
+# ---- help and completion --------------------------------------------------------------------------------------------
+
+
+def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tmp_path: Path) -> None:
+    requests = [({"rid": f"r{i}", "input_ids": [i]}, None, 1.0, 2.0) for i in range(4)]
+    dump = tmp_path / "requests of today.pkl"
+    dump.write_bytes(pickle.dumps({"requests": requests}))
+    typed(notebook, "%%graft both\ndef generate(requests):\n    return [r['input_ids'] for r in requests]")
+    typed(notebook, "def off_by_one(batch):\n    return [[r['input_ids'][0] + (r['rid'] == 'r2')] for r in batch]")
+
+    assert "<Replay of 4 requests: 4 replayed>" in value(notebook, f"%graft replay '{dump}' -o same")
+    assert "True" in value(notebook, "bool(same.summary['same_tokens'].all())")
+    typed(notebook, f"%graft replay '{dump}' --target off_by_one --batch-size 2 --limit 3 -o other")
+    assert "['r2', 'r0', 'r1']" in value(notebook, "other.summary['rid'].tolist()")
+
+    assert notebook.run("%graft replay /nowhere.pkl").error_name == "DumpError"
+    reply = notebook.run(f"%graft replay '{dump}' --baseline missing")
+    assert reply.error_name == "RunError"
+    assert "missing" in reply.error
+
+
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_every_subcommand_has_help_that_names_its_options(bare: Kernel, subcommand: str) -> None:
+    reply = bare.run(f"%graft {subcommand} -h")
+    assert not reply.error
+    assert not reply.stderr
+    assert reply.stdout.startswith(f"usage: %graft {subcommand}")
+    for option in command_line.COMMANDS[subcommand].options:
+        assert option in reply.stdout
+    assert bare.run(f"%graft {subcommand} --help").stdout == reply.stdout
+
+
+@pytest.mark.parametrize("line", ["%graft", "%graft -h", "%graft --help", "%%graft -h\n1"])
+def test_graft_alone_lists_all_there_is(bare: Kernel, line: str) -> None:
+    printed = typed(bare, line)
+    for subcommand in SUBCOMMANDS:
+        assert f"%graft {subcommand} " in printed
+    assert "%%graft transform" in printed
+
+
+@pytest.mark.parametrize(
+    ("typed_so_far", "offered"),
+    [
+        ("%graft ", set(SUBCOMMANDS)),
+        ("%graft st", {"stacks", "status"}),
+        ("%graft up --", {*command_line.COMMANDS["up"].options} - {"-b", "-t", "-o", "-h"}),
+        ("%graft up --start-method ", {"forkserver", "spawn"}),
+        ("%graft filter --", {"--b2t", "--t2b", "--compare", "--keep", "--help"}),
+        ("%graft log ta", {"target", "target[0]", "target[1]"}),
+        ("%graft log -n 3 target[", {"target[0]", "target[1]"}),
+        ("%graft plot hid", {"hidden"}),
+        ("%graft plot --kind h", {"heatmap", "histogram", "history"}),
+        ("%%graft b", {"baseline", "both", "baseline[0]"}),
+        ("%%graft tr", {"transform"}),
+        ("x = 1\n%graft sta", {"stacks", "status"}),
+    ],
+)
+def test_the_tab_key_offers_what_fits(notebook: Kernel, typed_so_far: str, offered: set[str]) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    assert set(notebook.complete(typed_so_far)) == offered
+
+
+def test_the_tab_key_offers_no_ranks_without_a_session(bare: Kernel) -> None:
+    typed(bare, "if 'session' in globals():\n    session.close()")
+    assert set(bare.complete("%%graft t")) == {"target", "transform"}
+
+
+def test_completion_elsewhere_is_as_it_was(notebook: Kernel) -> None:
+    # Without jedi, which reads half the environment first.
+    typed(notebook, "a_name_of_mine = 1\n%config IPCompleter.use_jedi = False")
+    assert "a_name_of_mine" in notebook.complete("print(a_name_of_m")
+
+
+# ---- the words themselves, without a kernel -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("filter --b2t layer == -1", {"b2t": "layer == -1"}),
+        ("filter --b2t 'layer == 1'", {"b2t": "layer == 1"}),
+        (r'filter --b2t "name == \"a\""', {"b2t": 'name == "a"'}),
+        ("filter --b2t 'a' == 'b'", {"b2t": "'a' == 'b'"}),
+        ("filter --b2t name == 'x --keep y' --keep step", {"b2t": "name == 'x --keep y'", "keep": "step"}),
+        ("filter --b2t=a --t2b = b --compare ''", {"b2t": "a", "t2b": "b", "compare": ""}),
+        ("filter --b2t search(r'\\d+\\.out', name)", {"b2t": r"search(r'\d+\.out', name)"}),
+    ],
+)
+def test_filter_expressions_are_taken_as_they_stand(line: str, expected: dict[str, str]) -> None:
+    name, arguments = command_line.parse(line)
+    assert name == "filter"
+    assert {key: text for key, text in vars(arguments).items() if text is not None} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "out", "expression"),
+    [
+        ("run f(x)", None, "f(x)"),
+        ("run -o r f(x)", "r", "f(x)"),
+        ("run --out=r f(x)", "r", "f(x)"),
+        ("run f(x) -o r", "r", "f(x)"),
+        ("run x -other", None, "x -other"),
+        ("run -x", None, "-x"),
+        ("run '-o' + x", None, "'-o' + x"),
+    ],
+)
+def test_run_expressions_are_taken_as_they_stand(line: str, out: str | None, expression: str) -> None:
+    _, arguments = command_line.parse(line)
+    assert (arguments.out, arguments.expression) == (out, expression)
+
+
+def test_a_line_may_end_with_a_comment() -> None:
+    _, arguments = command_line.parse("up -b 2  # two of them")
+    assert (arguments.baseline, arguments.target) == (2, 1)
+
+
+def test_nothing_of_a_line_exits_the_process() -> None:
+    with pytest.raises(UsageError, match="usage: %graft up"):
+        command_line.parse("up --no-such-option")
+    with pytest.raises(command_line.HelpShown, match="usage: %graft up"):
+        command_line.parse("up -h")

@@ -1,0 +1,226 @@
+"""A plan is one immutable value: what cannot work is refused when it is made, and both sides read it alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab.errors import FilterError, GraftError, PlanError, ShippingError, TransformError
+from graftlab.plan.plan import Action, GraftPlan
+from graftlab.transforms import GraftTransformInput, TransformSpec
+
+TAGS = {"name": "attn", "layer": 3, "step": 0, "side": "target", "rank": 1, "recompute_status": "original"}
+
+
+def negated(graft_input: GraftTransformInput) -> torch.Tensor:
+    return -graft_input.target
+
+
+# ---- editing --------------------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Any] = {
+    "b2t": "name == 'q'",
+    "t2b": "layer < 2",
+    "compare": None,
+    "keep": "True",
+    "transform": "def transform(g): return g.target",
+    "rename": {"target": {"^model": "net"}},
+}
+WHAT_THEY_BECOME = {
+    "transform": TransformSpec("source", "def transform(g): return g.target"),
+    "rename": (("target", "^model", "net"),),
+}
+
+
+@given(st.lists(st.sets(st.sampled_from(sorted(CHANGES))), max_size=4))
+def test_an_edit_changes_what_is_given_and_counts_the_version_up(edits: list[set[str]]) -> None:
+    plan, expected = GraftPlan(), dataclasses.asdict(GraftPlan())
+    for number, names in enumerate(edits, start=1):
+        before = plan
+        plan = plan.edit(**{name: CHANGES[name] for name in names})
+        expected |= {name: CHANGES[name] for name in names} | {"version": number}
+        assert before.version == number - 1
+    for name in expected.keys() & WHAT_THEY_BECOME.keys():
+        if expected[name]:
+            expected[name] = WHAT_THEY_BECOME[name]
+    assert {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)} == expected
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_none_takes_back_what_an_edit_gave(name: str) -> None:
+    plan = GraftPlan().edit(**CHANGES).edit(**{name: None})
+    assert getattr(plan, name) == (() if name == "rename" else None)
+
+
+def test_a_plan_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GraftPlan().b2t = "True"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["transform", "rename"])
+def test_a_new_plan_takes_what_an_edit_takes(name: str) -> None:
+    made = GraftPlan(**{name: CHANGES[name]})
+    assert getattr(made, name) == WHAT_THEY_BECOME[name] == getattr(GraftPlan().edit(**{name: CHANGES[name]}), name)
+    assert GraftPlan(transform=negated).load_transform()(example()).tolist() == [-1.0]  # type: ignore[arg-type,misc]
+
+
+def example() -> GraftTransformInput:
+    return GraftTransformInput({}, [torch.zeros(1)], [None], torch.ones(1))
+
+
+def test_plans_of_equal_parts_are_equal_and_hash_alike() -> None:
+    one, other = (GraftPlan().edit(**CHANGES) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != one.edit()
+
+
+# ---- what a plan says of a tap --------------------------------------------------------------------------------------
+
+YES, NO, BLANK = "layer == 3", "layer == 4", "  "
+
+
+@pytest.mark.parametrize(
+    ("filters", "action"),
+    [
+        ({}, Action("b2t")),
+        ({"compare": None}, Action()),
+        ({"compare": BLANK}, Action()),
+        ({"b2t": NO, "t2b": NO, "compare": NO, "keep": NO}, Action()),
+        ({"b2t": YES}, Action("b2t", graft=True)),
+        ({"t2b": YES}, Action("t2b", graft=True)),
+        ({"t2b": YES, "compare": YES}, Action("t2b", graft=True)),
+        ({"b2t": YES, "t2b": NO, "compare": None}, Action("b2t", graft=True)),
+        ({"b2t": YES, "keep": YES}, Action("b2t", graft=True, keep=True)),
+        ({"t2b": YES, "keep": YES}, Action("t2b", graft=True, keep=True)),
+        ({"compare": None, "keep": YES}, Action("b2t", keep=True)),
+        ({"compare": YES, "keep": YES}, Action("b2t", keep=True)),
+        ({"b2t": YES, "t2b": YES}, Action(overlap=True)),
+        ({"b2t": YES, "t2b": YES, "compare": YES, "keep": YES}, Action(overlap=True)),
+    ],
+    ids=str,
+)
+def test_grafts_go_before_comparing_and_keeping_needs_no_other_filter(filters: dict[str, str], action: Action) -> None:
+    assert GraftPlan(**filters).action_for(TAGS) == action
+
+
+@pytest.mark.parametrize(
+    ("expression", "depends"),
+    [
+        ("rank == 0", True),
+        ("side == 'target'", True),
+        ("name == 'q' and tp_rank < 2", True),
+        ("name == 'rank'", False),
+        ("layer < 2 and step == 0", False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("which", ["b2t", "t2b", "compare", "keep"])
+def test_a_plan_knows_whether_ranks_may_decide_differently(which: str, expression: str | None, depends: bool) -> None:
+    assert GraftPlan(**{which: expression}).rank_dependent is depends
+
+
+def test_a_plan_knows_every_tag_that_some_filter_looks_at() -> None:
+    plan = GraftPlan(b2t="name == 'q'", t2b="layer < 2", compare="phase == 'decode'", keep="search('x', name)")
+    assert plan.mentions == {"name", "layer", "phase"}
+
+
+# ---- the names under which taps are paired --------------------------------------------------------------------------
+
+
+def test_renames_apply_in_order_to_the_names_of_their_own_side() -> None:
+    plan = GraftPlan().edit(
+        rename={
+            "target": {r"^model\.": "", r"blocks\.(\d+)\.": r"layers[\1]."},
+            "baseline": {r"^model\.blocks": "late"},
+        }
+    )
+    assert plan.rewrite("target", "model.blocks.3.attn") == "layers[3].attn"
+    assert plan.rewrite("baseline", "model.blocks.3.attn") == "late.3.attn"
+    assert GraftPlan().rewrite("target", "model.blocks.3.attn") == "model.blocks.3.attn"
+    assert GraftPlan().edit(rename={"target": {"a": "b", "b": "c"}}).rewrite("target", "a") == "c"
+    assert GraftPlan().edit(rename={"target": {"b": "c", "a": "b"}}).rewrite("target", "a") == "b"
+
+
+UNUSABLE_RENAMES: dict[str, Any] = {
+    "no regex": {"target": {"(": "x"}},
+    "a group that is not there": {"target": {"a": r"\1"}},
+    "a group too many": {"target": {"(a)": r"\2"}},
+    "a name that is not there": {"target": {"(?P<n>a)": r"\g<m>"}},
+    "half an escape": {"target": {"a": "\\"}},
+    "no such side": {"left": {"a": "b"}},
+    "no replacement": {"target": {"a": None}},
+    "a function": {"target": {"a": lambda match: "b"}},
+    "a number": {"target": {3: "b"}},
+    "bytes": {"target": {b"a": b"b"}},
+    "a side without rules": {"target": "a"},
+    "a list": ["target"],
+    "a string": "target",
+}
+
+
+@pytest.mark.parametrize("rename", UNUSABLE_RENAMES.values(), ids=UNUSABLE_RENAMES)
+def test_a_rename_that_cannot_work_is_refused_when_the_plan_is_made(rename: Any) -> None:
+    with pytest.raises(PlanError, match="rename"):
+        GraftPlan().edit(rename=rename)
+    with pytest.raises(PlanError, match="rename"):
+        GraftPlan(rename=rename)
+
+
+def test_renames_are_taken_as_a_tuple_too_and_its_shape_is_checked() -> None:
+    assert GraftPlan(rename=(("target", "a", "b"),)).rewrite("target", "aa") == "bb"
+    with pytest.raises(PlanError, match="rename"):
+        GraftPlan(rename=(("target", "a"),))  # type: ignore[arg-type]
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "a syntax error": ({"b2t": "name =="}, FilterError),
+    "an unknown helper": ({"t2b": "findall('a', name)"}, FilterError),
+    "an attribute": ({"compare": "name.__class__"}, FilterError),
+    "no text": ({"keep": 3}, FilterError),
+    "a module that is not there": ({"transform": "no_such_module.function"}, TransformError),
+    "a function that is not there": ({"transform": "torch.no_such_function"}, TransformError),
+    "source that does not compile": ({"transform": "def transform(g) return 1"}, TransformError),
+    "no transform at all": ({"transform": 3}, TransformError),
+    "a function that cannot travel": ({"transform": (lambda stuck: lambda g: stuck)(sys._getframe())}, ShippingError),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_used_is_refused_when_the_plan_is_made(what: str) -> None:
+    changes, error = REFUSED[what]
+    plan = GraftPlan().edit(b2t="name == 'q'")
+    before = plan.__getstate__()
+    with pytest.raises(error) as raised:
+        plan.edit(**changes)
+    assert isinstance(raised.value, GraftError)
+    assert plan.__getstate__() == before
+    with pytest.raises(error):
+        GraftPlan(**changes)
+
+
+# ---- travelling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_plan_arrives_equal_and_says_the_same(protocol: int) -> None:
+    plan = GraftPlan().edit(**CHANGES).edit(b2t="search('at+n', name)", transform=negated)
+    plan.action_for(TAGS)  # whatever it has worked out by now stays here
+    sent = pickle.dumps(plan, protocol)
+    assert b"_filters" not in sent
+    arrived = pickle.loads(sent)
+    assert arrived == plan
+    assert arrived.version == 2
+    assert arrived.action_for(TAGS) == plan.action_for(TAGS) == Action("b2t", graft=True, keep=True)
+    assert arrived.rewrite("target", "model.x") == "net.x"
+    assert arrived.load_transform()(example()).tolist() == [-1.0]
+    assert arrived.edit().version == 3

@@ -1,0 +1,917 @@
+"""Figures show what the rows and tensors say: where each artist is, what is written, and what must not be lost."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cbook import is_math_text
+from matplotlib.colors import LogNorm, to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from graftlab import plots
+from graftlab.diffs import samples
+from graftlab.plots import style
+from graftlab.rows.store import to_frame
+
+OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
+FRAME_FIGURES: dict[str, Callable[[pd.DataFrame], Figure]] = {
+    "divergence": plots.divergence,
+    "history": lambda frame: plots.history(frame, "h"),
+    "ranks": lambda frame: plots.ranks(frame, "h"),
+}
+PAIR_FIGURES = {"heatmap": plots.heatmap, "histogram": plots.histogram, "scatter": plots.scatter}
+REAL_DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+
+
+def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> dict[str, Any]:
+    """A row as a rank writes it; what is no column of its own becomes a tag."""
+    own = {"run", "step", "order", "side", "rank", "senders", "nonfinite_differ", "occurrence", "max_abs", "cosine"}
+    tags = {key: more.pop(key) for key in list(more) if key not in own}
+    base = {"run": 1, "step": 0, "order": 0, "side": "target", "rank": 0, "senders": [0], "occurrence": 0, **more}
+    base["tags"] = {"name": name, "step": base["step"], "side": "target", "rank": base["rank"], **tags}
+    base.setdefault("nonfinite_differ", 0 if status in ("compared", "grafted") else None)
+    return {"name": name, "rel_l2": value, "status": status, "direction": "b2t", **base}
+
+
+def frame(*rows: dict[str, Any]) -> pd.DataFrame:
+    """Rows in execution order, unless they say otherwise."""
+    return to_frame([{**one, "order": one["order"] or at} for at, one in enumerate(rows)])
+
+
+def by_gid(figure: Figure, gid: str) -> Any:
+    found = [artist for artist in figure.findobj() if artist.get_gid() == gid]
+    assert len(found) <= 1, f"{len(found)} artists are called {gid}"
+    return found[0] if found else None
+
+
+def points(figure: Figure, gid: str) -> list[tuple[float, float]]:
+    artist = by_gid(figure, gid)
+    return [] if artist is None else [tuple(point) for point in np.asarray(artist.get_offsets())]
+
+
+def near(expected: list[tuple[float, float]]) -> Any:
+    return pytest.approx(np.array(expected))
+
+
+def axes(figure: Figure) -> Axes:
+    return figure.axes[0]
+
+
+def tick_labels(figure: Figure) -> list[str]:
+    return [label.get_text() for label in axes(figure).get_xticklabels()]
+
+
+def y_ticks(figure: Figure) -> dict[str, float]:
+    ax = axes(figure)
+    return dict(zip([t.get_text() for t in ax.get_yticklabels()], ax.get_yticks(), strict=True))
+
+
+def texts(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(lambda a: hasattr(a, "get_text")))
+
+
+def title(figure: Figure) -> str:
+    return axes(figure).get_title(loc="left")
+
+
+def annotations(figure: Figure) -> list[Annotation]:
+    return [text for text in axes(figure).texts if isinstance(text, Annotation)]
+
+
+def legend(figure: Figure) -> list[str]:
+    found = axes(figure).get_legend()
+    return [] if found is None else [text.get_text() for text in found.get_texts()]
+
+
+def model_frame(
+    layers: int = 3, ranks: int = 2, steps: int = 1, first_step: int = 0, bad: int | None = None
+) -> pd.DataFrame:
+    """What a small model leaves behind; from layer ``bad`` on the outputs are wrong."""
+    rows = []
+    for rank in range(ranks):
+        order = 0
+        for step in range(first_step, first_step + steps):
+            for layer in range(layers):
+                for name in ("attn_out", "mlp_out"):
+                    wrong = bad is not None and (layer, name) >= (bad, "mlp_out")
+                    value = (1 + rank) * (2e-2 if wrong else 1e-7 * (layer + 1))
+                    rows.append(row(name, value, rank=rank, step=step, order=order, layer=layer))
+                    order += 1
+    return to_frame(rows)
+
+
+# --- divergence
+
+
+def test_taps_are_placed_in_execution_order_whatever_the_order_of_the_rows() -> None:
+    data = frame(row("c", 1e-3, order=7), row("a", 1e-5, order=2), row("b", 1e-4, order=5))
+    figure = plots.divergence(data.sample(frac=1, random_state=1))
+    assert tick_labels(figure) == ["a", "b", "c"]
+    assert points(figure, "run 1: compared") == near([(0, 1e-5), (1, 1e-4), (2, 1e-3)])
+
+
+def test_later_steps_are_to_the_right_though_a_rank_with_fewer_taps_counts_slower() -> None:
+    ahead = [row("a", step=0, order=90, rank=0), row("a", step=1, order=91, rank=0)]
+    behind = [row("b", step=1, order=1, rank=1)]
+    assert tick_labels(plots.divergence(to_frame(ahead + behind))) == ["a step=0", "b step=1", "a step=1"]
+
+
+def test_runs_are_ordered_by_their_steps_not_by_where_the_frame_has_them() -> None:
+    data = to_frame([row("a", run=1, step=0), row("a", run=2, step=1), row("a", run=3, step=2)])
+    assert tick_labels(plots.divergence(data[::-1])) == ["a step=0", "a step=1", "a step=2"]
+
+
+def test_divergence_has_units_and_a_log_axis() -> None:
+    ax = axes(plots.divergence(frame(row())))
+    assert ax.get_yscale() == "log"
+    assert ax.get_ylabel().startswith("rel_l2")
+    assert ax.get_ylabel().endswith("(ratio)")
+    assert "execution order" in ax.get_xlabel()
+    assert "tensor's units" in axes(plots.divergence(frame(row(max_abs=1.0)), value="max_abs")).get_ylabel()
+
+
+def test_several_receiving_ranks_show_as_their_largest() -> None:
+    data = frame(*(row("a", value, rank=rank, order=1) for rank, value in enumerate([1e-6, 3e-4, math.nan, 2e-6])))
+    assert points(plots.divergence(data), "run 1: compared") == near([(0, 3e-4)])
+
+
+def test_every_status_has_its_own_colour_and_marker_from_the_palette() -> None:
+    statuses = ["compared", "grafted", "failed", "missing", "timeout", "unmatched"]
+    figure = plots.divergence(frame(*(row(s, 1e-6 if s in ("compared", "grafted") else None, s) for s in statuses)))
+    drawn = [by_gid(figure, f"run 1: {status}") for status in statuses]
+    colors = {to_hex(artist.get_facecolors()[0]) for artist in drawn}
+    assert len(colors) == len(statuses)
+    assert colors <= OKABE_ITO
+    assert len({artist.get_paths()[0].vertices.tobytes() for artist in drawn}) == len(statuses)
+    assert sorted(legend(figure)) == sorted(statuses)
+
+
+def test_a_row_without_a_value_is_at_the_edge_and_inside_the_axes() -> None:
+    data = frame(row("a", 1e-6), row("b", None, "failed"), row("c", None, "missing"), row("d", 2e-2))
+    figure = plots.divergence(data)
+    ((_, top),), ((_, bottom),) = points(figure, "run 1: failed"), points(figure, "run 1: missing")
+    low, high = axes(figure).get_ylim()
+    assert low < bottom < 1e-6
+    assert 2e-2 < top < high
+
+
+def test_a_tap_that_one_rank_measured_and_another_missed_shows_both() -> None:
+    figure = plots.divergence(frame(row("a", 1e-6, order=3), row("a", None, "timeout", rank=1, order=3)))
+    assert points(figure, "run 1: compared") == near([(0, 1e-6)])
+    assert [x for x, _ in points(figure, "run 1: timeout")] == [0]
+
+
+def test_an_unknown_status_is_drawn_and_named() -> None:
+    figure = plots.divergence(frame(row("a"), row("b", None, "skipped")))
+    assert len(points(figure, "run 1: skipped")) == 1
+    assert "skipped" in legend(figure)
+
+
+def test_exact_zeros_are_hollow_on_a_floor_of_their_own() -> None:
+    figure = plots.divergence(frame(row("a", 0.0), row("b", 1e-7), row("c", 0.0, "grafted")))
+    floor = y_ticks(figure)["0 (exact)"]
+    assert points(figure, "run 1: compared exact") == [(0, floor)]
+    assert points(figure, "run 1: grafted exact") == [(2, floor)]
+    assert axes(figure).get_ylim()[0] < floor < 1e-7
+    assert not len(by_gid(figure, "run 1: compared exact").get_facecolors())
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, None])
+def test_frames_without_one_ordinary_value_are_drawn(value: float | None) -> None:
+    for draw in FRAME_FIGURES.values():
+        figure = draw(frame(row("h", value), row("h", value, step=1, order=1)))
+        assert plots.to_png(figure)
+    figure = plots.divergence(frame(row("h", value)), noise_floor=1e-5)
+    place = points(figure, "run 1: compared exact" if value == 0 else "run 1: compared")
+    low, high = axes(figure).get_ylim()
+    assert len(place) == 1
+    assert low < place[0][1] < high
+
+
+def test_values_at_the_ends_of_float64_are_drawn() -> None:
+    figure = plots.divergence(frame(row("a", 5e-324), row("b", 1.7e308), row("c", None, "failed"), row("d", 0.0)))
+    assert plots.to_png(figure)
+    assert all(math.isfinite(limit) and limit > 0 for limit in axes(figure).get_ylim())
+
+
+def test_non_finite_differences_stand_out() -> None:
+    data = frame(row("a"), row("b", 1e-7, nonfinite_differ=2), row("c", math.nan, nonfinite_differ=9))
+    figure = plots.divergence(data)
+    ring = by_gid(figure, "run 1: non-finite")
+    assert [x for x, _ in ring.get_offsets()] == [1, 2]
+    assert ring.get_sizes()[0] > 2 * by_gid(figure, "run 1: compared").get_sizes()[0]
+    assert ring.get_zorder() > by_gid(figure, "run 1: compared").get_zorder()
+    assert "non-finite differs" in legend(figure)
+
+
+def test_the_noise_floor_is_a_line_and_the_first_tap_above_it_is_annotated() -> None:
+    figure = plots.divergence(model_frame(bad=1), noise_floor=1e-5)
+    assert list(by_gid(figure, "noise floor").get_ydata()) == [1e-5, 1e-5]
+    (note,) = annotations(figure)
+    assert note.get_text() == "first divergent: mlp_out layer=1  (rel_l2 0.04)"
+    assert note.xy == pytest.approx((3, 4e-2))
+    assert not annotations(plots.divergence(model_frame(bad=1), noise_floor=1e-5, suspect=False))
+    assert not annotations(plots.divergence(model_frame(), noise_floor=1e-5))
+
+
+def test_without_a_floor_only_failures_and_non_finite_values_are_suspects() -> None:
+    assert not annotations(plots.divergence(frame(row("a", 0.9))))
+    (note,) = annotations(plots.divergence(frame(row("a", 0.9), row("b", None, "failed"))))
+    assert note.get_text() == "first divergent: b  (failed)"
+    (note,) = annotations(plots.divergence(frame(row("a", 0.9), row("b", 1e-9, nonfinite_differ=1))))
+    assert note.get_text() == "first divergent: b  (non-finite values differ)"
+
+
+def test_labels_name_only_what_tells_taps_apart() -> None:
+    rows = [row("norm", layer=0, phase="decode"), row("norm", layer=1, phase="decode"), row("logits", phase="decode")]
+    assert tick_labels(plots.divergence(frame(*rows))) == ["norm layer=0", "norm layer=1", "logits"]
+    twice = [row("f"), row("f", occurrence=1), row("f", step=1), row("f", step=1, occurrence=1)]
+    assert tick_labels(plots.divergence(frame(*twice))) == ["f step=0 #0", "f step=0 #1", "f step=1 #0", "f step=1 #1"]
+
+
+def test_tags_that_name_a_rank_do_not_split_a_tap() -> None:
+    data = frame(*(row("a", 1e-6, rank=rank, tp_rank=rank, order=1) for rank in range(3)))
+    assert tick_labels(plots.divergence(data)) == ["a"]
+
+
+def test_tags_may_be_lists_dicts_missing_or_called_like_a_column() -> None:
+    tags: list[dict[str, Any]] = [{"where": [1, 2]}, {"where": {"a": 1}}, {"where": 3}, {}, {"shape": "wide"}]
+    labels = tick_labels(plots.divergence(frame(*(row("a", **one) for one in tags))))
+    assert labels == ["a where=[1, 2]", "a where={'a': 1}", "a where=3", "a", "a tag_shape=wide"]
+
+
+def test_a_frame_made_by_hand_needs_few_columns() -> None:
+    data = pd.DataFrame(
+        {"name": ["a", "a"], "order": [0, 1], "status": "compared", "rel_l2": [1e-7, 1e-1], "layer": [0, 1]}
+    )
+    figure = plots.divergence(data, noise_floor=1e-5)
+    assert tick_labels(figure) == ["a layer=0", "a layer=1"]
+    found = plots.first_divergent(data)
+    assert found is not None
+    assert found["layer"] == 1
+
+
+def test_long_names_are_cut_in_the_middle_and_keep_their_numbers() -> None:
+    name = "model.decoder.layers.17.self_attention.projection.output_dropout"
+    (label,) = tick_labels(plots.divergence(frame(row(name))))
+    assert label == "model…17…projection.output_dropout"
+    (label,) = tick_labels(plots.divergence(frame(row("x" * 500 + "tail"))))
+    assert len(label) == 40
+    assert label.startswith("xxx")
+    assert label.endswith("tail")
+    assert "…" in label
+
+
+def test_ten_thousand_taps_make_few_artists_and_few_labels() -> None:
+    figure = plots.divergence(frame(*(row(f"tap.{i}", 1e-7) for i in range(10_000))), noise_floor=1e-5)
+    assert 30 <= len(tick_labels(figure)) <= 60
+    assert "one in 167 named" in axes(figure).get_xlabel()
+    assert figure.get_size_inches()[0] <= 16
+    assert len(points(figure, "run 1: compared")) == 10_000
+    assert len(axes(figure).collections) + len(axes(figure).lines) < 10
+    widths = [plots.divergence(frame(*(row(f"t{i}") for i in range(n)))).get_size_inches()[0] for n in (10, 60)]
+    assert widths[0] < widths[1] < 16
+
+
+def test_runs_are_laid_over_each_other_by_tap_though_they_ran_at_other_steps() -> None:
+    figure = plots.divergence({"bad": model_frame(bad=1), "good": model_frame(first_step=5)}, noise_floor=1e-5)
+    assert len(tick_labels(figure)) == 6
+    bad, good = points(figure, "bad: compared"), points(figure, "good: compared")
+    assert [round(x) for x, _ in bad] == [round(x) for x, _ in good] == list(range(6))
+    assert to_hex(by_gid(figure, "bad: line").get_color()) != to_hex(by_gid(figure, "good: line").get_color())
+    assert by_gid(figure, "bad: line").get_linestyle() != by_gid(figure, "good: line").get_linestyle()
+    assert {"bad", "good"} <= set(legend(figure))
+    assert [note.get_text() for note in annotations(figure)] == ["bad, first divergent: mlp_out layer=1  (rel_l2 0.04)"]
+
+
+def test_steps_of_runs_that_ran_at_other_steps_are_counted_from_the_first() -> None:
+    first, second = (frame(row("a", step=s), row("a", step=s + 1)) for s in (3, 7))
+    assert tick_labels(plots.divergence([first, second])) == ["a step +0", "a step +1"]
+    assert tick_labels(plots.divergence([first, first])) == ["a step=3", "a step=4"]
+
+
+def test_a_tap_that_only_one_run_has_follows_what_precedes_it_there() -> None:
+    more = frame(row("zero"), row("a"), row("extra"), row("b", phase="x"), row("end"))
+    less = frame(row("a"), row("b", phase="x"))
+    for frames in ([less, more], [more, less]):
+        figure = plots.divergence(frames, labels=["one", "two"])
+        assert tick_labels(figure) == ["zero", "a", "extra", "b", "end"]
+        assert legend(figure)[:2] == ["one", "two"]
+
+
+def test_labels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 labels were given for 2 frames"):
+        plots.divergence([frame(row()), frame(row())], labels=["one"])
+    with pytest.raises(ValueError, match="not all different"):
+        plots.divergence([frame(row()), frame(row())], labels=["one", "one"])
+
+
+def test_a_value_that_can_be_negative_gets_a_linear_axis() -> None:
+    figure = plots.divergence(frame(row("a", cosine=-0.5), row("b", cosine=0.0), row("c", cosine=1.0)), value="cosine")
+    assert axes(figure).get_yscale() == "linear"
+    assert points(figure, "run 1: compared") == near([(0, -0.5), (1, 0.0), (2, 1.0)])
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_names_are_written_as_they_are() -> None:
+    names = ["注意力", "μ.λ", "$x^2$", r"\frac", "two\nlines", "$", "", "_hidden"]
+    figure = plots.divergence(frame(*(row(name) for name in names)))
+    assert plots.to_png(figure)
+    assert not any(is_math_text(label) for label in tick_labels(figure))
+    shown = [label.replace(r"\$", "$") for label in tick_labels(figure)]
+    assert shown == [name.replace("\n", "\N{REPLACEMENT CHARACTER}") for name in names]
+    assert "_hidden" in "".join(legend(plots.divergence({"_hidden": frame(row()), "b": frame(row())})))
+
+
+# --- what every frame figure promises
+
+
+@pytest.mark.parametrize("draw", FRAME_FIGURES.values(), ids=FRAME_FIGURES)
+def test_an_empty_frame_says_so_inside_the_figure(draw: Callable[[pd.DataFrame], Figure]) -> None:
+    for empty in (pd.DataFrame(), frame(row()).head(0), to_frame([])):
+        figure = draw(empty)
+        assert "no rows to show" in texts(figure)
+        assert axes(figure).get_xlabel()
+        assert axes(figure).get_ylabel()
+        assert plots.to_png(figure)
+    assert "no rows to show" in texts(plots.divergence([])) + texts(plots.divergence({}))
+
+
+@pytest.mark.parametrize("column", ["name", "status", "rel_l2"])
+@pytest.mark.parametrize("draw", FRAME_FIGURES.values(), ids=FRAME_FIGURES)
+def test_a_missing_column_is_named(draw: Callable[[pd.DataFrame], Figure], column: str) -> None:
+    with pytest.raises(ValueError, match=f"no column '{column}'"):
+        draw(frame(row()).drop(columns=column))
+
+
+def test_columns_that_only_some_figures_need_are_named_too() -> None:
+    with pytest.raises(ValueError, match="no column 'order'"):
+        plots.divergence(frame(row()).drop(columns="order"))
+    with pytest.raises(ValueError, match="no column 'order'"):
+        plots.first_divergent(frame(row()).drop(columns="order"))
+    with pytest.raises(ValueError, match="no column 'step'"):
+        plots.history(frame(row()).drop(columns="step"), "h")
+    with pytest.raises(ValueError, match=r"no column 'rel_l3'; did you mean 'rel_l2'\?"):
+        plots.divergence(frame(row()), value="rel_l3")
+    with pytest.raises(ValueError, match="no column 'layr'"):
+        plots.history(frame(row(layer=1)), "h", layr=1)
+    with pytest.raises(ValueError, match="column 'name' cannot be drawn, it holds 'h'"):
+        plots.divergence(frame(row()), value="name")
+    with pytest.raises(TypeError, match="pandas DataFrame"):
+        plots.divergence([{"name": "h"}])  # type: ignore[list-item]
+
+
+# --- the first divergent row
+
+
+def test_the_first_divergent_row_is_the_first_in_execution_order() -> None:
+    data = frame(row("late", 0.9, order=9), row("early", 2e-5, order=4), row("fine", 9e-6, order=1))
+    found = plots.first_divergent(data)
+    assert found is not None
+    assert found["name"] == "early"
+    assert data.loc[found.name, "name"] == "early"
+    assert plots.first_divergent(data, noise_floor=1.0) is None
+    assert plots.first_divergent(data, noise_floor=None) is None
+
+
+def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not() -> None:
+    silent = [row("a", None, "missing"), row("b", 5.0, "timeout"), row("c", 5.0, "unmatched"), row("d", math.nan)]
+    assert plots.first_divergent(frame(*silent)) is None
+    for culprit in (row("x", 1e-9, nonfinite_differ=1), row("x", None, "failed"), row("x", math.inf)):
+        found = plots.first_divergent(frame(*silent, culprit, row("y", 1.0)))
+        assert found is not None
+        assert found["name"] == "x"
+    grafted = plots.first_divergent(frame(row("a", 0.5, "grafted")))
+    assert grafted is not None
+    assert grafted["status"] == "grafted"
+    assert plots.first_divergent(pd.DataFrame()) is None
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from("abc"),
+            st.sampled_from([0.0, 1e-6, 1e-4, math.nan, math.inf]),
+            st.sampled_from(["compared", "grafted", "failed", "missing"]),
+            st.sampled_from([0, 0, 3]),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from([None, 1e-5]),
+)
+def test_the_row_found_and_the_tap_annotated_are_the_same(rows: list[Any], floor: float | None) -> None:
+    made = [row(n, v, s, step=step, nonfinite_differ=bad) for step, n, v, s, bad in sorted(rows, key=lambda r: r[0])]
+    data = to_frame([{**one, "order": at, "occurrence": at} for at, one in enumerate(made)])
+    expected = [
+        at
+        for at, one in enumerate(made)
+        if one["status"] == "failed"
+        or (
+            one["status"] in ("compared", "grafted")
+            and (one["nonfinite_differ"] > 0 or (floor is not None and one["rel_l2"] > floor))
+        )
+    ]
+    found = plots.first_divergent(data, noise_floor=floor)
+    notes = annotations(plots.divergence(data, noise_floor=floor))
+    assert (None if found is None else found["order"]) == (expected[0] if expected else None)
+    assert [round(note.xy[0]) for note in notes] == expected[:1]
+
+
+# --- one tap over steps and ranks
+
+
+def test_history_draws_a_line_a_rank_over_steps() -> None:
+    figure = plots.history(model_frame(steps=4), "attn_out", layer=2)
+    assert axes(figure).get_xlabel() == "step"
+    assert axes(figure).get_yscale() == "log"
+    for rank, scale in ((0, 1), (1, 2)):
+        assert points(figure, f"target rank {rank}: compared") == near([(s, scale * 3e-7) for s in range(4)])
+        assert list(by_gid(figure, f"target rank {rank}").get_xdata()) == [0, 1, 2, 3]
+    assert legend(figure)[:2] == ["target rank 0", "target rank 1"]
+    assert title(figure) == "attn_out layer=2"
+
+
+def test_history_takes_the_largest_of_what_matches_and_says_so() -> None:
+    figure = plots.history(model_frame(steps=2, ranks=1), "attn_out")
+    assert points(figure, "target rank 0: compared") == near([(0, 3e-7), (1, 3e-7)])
+    assert title(figure) == "attn_out  (largest over layer)"
+
+
+def test_history_marks_what_has_no_value_is_exact_or_not_finite() -> None:
+    steps = [
+        row("h", 1e-6),
+        row("h", None, "timeout", step=1),
+        row("h", 0.0, step=2),
+        row("h", 1e-6, step=3, nonfinite_differ=1),
+    ]
+    figure = plots.history(frame(*steps, row("h", None, "missing", step=4)), "h")
+    ticks, low_high = y_ticks(figure), axes(figure).get_ylim()
+    assert points(figure, "target rank 0: compared exact") == [(2, ticks["0 (exact)"])]
+    assert [x for x, _ in points(figure, "target rank 0: non-finite")] == [3]
+    ((x, top),), ((_, bottom),) = points(figure, "target rank 0: timeout"), points(figure, "target rank 0: missing")
+    assert x == 1
+    assert low_high[0] < bottom < 1e-6 < top < low_high[1]
+    assert {"timeout", "missing", "exact (hollow)", "non-finite differs"} <= set(legend(figure))
+
+
+def test_tags_choose_the_tap() -> None:
+    data = frame(row("h", 1e-1, layer=1), row("h", 1e-2, layer=2), row("h", 1e-3), row("h", 1e-4, layer=2, rank=1))
+    data = pd.concat([data, frame(row("h", 1e-5, shape="s"), row("h", 0.5, rank=None, layer=7))], ignore_index=True)
+
+    def shown(**tags: Any) -> list[float]:
+        figure = plots.history(data, "h", **tags)
+        return [y for rank in (0, 1) for _, y in points(figure, f"target rank {rank}: compared")]
+
+    assert shown(layer=1) == pytest.approx([1e-1])
+    assert shown(layer=2) == pytest.approx([1e-2, 1e-4])
+    assert shown(layer=2, rank=1) == pytest.approx([1e-4])
+    assert shown(rank=1) == pytest.approx([1e-4])
+    assert shown(layer=None) == pytest.approx([1e-3])
+    assert shown(tag_shape="s") == pytest.approx([1e-5])
+    assert "no row of 'h' has layer=9" in texts(plots.history(data, "h", layer=9))
+
+
+@pytest.mark.parametrize("draw", [plots.history, plots.ranks])
+def test_a_misspelt_tap_suggests_the_right_one(draw: Callable[..., Figure]) -> None:
+    assert "no tap is called 'atn_out'\ndid you mean 'attn_out'" in texts(draw(model_frame(), "atn_out"))
+
+
+def test_ranks_show_a_cell_for_each_receiver_and_step_and_frame_the_worst() -> None:
+    rows = [
+        row("h", (r + 1) * 10.0 ** -(6 - s), rank=r, step=s, senders=[0, 1, 2, 5]) for s in range(2) for r in range(3)
+    ]
+    figure = plots.ranks(frame(*rows), "h")
+    shown = by_gid(figure, "cells").get_array()
+    np.testing.assert_allclose(shown, [[1e-6, 2e-6, 3e-6], [1e-5, 2e-5, 3e-5]])
+    assert isinstance(by_gid(figure, "cells").norm, LogNorm)
+    assert tick_labels(figure) == [f"target rank {r}\n← 0-2, 5" for r in range(3)]
+    assert title(figure) == "h\nworst: target rank 2, step 1, rel_l2 3e-05"
+    assert by_gid(figure, "worst").get_xy() == (1.5, 0.5)
+    assert "3e-05" in [text.get_text() for text in axes(figure).texts]
+    assert axes(figure).get_ylabel() == "step"
+    assert "(ratio)" in figure.axes[1].get_ylabel()
+
+
+def test_cells_without_a_value_are_blank_and_marked() -> None:
+    rows = [
+        row("h", 1e-6),
+        row("h", None, "missing", rank=1),
+        row("h", 0.0, rank=2),
+        row("h", math.nan, rank=3, nonfinite_differ=1),
+    ]
+    figure = plots.ranks(frame(*rows), "h")
+    assert by_gid(figure, "cells").get_array().mask.tolist() == [[False, True, False, True]]
+    assert points(figure, "missing") == [(1, 0)]
+    assert by_gid(figure, "not finite").get_x() == 2.5
+    assert by_gid(figure, "non-finite").get_x() == pytest.approx(2.54)
+    assert legend(figure) == ["0 (exact)", "not finite", "missing", "non-finite differs"]
+
+
+def test_many_steps_share_strips_and_lose_no_maximum() -> None:
+    rows = [row("h", 0.5 if s == 777 else 1e-7, step=s, rank=r) for s in range(1000) for r in range(2)]
+    figure = plots.ranks(frame(*rows), "h", rank=1)
+    shown = by_gid(figure, "cells").get_array()
+    assert shown.shape == (200, 1)
+    assert shown.max() == 0.5
+    assert np.argmax(shown) == 777 // 5
+    assert "steps from 775" in title(figure)
+
+
+# --- downsampling by maximum
+
+
+def brute_force(diff: np.ndarray[Any, Any], dims: tuple[int, int], limit: int) -> np.ndarray[Any, Any]:
+    flat = np.moveaxis(diff, dims, (0, 1)).reshape(diff.shape[dims[0]], diff.shape[dims[1]], -1).max(axis=2)
+    down, across = (math.ceil(size / limit) for size in flat.shape)
+    blocks = [
+        [flat[i : i + down, j : j + across] for j in range(0, flat.shape[1], across)]
+        for i in range(0, flat.shape[0], down)
+    ]
+    return np.array([[block.max() for block in line] for line in blocks])
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    st.integers(1, 10),
+    st.integers(1, 200),
+    st.randoms(use_true_random=False),
+)
+def test_downsampling_is_the_maximum_of_each_cell_however_the_blocks_fall(
+    shape: list[int], limit: int, block: int, random: Any
+) -> None:
+    dims = tuple(random.sample(range(len(shape)), 2))
+    diff = torch.tensor([random.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graftlab.diffs.maps.BLOCK", block)
+        cells, extent = plots.max_downsample(diff, [dims[0], dims[1] - len(shape)], limit)
+    np.testing.assert_array_equal(cells, brute_force(diff.numpy(), dims, limit))
+    assert max(cells.shape) <= limit
+    assert extent[:1] + extent[3:] == (-0.5, -0.5)
+    assert extent[1] + 0.5 >= shape[dims[1]]
+    assert extent[2] + 0.5 >= shape[dims[0]]
+
+
+def test_no_block_straddles_a_cell_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    diff = torch.randn(11, 3, 13, generator=torch.Generator().manual_seed(0))
+    for block in range(1, 3 * 11 * 13 + 1):
+        monkeypatch.setattr("graftlab.diffs.maps.BLOCK", block)
+        for dims in ((0, 2), (2, 0), (0, 1)):
+            np.testing.assert_array_equal(plots.max_downsample(diff, dims, 4)[0], brute_force(diff.numpy(), dims, 4))
+
+
+def test_one_bad_element_in_a_large_tensor_is_found_and_ringed() -> None:
+    baseline = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    target = baseline.clone()
+    target[1234, 3210] = 0.25
+    cells, _ = plots.max_downsample((baseline - target).abs())
+    assert cells.shape == (512, 512)
+    assert np.argwhere(cells).tolist() == [[1234 // 8, 3210 // 8]]
+    figure = plots.heatmap(baseline, target)
+    assert points(figure, "worst") == [(3210, 1234)]
+    assert "worst: 0.25 at [1234, 3210]  (baseline 0, target 0.25)" in title(figure)
+    left, right, bottom, top = by_gid(figure, "cells").get_extent()
+    shown = by_gid(figure, "cells").get_array()
+    row_of = int((1234 - top) / (bottom - top) * shown.shape[0])
+    column_of = int((3210 - left) / (right - left) * shown.shape[1])
+    assert np.unravel_index(np.argmax(shown), shown.shape) == (row_of, column_of)
+
+
+@pytest.mark.parametrize("dtype", [*REAL_DTYPES, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("draw", PAIR_FIGURES.values(), ids=PAIR_FIGURES)
+def test_pairs_of_any_dtype_are_drawn_and_left_alone(draw: Callable[..., Figure], dtype: torch.dtype) -> None:
+    baseline = torch.tensor([[0, 1, 0], [1, 1, 0]]).to(dtype)
+    target = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
+    copies = baseline.clone(), target.clone()
+    figure = draw(baseline, target)
+    assert plots.to_png(figure)
+    if draw is not plots.histogram:
+        assert "[0, 2]" in title(figure)
+    for tensor, copy in zip((baseline, target), copies, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8))
+
+
+def test_differences_that_the_operands_dtype_cannot_hold_are_right() -> None:
+    def worst(x: Any, y: Any, dtype: torch.dtype) -> float:
+        return plots.difference_map(torch.tensor([x], dtype=dtype), torch.tensor([y], dtype=dtype)).worst
+
+    assert worst(3, 250, torch.uint8) == 247
+    assert worst(-128, 127, torch.int8) == 255
+    assert worst(2**40, 2**40 + 1, torch.int64) == 1
+    assert worst(1.0, 1.0 + 1e-12, torch.float64) == pytest.approx(1e-12, rel=1e-3, abs=0)
+    assert worst(-448.0, 448.0, torch.float8_e4m3fn) == 896
+    assert worst(1 + 1j, 1 - 1j, torch.complex64) == 2
+    assert math.isfinite(worst(-3e38, 3e38, torch.float32))
+
+
+def test_mixed_dtypes_strides_and_gradients_are_fine() -> None:
+    baseline = torch.randn(6, 5, 4, requires_grad=True).transpose(0, 2)
+    target = baseline.detach().double().contiguous()
+    target[3, 2, 1] += 5
+    for draw in PAIR_FIGURES.values():
+        assert plots.to_png(draw(baseline, target))
+    assert plots.difference_map(baseline, target).worst_index == (3, 2, 1)
+
+
+def test_the_first_of_several_non_finite_values_is_named_whichever_block_it_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graftlab.diffs.maps.BLOCK", 8)
+    target = torch.zeros(4, 40)
+    target[1, 0] = target[0, 30] = target[3, 3] = math.nan
+    found = plots.difference_map(torch.zeros(4, 40), target, limit=2)
+    assert found.nonfinite_index == (0, 30)
+    assert found.nonfinite_differ == 3
+
+
+def test_nan_wins_its_cell_and_empty_tensors_have_no_cells() -> None:
+    diff = torch.zeros(10, 10)
+    diff[3, 7] = math.nan
+    cells, _ = plots.max_downsample(diff, limit=5)
+    assert np.argwhere(np.isnan(cells)).tolist() == [[1, 3]]
+    assert plots.max_downsample(torch.zeros(3, 0, 2))[0].shape == (0, 0)
+    assert plots.max_downsample(torch.tensor(4.0))[0].tolist() == [[4.0]]
+    assert plots.max_downsample(torch.tensor([1 + 1j, 3 + 4j]))[0][0, 1] == 5
+
+
+@pytest.mark.parametrize(
+    ("dims", "problem"),
+    [((0, 3), "names dim 3"), ((1, 1), "two different"), ((0, 1, 2), "one or two"), ((), "one or two")],
+)
+def test_axes_that_do_not_fit_are_refused(dims: tuple[int, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        plots.max_downsample(torch.zeros(2, 2, 2), dims)
+    with pytest.raises(ValueError, match=problem):
+        plots.heatmap(torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), dims=dims)
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        plots.max_downsample(torch.zeros(2), limit=0)
+
+
+# --- figures of a pair
+
+
+def test_heatmap_shows_the_chosen_axes_with_units_on_a_log_scale() -> None:
+    baseline, target = torch.zeros(3, 40, 5), torch.zeros(3, 40, 5)
+    target[2, 30, 1] = -8
+    target[0, 0, 0] = 1e-3
+    figure = plots.heatmap(baseline, target, dims=(1, 0), title="attn_out, layer=3")
+    ax = axes(figure)
+    assert (ax.get_ylabel(), ax.get_xlabel()) == ("dim 1  (element index)", "dim 0  (element index)")
+    assert by_gid(figure, "cells").get_array().shape == (40, 3)
+    assert points(figure, "worst") == [(2, 30)]
+    norm = by_gid(figure, "cells").norm
+    assert isinstance(norm, LogNorm)
+    assert (norm.vmin, norm.vmax) == pytest.approx((1e-3, 8))
+    assert title(figure).splitlines() == [
+        "attn_out, layer=3  [3, 40, 5] float32",
+        "worst: 8 at [2, 30, 1]  (baseline 0, target -8)",
+    ]
+    assert "|baseline - target|" in figure.axes[1].get_ylabel()
+    assert "units" in figure.axes[1].get_ylabel()
+    assert ax.get_xlim() == (-0.5, 2.5)
+    assert ax.get_ylim() == (39.5, -0.5)
+
+
+def test_the_axes_end_where_the_tensor_ends_though_the_last_cell_reaches_further() -> None:
+    figure = plots.heatmap(torch.zeros(2, 1025), torch.ones(2, 1025))
+    assert by_gid(figure, "cells").get_array().shape == (2, 342)
+    assert by_gid(figure, "cells").get_extent()[1] == 1025.5
+    assert axes(figure).get_xlim() == (-0.5, 1024.5)
+
+
+def test_zeros_and_non_finite_cells_have_colours_outside_the_scale() -> None:
+    baseline = torch.tensor([[1.0, 1.0, 1.0, 1.0, -math.inf]])
+    target = torch.tensor([[1.0, 1.5, math.nan, math.inf, -math.inf]])
+    figure = plots.heatmap(baseline, target)
+    cells = by_gid(figure, "cells")
+    colors = [to_hex(color) for color in cells.cmap(cells.norm(cells.get_array()))[0]]
+    assert colors[0] == colors[4] == "#101010"
+    assert colors[2] == colors[3] == "#d55e00"
+    assert colors[1] not in ("#101010", "#d55e00")
+    assert points(figure, "non-finite") == [(2, 0), (3, 0)]
+    assert "2 differ, first at [0, 2]  (baseline 1, target nan)" in title(figure)
+    assert "1 equal on both sides" in title(figure)
+    assert legend(figure) == ["worst element", "0 (exact)", "non-finite differs"]
+
+
+def test_equal_all_nan_and_unusually_shaped_pairs_are_drawn() -> None:
+    same = plots.heatmap(torch.ones(4, 4), torch.ones(4, 4))
+    assert "every pair is equal" in title(same)
+    assert by_gid(same, "worst") is None
+    nan = torch.full((4, 4), math.nan)
+    assert "every pair is equal" in title(plots.heatmap(nan, nan))
+    assert "16 differ" in title(plots.heatmap(nan, torch.ones(4, 4)))
+    flat = plots.heatmap(torch.zeros(7), torch.arange(7.0))
+    assert points(flat, "worst") == [(6, 0)]
+    assert axes(flat).get_xlabel() == "dim 0  (element index)"
+    assert "worst: 2 at []" in title(plots.heatmap(torch.tensor(1.0), torch.tensor(3.0)))
+    for x, y in (
+        (nan, nan),
+        (nan, torch.ones(4, 4)),
+        (torch.tensor(1.0), torch.tensor(3.0)),
+        (torch.zeros(7), torch.ones(7)),
+    ):
+        for draw in PAIR_FIGURES.values():
+            assert plots.to_png(draw(x, y))
+
+
+@pytest.mark.parametrize("draw", PAIR_FIGURES.values(), ids=PAIR_FIGURES)
+def test_pairs_without_elements_say_so_and_unlike_pairs_are_refused(draw: Callable[..., Figure]) -> None:
+    figure = draw(torch.zeros(3, 0), torch.zeros(3, 0))
+    assert "the tensors have no elements:\nshape [3, 0]" in texts(figure)
+    assert plots.to_png(figure)
+    with pytest.raises(ValueError, match=r"\[2, 3\] and target \[3, 2\]"):
+        draw(torch.zeros(2, 3), torch.zeros(3, 2))
+    with pytest.raises(TypeError, match=r"target must be a torch\.Tensor, got ndarray"):
+        draw(torch.zeros(2), np.zeros(2))
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([0.0, 1.0, -2.5, 3e38, -3e38, 1e-30, math.nan, math.inf])] * 2),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_histograms_count_every_finite_value_once(pairs: list[tuple[float, float]]) -> None:
+    x, y = torch.tensor(pairs).T
+    found = samples.distributions(x, y)
+    both = torch.isfinite(x) & torch.isfinite(y)
+    assert found.baseline.sum() == torch.isfinite(x).sum()
+    assert found.target.sum() == torch.isfinite(y).sum()
+    assert found.above.sum() == (y > x)[both].sum()
+    assert found.below.sum() == (y < x)[both].sum()
+    assert found.above.sum() + found.below.sum() + found.equal == found.pairs == both.sum()
+    assert (found.nonfinite_baseline, found.nonfinite_target) == (
+        (~torch.isfinite(x)).sum(),
+        (~torch.isfinite(y)).sum(),
+    )
+
+
+def test_histogram_bins_reach_from_the_smallest_to_the_largest_value_of_both() -> None:
+    found = samples.distributions(torch.tensor([-3.0, 0.0, 5.0]), torch.tensor([-3.0, 0.1, 4.0]))
+    assert found.edges[[0, -1]].tolist() == [-3.0, 5.0]
+    assert np.flatnonzero(found.baseline).tolist() == [0, 45, 119]
+    assert found.magnitude_edges[[0, -1]].tolist() == pytest.approx([-1.0, 0.0])
+    assert (found.above[0], found.below[-1], found.equal) == (1, 1, 1)
+
+
+def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
+    baseline = torch.linspace(-1, 1, 1000)
+    target = baseline + torch.where(baseline > 0.5, 1e-3, 0.0)
+    target[0] = math.nan
+    figure = plots.histogram(baseline, target, title="attn_out")
+    left, right = axes(figure).child_axes
+    assert left.get_yscale() == right.get_yscale() == "log"
+    assert left.get_xlabel() == "value  (tensor's units)"
+    assert right.get_xlabel() == "|target - baseline|  (tensor's units)"
+    assert left.get_ylabel() == right.get_ylabel() == "elements  (count)"
+    assert left.get_title(loc="left") == "attn_out\nnot finite: baseline 0, target 1"
+    assert right.get_title(loc="left").startswith("250 of 999 elements differ\nmean 0.00025")
+    assert right.patches[-1].get_height() == 749
+    assert right.get_xticklabels()[0].get_text() == "0"
+    first, second = (patch.get_data().edges for patch in left.patches[-2:])
+    np.testing.assert_array_equal(first, second)
+
+
+def test_the_worst_elements_are_always_among_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.diffs.maps.BLOCK", 10_000)
+    baseline = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
+    target = baseline + 1e-6
+    bad = torch.randperm(300_000, generator=torch.Generator().manual_seed(1))[:2000]
+    target.view(-1)[bad] += torch.linspace(1, 2, 2000)
+    target[7, 7], target[8, 8] = math.nan, -math.inf
+    before = torch.get_rng_state()
+    figure = plots.scatter(baseline, target)
+    assert torch.equal(before, torch.get_rng_state())
+    worst = points(figure, "worst")
+    assert len(worst) == 2000
+    assert min(y - x for x, y in worst) > 0.9
+    assert 10_000 < len(points(figure, "sample")) + len(worst) <= 20_000
+    index = np.unravel_index(int(bad[-1]), (300, 1000))
+    assert f"worst at [{index[0]}, {index[1]}]" in title(figure)
+    assert "2 pairs with a non-finite value left out" in title(figure)
+
+
+def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
+    figure = plots.scatter(torch.arange(100.0), torch.arange(100.0) * 2)
+    ax = axes(figure)
+    assert ax.get_xlabel() == "baseline  (tensor's units)"
+    assert ax.get_ylabel() == "target  (tensor's units)"
+    assert by_gid(figure, "identity").get_slope() == 1.0
+    drawn = points(figure, "sample") + points(figure, "worst")
+    assert sorted(drawn) == [(i, 2 * i) for i in range(100)]
+    assert "all 100 elements" in title(figure)
+    assert "worst at [99]: baseline 99, target 198" in title(figure)
+    assert ax.get_xlim() == ax.get_ylim()
+    assert "every pair is equal" in title(plots.scatter(torch.ones(3), torch.ones(3)))
+
+
+# --- what every figure promises
+
+
+def everything(ax: Axes | None = None) -> Mapping[str, Callable[[], Figure]]:
+    data = model_frame(layers=8, ranks=3, steps=3, bad=4)
+    baseline = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(0))
+    target = baseline + 1e-6
+    target[1, 3, 4] = math.nan
+    long = frame(*(row(f"model.layers.{i}.a_long_module_name.and_another_one", 10.0 ** (i % 9 - 9)) for i in range(90)))
+    return {
+        "divergence": lambda: plots.divergence(data, noise_floor=1e-5, ax=ax),
+        "divergence of runs": lambda: plots.divergence(
+            {"one": data, "two": data, "three": data}, noise_floor=1e-5, ax=ax
+        ),
+        "divergence of many": lambda: plots.divergence(long, noise_floor=1e-5, ax=ax),
+        "history": lambda: plots.history(data, "attn_out", ax=ax),
+        "ranks": lambda: plots.ranks(data, "attn_out", layer=1, ax=ax),
+        "heatmap": lambda: plots.heatmap(baseline, target, title="attn_out", ax=ax),
+        "histogram": lambda: plots.histogram(baseline, target, title="attn_out", ax=ax),
+        "scatter": lambda: plots.scatter(baseline, target, title="attn_out", ax=ax),
+    }
+
+
+@pytest.mark.parametrize("name", everything())
+def test_nothing_is_cut_off_and_no_legend_covers_data(name: str) -> None:
+    figure = everything()[name]()
+    assert isinstance(figure.canvas, FigureCanvasAgg)
+    figure.canvas.draw()
+    drawn, page = figure.get_tightbbox(), figure.get_size_inches()
+    assert drawn.x0 >= -0.02
+    assert drawn.y0 >= -0.02
+    assert drawn.x1 <= page[0] + 0.02
+    assert drawn.y1 <= page[1] + 0.02
+    ax = axes(figure)
+    if ax.get_legend() is not None:
+        legend_box, data_box = ax.get_legend().get_window_extent(), ax.get_window_extent()
+        assert not legend_box.overlaps(data_box)
+        labels = [*ax.get_xticklabels(), ax.xaxis.label]
+        assert not any(legend_box.overlaps(label.get_window_extent()) for label in labels if label.get_text())
+
+
+@pytest.mark.parametrize("name", everything())
+def test_every_figure_draws_into_axes_that_it_is_given(name: str) -> None:
+    page = Figure(figsize=(16, 12), layout="constrained")
+    ax = page.subfigures(1, 2)[1].subplots(2, 1)[1]
+    assert everything(ax)[name]() is page
+    assert ax.has_data() or ax.child_axes or ax.images
+    assert plots.to_png(page)
+
+
+def test_figures_may_be_made_and_rendered_in_any_thread() -> None:
+    names = list(everything())
+
+    def render(name: str) -> bytes:
+        return plots.to_png(everything()[name]())
+
+    expected = {name: render(name) for name in set(names)}
+    with ThreadPoolExecutor(8) as pool:
+        for name, png in zip(names, pool.map(render, names), strict=True):
+            assert png == expected[name], name
+
+
+def test_a_figure_shows_itself_in_a_notebook() -> None:
+    figure: Any = plots.divergence(frame(row()))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("from graftlab.plots import max_downsample; import torch; max_downsample(torch.ones(3, 3))", "matplotlib"),
+        (
+            "from graftlab import plots; import torch; plots.to_png(plots.histogram(*torch.ones(2, 9)))",
+            "matplotlib.pyplot",
+        ),
+    ],
+    ids=["a rank does without matplotlib", "no figure imports pyplot"],
+)
+def test_what_is_not_needed_is_not_imported(code: str, absent: str) -> None:
+    script = f"{code}; import sys; assert {absent!r} not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_every_public_name_is_there_and_says_how_to_read_it() -> None:
+    for name in plots.__all__:
+        assert getattr(plots, name).__doc__
+    assert set(plots.__all__) <= set(dir(plots))
+    with pytest.raises(AttributeError, match="no attribute 'pyplot'"):
+        _ = plots.pyplot
+    assert set(style.MARKS) == {"compared", "grafted", "failed", "missing", "timeout", "unmatched"}

@@ -1,0 +1,85 @@
+"""Following rows live: the newest row of every tap, at a bounded cost, whatever comes in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlab.rows.encoding import encode
+from graftlab.rows.newest import LiveTaps
+from graftlab.rows.schema import Row
+from graftlab.rows.store import RowStore
+
+
+def row(tap: int, index: int, rank: int = 0) -> Row:
+    tags = {"name": f"tap{tap}", "step": index, "side": "target", "rank": rank, "recompute_status": "original"}
+    place = {"side": "target", "rank": rank, "direction": "b2t"}
+    return {"run": 0, "step": index, "order": index, "name": f"tap{tap}", "tags": tags, "rel_l2": float(index), **place}
+
+
+class CountingStore(RowStore):
+    """Counts the rows that were read."""
+
+    read = 0
+
+    def rows(self, start: int = 0, stop: int | None = None) -> list[Row]:
+        found = super().rows(start, stop)
+        self.read += len(found)
+        return found
+
+
+@settings(max_examples=60)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 6), max_size=30), max_size=12),
+    limit=st.integers(1, 20),
+    parse_between=st.booleans(),
+)
+def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
+    batches: list[list[int]], limit: int, parse_between: bool
+) -> None:
+    with TemporaryDirectory() as folder:
+        store = CountingStore(Path(folder))
+        live = LiveTaps(store)
+        expected: dict[str, int] = {}
+        index = 0
+        for batch in batches:
+            rows = []
+            for tap in batch:
+                rows.append(encode(row(tap, index)))
+                expected[f"tap{tap}"] = index
+                index += 1
+            if rows:
+                store.append(rows)
+            if parse_between:
+                store.frame()
+            before = store.read
+            live.look(limit)
+            assert store.read - before <= limit
+        for _ in range(index // limit + 1):
+            live.look(limit)
+        assert live.behind == 0
+        shown = live.look(limit)
+        assert {found["name"]: found["step"] for found in shown} == expected
+        assert [found["order"] for found in shown] == sorted(found["order"] for found in shown)
+        # Nothing is read twice: looking at all of it costs as many rows as there are.
+        assert store.read == index
+        store.close()
+
+
+def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(index % 3, index)) for index in range(10_000)])
+    live = LiveTaps(store)
+    assert [found["step"] for found in live.look(10)] == [9997, 9998, 9999]
+    assert live.behind == 9990
+    store.close()
+
+
+def test_ranks_of_one_tap_are_kept_apart(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(0, 0, rank)) for rank in range(3)])
+    assert [found["rank"] for found in LiveTaps(store).look()] == [0, 1, 2]
+    store.close()

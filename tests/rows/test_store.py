@@ -1,0 +1,436 @@
+"""Rows as a frame: in memory, on disk, and read back; none is lost and none is invented."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import graftlab as gl
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows import store as frames
+from graftlab.rows.columns import Columns
+from graftlab.rows.encoding import decode, encode
+from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.store import ROWS_FILE, RowStore, to_frame
+
+
+def row(**changes: Any) -> Row:
+    made: Row = dict.fromkeys(COLUMNS)
+    made.update(run=0, step=0, order=1, name="x", side="target", rank=0, status="compared", senders=[0], occurrence=0)
+    made["tags"] = {"name": "x", "step": 0, "side": "target", "rank": 0, "recompute_status": "original"}
+    made.update(plan_version=0, seconds=0.25, shape=[2], dtype="float32", numel=2, rel_l2=0.5, max_abs=1.0)
+    return {**made, **changes}
+
+
+def tagged(**tags: Any) -> Row:
+    made = row()
+    return {**made, "tags": {**made["tags"], **tags}}
+
+
+def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(one, other)
+
+
+# ---- the frame ------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_has_every_column_even_without_rows() -> None:
+    frame = to_frame([])
+    assert tuple(frame.columns) == COLUMNS
+    assert len(frame) == 0
+    # Made of the same types, so that what is computed from it does not depend on whether there are rows.
+    with_rows = to_frame([row()])
+    for name in ("rel_l2", "max_abs", "seconds", "step", "order", "numel", "nonfinite_differ"):
+        assert frame[name].dtype == with_rows[name].dtype
+
+
+def test_every_tag_of_the_caller_is_a_column() -> None:
+    frame = to_frame([tagged(layer=3, phase="decode"), tagged(layer=4, head=1)])
+    assert frame["layer"].tolist() == [3, 4]
+    assert frame["phase"].tolist()[0] == "decode"
+    assert pd.isna(frame["phase"].tolist()[1])
+    assert pd.isna(frame["head"].tolist()[0])
+    assert frame["recompute_status"].tolist() == ["original", "original"]
+
+
+def test_a_tag_that_is_called_like_a_column_gets_a_prefix() -> None:
+    frame = to_frame([tagged(error="planted", shape="round", layer=1)])
+    assert frame["tag_error"].tolist() == ["planted"]
+    assert frame["tag_shape"].tolist() == ["round"]
+    assert frame["error"].isna().all()
+    assert frame["shape"].tolist() == [[2]]
+    assert not {f"tag_{name}" for name in RESERVED_TAGS} & set(frame.columns)
+
+
+def test_a_tag_that_is_called_like_a_prefixed_one_is_not_lost() -> None:
+    frame = to_frame([tagged(error="plain", tag_error="prefixed")])
+    assert sorted(frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]) == ["plain", "prefixed"]
+
+
+def test_rows_without_a_measurement_have_no_numbers() -> None:
+    unmeasured = row(status="missing", rel_l2=None, max_abs=None, numel=None, nonfinite_differ=None, seconds=1.0)
+    frame = to_frame([row(nonfinite_differ=2), unmeasured])
+    assert frame["rel_l2"].isna().tolist() == [False, True]
+    assert frame["rel_l2"].dtype == "float64"
+    assert frame["nonfinite_differ"].tolist() == [2, pd.NA]
+    assert frame["numel"].dtype == "Int64"
+
+
+def test_rows_stand_in_execution_order_whatever_order_they_came_in() -> None:
+    rows = [row(step=step, order=order, rank=rank) for rank in (1, 0) for step, order in ((1, 5), (0, 2), (0, 1))]
+    frame = to_frame(rows)
+    assert list(zip(frame["step"], frame["order"], frame["rank"], strict=True)) == [
+        *[(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)],
+        *[(1, 5, 0), (1, 5, 1)],
+    ]
+    assert frame.index.tolist() == list(range(6))
+
+
+def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
+    """A frame of these rows made by pandas alone, from a list of objects a column."""
+    columns = {name: [row.get(name) for row in rows] for name in COLUMNS}
+    for tag in dict.fromkeys(tag for row in rows for tag in row["tags"] if tag not in ("name", "step", "side", "rank")):
+        columns[f"tag_{tag}" if tag in COLUMNS else tag] = [row["tags"].get(tag) for row in rows]
+    empty = to_frame([])
+    numbers = {name: empty[name].dtype for name in COLUMNS if empty[name].dtype != object}
+    frame = pd.DataFrame(columns, dtype=None if rows else object).astype(numbers)
+    frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
+    return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
+
+
+few = st.integers(0, 3)
+tag_values = (
+    st.none()
+    | st.booleans()
+    | st.integers(0, 2)
+    | st.just(-(1 << 40))
+    | st.sampled_from([0.0, 1.0, 0.5, "0", "decode", [1], [True], {"a": 1}, {"a": [2.5]}])
+)
+measured = st.fixed_dictionaries(
+    {"rel_l2": st.floats(), "numel": few, "nonfinite_differ": few, "max_abs_index": st.lists(few, max_size=2)}
+)
+some_rows = st.lists(
+    st.builds(
+        lambda more, tags, place, statistics: {**row(**more, **place, **statistics), "tags": {**place, **tags}},
+        more=st.fixed_dictionaries(
+            {"name": st.sampled_from("abc"), "note": st.none() | st.sampled_from("xy"), "run": few},
+            optional={"shape": st.lists(few, max_size=2), "error": st.none() | st.just("planted")},
+        ),
+        tags=st.dictionaries(st.sampled_from(["layer", "phase", "error", "lr"]), tag_values),
+        place=st.fixed_dictionaries(
+            {"step": few, "order": few, "rank": few, "side": st.sampled_from(["baseline", "target"])}
+        ),
+        statistics=st.just({}) | measured,
+    ),
+    max_size=12,
+)
+
+
+@given(some_rows, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(64, 4096))
+@settings(max_examples=60, deadline=None)
+def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
+    rows: list[Row], batches: list[tuple[int, bool]], piece: int
+) -> None:
+    rows = [decode(encode(made)) for made in rows]
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "_PIECE", piece)
+        patch.setattr(frames, "_STRIDE", 3)
+        store = RowStore(Path(name))
+        sent = 0
+        for count, looks in [*batches, (len(rows), True)]:
+            batch = rows[sent : sent + count]
+            if batch:
+                store.append([encode(made) for made in batch])
+            sent += len(batch)
+            if looks:
+                frame = store.frame()
+                same(frame, as_pandas_has_it(rows[:sent]))
+        same(frame, to_frame(rows))
+        same(gl.load_run(name), frame)
+        for run in range(4):
+            # Which tags are columns, and of what type, depends on the run's own rows alone.
+            of_run = as_pandas_has_it([made for made in rows if made["run"] == run])
+            pd.testing.assert_frame_equal(store.frame(run), of_run, check_like=True)
+        store.close()
+
+
+def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    assert "layer" not in store.frame()
+    store.append([encode({**tagged(layer=7), "order": 2})])
+    frame = store.frame()
+    assert frame["layer"].isna().tolist() == [True, False]
+    assert frame["layer"].tolist()[1] == 7
+    store.close()
+
+
+def test_what_is_done_to_a_frame_is_not_seen_in_another(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode({**tagged(layer=order), "order": order, "run": 0}) for order in range(4)])
+    before = to_frame(store.rows())
+    for _ in range(2):
+        for frame in (store.frame(), store.frame(0)):
+            frame.loc[1, "rel_l2"] = -1.0
+            frame.loc[:, "order"] = 9
+            frame.loc[0, "name"] = "mine"
+            frame.at[0, "tags"] = None
+            frame.at[0, "shape"] = None
+            frame.loc[2, "layer"] = 77
+            frame["mine"] = 1
+            del frame["status"]
+        same(store.frame(), before)
+        same(store.frame(0), before)
+    store.append([encode({**tagged(layer=4), "order": 4})])
+    same(store.frame().head(4), before)
+    store.close()
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+texts = st.text(max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(texts, values, max_size=4))
+def test_what_json_has_survives_the_line_unchanged(tags: dict[str, Any]) -> None:
+    made = row(tags=tags, error="line one\nline two\x00\u2028")
+    line = encode(made)
+    assert b"\n" not in line
+    assert decode(line) == made
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({1, 2}, "{1, 2}"),
+        (3 + 4j, "(3+4j)"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (b"\xff", r"b'\xff'"),
+        ([{"deep": {0, 1}}], [{"deep": "{0, 1}"}]),
+    ],
+    ids=str,
+)
+def test_what_json_does_not_have_is_written_as_its_repr(value: Any, expected: Any) -> None:
+    assert decode(encode(tagged(kind=value)))["tags"]["kind"] == expected
+
+
+def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert decode(encode(tagged(kind=loop)))["tags"]["kind"] == "[[...]]"
+    assert decode(encode(tagged(kind="\ud800")))["tags"]["kind"] == "?"
+
+
+def test_numbers_of_other_libraries_stay_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5))))["tags"]
+    assert (tags["layer"], tags["scale"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize("line", [b"", b"[1]", b"{}", b'{"name": "x"', b"\xff"], ids=str)
+def test_what_is_not_a_row_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - json's own messages
+        decode(line)
+
+
+# ---- the store and the file -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6), st.integers(0, 10))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_on_disk_are_the_rows_in_memory(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], start: int
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    store = RowStore(folder)
+    order = 0
+    for batch in batches:
+        lines = []
+        for step in batch:
+            order += 1
+            lines.append(encode(row(step=step, order=order)))
+        store.append(lines)
+        assert len(store) == order
+        if step % 2:
+            store.frame()  # what was read once is not read again, and not lost either
+    everything = store.rows()
+    assert [made["order"] for made in everything] == list(range(1, order + 1))
+    assert store.rows(start) == everything[start:]
+    assert store.rows(start, start + 3) == everything[start : start + 3]
+    store.close()
+    same(gl.load_run(folder), to_frame(everything))
+
+
+def test_a_store_keeps_what_it_has_after_it_was_closed(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row())])
+    store.close()
+    store.append([encode(row(order=2))])
+    assert [made["order"] for made in store.rows()] == [1, 2]
+    assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2]
+
+
+def test_rows_are_on_disk_before_anybody_looks(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row()), encode(row(order=2))])
+    # The store is still open, as it is when its process is killed.
+    assert gl.load_run(tmp_path)["order"].tolist() == [1, 2]
+    store.close()
+
+
+def test_a_run_that_was_killed_while_writing_loses_only_the_line_it_was_writing(tmp_path: Path) -> None:
+    lines = [encode(row(order=order)) for order in range(1, 4)]
+    whole = b"\n".join(lines) + b"\n"
+    file = tmp_path / ROWS_FILE
+    last = len(whole) - len(lines[-1]) - 1
+    for length in (last, last + 1, last + 20, len(whole) - 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert gl.load_run(tmp_path)["order"].tolist() == [1, 2]
+    file.write_bytes(whole)
+    assert gl.load_run(str(tmp_path))["order"].tolist() == [1, 2, 3]
+
+
+def test_a_run_without_a_row_is_an_empty_frame(tmp_path: Path) -> None:
+    RowStore(tmp_path).close()
+    same(gl.load_run(tmp_path), to_frame([]))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / ROWS_FILE).write_bytes(encode(row()) + b'\n{"broken\n' + encode(row()) + b"\n")
+    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 2: this is not a row"):
+        gl.load_run(tmp_path)
+    (tmp_path / ROWS_FILE).write_bytes(json.dumps([1]).encode() + b"\n")
+    with pytest.raises(gl.SessionError, match="line 1"):
+        gl.load_run(tmp_path)
+
+
+def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    total, batch = 3000, 30
+    seen: list[list[int]] = []
+    faults: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            while not seen or len(seen[-1]) < total:
+                seen.append(store.frame()["order"].tolist())
+                count = len(store)
+                assert [made["order"] for made in store.rows(max(0, count - 5), count)] == list(range(count))[-5:]
+        except BaseException as fault:
+            faults.append(fault)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for start in range(0, total, batch):
+        store.append([encode(row(order=order)) for order in range(start, start + batch)])
+    for reader in readers:
+        reader.join(60)
+    assert not faults
+    assert seen[-1] == list(range(total))
+    for orders in seen:
+        # Whole batches, from the first on.
+        assert orders == list(range(len(orders)))
+        assert len(orders) % batch == 0
+    store.close()
+
+
+def test_a_reader_that_is_interrupted_anywhere_leaves_no_row_out_and_none_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "_PIECE", 1024)
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=order)) for order in range(20)])
+    for method in ("block", "merge", "frame"):
+        original = getattr(Columns, method)
+        calls = itertools.count()
+
+        def stops(*given: Any, original: Any = original, calls: Any = calls) -> Any:
+            made = original(*given)
+            if next(calls) == 1 or original.__name__ != "block":
+                raise KeyboardInterrupt
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Columns, method, stops)
+            store.append([encode(row(order=order)) for order in range(len(store), len(store) + 20)])
+            with pytest.raises(KeyboardInterrupt):
+                store.frame()
+    assert store.frame()["order"].tolist() == list(range(80))
+    store.close()
+
+
+def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(tmp_path: Path) -> None:
+    class FullDisk:
+        closed = False
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+            self.room = 40
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "no space left")
+            written = self.file.write(data[: self.room])
+            self.room -= written
+            return int(written)
+
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    file = store._file
+    store._file = FullDisk(file)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="no space left"):
+        store.append([encode(row(order=2))])
+    store._file = file
+    store.append([encode(row(order=3))])
+    assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 3]
+    assert [made["order"] for made in store.rows()] == [1, 3]
+    store.close()
+
+
+def test_files_of_earlier_and_of_later_versions_are_read(tmp_path: Path) -> None:
+    rows = [tagged(layer=layer) for layer in range(3)]
+    by_name = [json.dumps(made) for made in rows]
+    names = [name for name in reversed(COLUMNS) if name != "note"] + ["of_later"]
+    header = json.dumps({"columns": names})
+    otherwise = [json.dumps([made.get(name) for name in names]) for made in rows]
+    for lines in (by_name, [header, *otherwise], [by_name[0], header, *otherwise[1:]], [header, *by_name]):
+        (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
+        same(gl.load_run(tmp_path), to_frame(rows))
+
+
+def test_a_file_says_what_its_columns_are(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=5))])
+    store.close()
+    header, line = (json.loads(line) for line in (tmp_path / ROWS_FILE).read_text().splitlines())
+    assert dict(zip(header["columns"], line, strict=True)) == row(order=5)
+
+
+def test_a_session_whose_file_was_deleted_says_which(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row())])
+    (tmp_path / ROWS_FILE).unlink()
+    with pytest.raises(gl.SessionError, match=r"no rows can be read from .*rows.jsonl"):
+        store.frame()
+    store.close()
+
+
+def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(gl.SessionError, match=r"no rows can be read from .*session.folder"):
+        gl.load_run(tmp_path / "nowhere")

@@ -1,0 +1,353 @@
+"""``gl.watch``: every module's output is tapped, whatever it is made of, and the model is left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from kit.support import own_value, reset
+from torch import nn
+
+import graftlab as gl
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    label: str
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    note: str = "kept"
+    history: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: torch.Tensor
+    doubled: Any = dataclasses.field(init=False, default="by itself")
+
+
+def own(extra: float = 0.0) -> torch.Tensor:
+    return torch.full((2,), own_value() + extra)
+
+
+def model_output() -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=own(), hidden_states=(own(1), own(2)))
+
+
+# Each makes an output, and says which taps its tensors become.
+OUTPUTS: dict[str, tuple[Any, list[str]]] = {
+    "tensor": (lambda: own(), ["model"]),
+    "tuple": (lambda: (own(), "text", own(1), None), ["model[0]", "model[2]"]),
+    "list": (lambda: [own(), own(1)], ["model[0]", "model[1]"]),
+    "dict": (lambda: {"a": own(), "b": 3, "c": own(1)}, ["model.a", "model.c"]),
+    "ordered dict": (lambda: OrderedDict(z=own(), a=own(1)), ["model.z", "model.a"]),
+    # By index, as any tuple's, so that it pairs with a plain tuple on the other side.
+    "namedtuple": (lambda: Pair(own(), "label"), ["model[0]"]),
+    "dataclass": (
+        lambda: Output(own(), own(1), history=[own(2)]),
+        ["model.hidden", "model.logits", "model.history[0]"],
+    ),
+    "frozen dataclass": (lambda: Frozen(own()), ["model.hidden"]),
+    "ModelOutput": (model_output, ["model.last_hidden_state", "model.hidden_states[0]", "model.hidden_states[1]"]),
+    "nested": (
+        lambda: (own(), {"cache": [(own(1), own(2))]}),
+        ["model[0]", "model[1].cache[0][0]", "model[1].cache[0][1]"],
+    ),
+    "nothing": (lambda: None, []),
+    "the same tensor twice": (lambda: (lambda t: (t, t))(own()), ["model[0]", "model[1]"]),
+}
+
+
+class Module(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self) -> Any:
+        self.made = OUTPUTS[self.kind][0]()
+        return self.made
+
+
+def flat(value: Any) -> list[Any]:
+    """The tensors' numbers and everything else, in order, without the containers."""
+    if isinstance(value, torch.Tensor):
+        return [value[0].item()]
+    if dataclasses.is_dataclass(value) and not hasattr(value, "items"):
+        return flat([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if hasattr(value, "items"):
+        return flat(list(value.values()))
+    if isinstance(value, (tuple, list)):
+        return [number for item in value for number in flat(item)]
+    return [value]
+
+
+def watched(kind: str) -> dict[str, Any]:
+    holder = nn.ModuleDict({"model": Module(kind)})
+    with gl.watch(holder):
+        output = holder["model"]()
+    made = holder["model"].made
+    return {"output": flat(output), "made": flat(made), "type": type(output).__name__, "same": output is made}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.attn = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x + self.attn(self.norm(x)), None
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return {"logits": self.head(x)}
+
+
+def made_model() -> Model:
+    torch.manual_seed(0 if gl.here() is None or gl.here().side == "baseline" else 1)
+    return Model()
+
+
+def forward(prefix: str = "", include: Any = None, exclude: Any = None) -> dict[str, torch.Tensor]:
+    model = made_model()
+    with gl.watch(model, prefix, include, exclude):
+        return model(torch.ones(1, 4))
+
+
+ALL = [
+    *("layers.0.norm", "layers.0.attn", "layers.0[0]"),
+    *("layers.1.norm", "layers.1.attn", "layers.1[0]"),
+    *("head", "output.logits"),
+]
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_modules_output_is_tapped_in_execution_order_under_its_name(session: gl.Session) -> None:
+    frame = session.run(forward, forward).frame
+    assert frame["name"].tolist() == ALL
+    assert set(frame["status"]) == {"compared"}
+
+
+def test_a_prefix_and_the_root_modules_own_name(session: gl.Session) -> None:
+    frame = session.run(forward, forward, args=("encoder.",)).frame
+    assert frame["name"].tolist() == [f"encoder.{name}" for name in ALL]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_tensors_inside_outputs_are_named_and_replaced_where_they_are(kind: str, session: gl.Session) -> None:
+    if kind == "ModelOutput":
+        pytest.importorskip("transformers")
+    _, names = OUTPUTS[kind]
+    compared = session.run(watched, watched, args=(kind,))
+    assert compared.frame["name"].tolist() == names
+    # What is only compared passes through as the very object that the module returned.
+    assert compared.baseline[0]["same"]
+    assert compared.target[0]["same"]
+
+    session.edit(b2t="True")
+    run = session.run(watched, watched, args=(kind,))
+
+    assert run.frame["status"].tolist() == ["grafted"] * len(names)
+    source, result = run.baseline[0], run.target[0]
+    assert result["output"] == source["output"]
+    # Replaced, not written into.
+    assert result["made"] == compared.target[0]["made"]
+    assert result["type"] == source["type"]
+    assert result["same"] == (not names)
+    assert source["same"]
+
+
+def test_grafting_one_tensor_of_several_leaves_the_others_the_same_objects(session: gl.Session) -> None:
+    def identities() -> list[bool]:
+        module = Module("dataclass")
+        with gl.watch(module, prefix="m."):
+            output = module()
+        made = module.made
+        return [
+            output.hidden is made.hidden,
+            output.logits is made.logits,
+            output.history is made.history,
+            output.note == made.note,
+        ]
+
+    session.edit(b2t="name == 'm.output.logits'")
+    assert session.run(identities, identities).target == [[True, False, True, True]]
+
+
+def test_a_graft_flows_into_the_modules_that_follow(session: gl.Session) -> None:
+    session.edit(b2t="name == 'layers.1[0]' or name == 'head'")
+    run = session.run(forward, forward)
+    assert run.target[0]["logits"].equal(run.baseline[0]["logits"])
+    rows = run.frame.set_index("name")
+    assert rows.loc["layers.0[0]", "rel_l2"] > 1e-3
+    assert rows.loc["head", "rel_l2"] > 1e-3
+    assert rows.loc["output.logits", "max_abs"] == 0.0
+
+
+# ---- which modules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("search('attn', name)", None, ["layers.0.attn", "layers.1.attn"]),
+        ("type == 'Linear'", "search('^layers', name)", ["head"]),
+        (None, "search('layers', name) or type == 'Model'", ["head"]),
+        (lambda name: name.endswith("norm"), None, ["layers.0.norm", "layers.1.norm"]),
+        (None, lambda name: name != "output", ["output"]),
+        ("", None, []),
+    ],
+    ids=["filter", "both", "exclude", "function", "excluding function", "blank"],
+)
+def test_include_and_exclude_choose_modules(include: Any, exclude: Any, expected: list[str]) -> None:
+    assert gl.watch(made_model(), include=include, exclude=exclude).names == expected
+
+
+def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
+    frame = session.run(forward, forward, args=("", "type == 'Linear'", "name == 'head'")).frame
+    assert frame["name"].tolist() == ["layers.0.attn", "layers.1.attn"]
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"taps a torch.nn.Module, not function"):
+        gl.watch(lambda x: x)
+    model = made_model()
+    before = hooks_of(model)
+    with pytest.raises(gl.FilterError):
+        gl.watch(model, include="name ==")
+    with pytest.raises(ZeroDivisionError):
+        gl.watch(model, include=lambda name: name != "head" or 1 / 0)
+    assert hooks_of(model) == before
+
+
+# ---- and back -------------------------------------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Everything that each module holds, the dicts of hooks among it, as values."""
+    return [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+
+
+def test_remove_restores_the_model_exactly_and_leaves_other_hooks() -> None:
+    model = made_model()
+    mine = model.head.register_forward_hook(lambda module, args, output: None)
+    before = hooks_of(model)
+
+    handle = gl.watch(model)
+    assert hooks_of(model) != before
+    assert len(handle.names) == len(list(model.modules()))
+    handle.remove()
+    assert hooks_of(model) == before
+    handle.remove()  # twice does no harm
+
+    with gl.watch(model):
+        pass
+    assert hooks_of(model) == before
+    mine.remove()
+
+
+def test_after_remove_nothing_is_tapped(session: gl.Session) -> None:
+    def twice() -> None:
+        model = made_model()
+        with gl.watch(model):
+            model(torch.ones(1, 4))
+        model(torch.ones(1, 4))
+
+    assert session.run(twice, twice).frame["name"].tolist() == ALL
+
+
+def test_watches_nest_and_are_removed_in_any_order(session: gl.Session) -> None:
+    def nested() -> None:
+        model = made_model()
+        outer = gl.watch(model, prefix="outer.", include="name == 'outer.head'")
+        inner = gl.watch(model.layers[1], prefix="block.", include="name == 'block.attn'")
+        for handle in (outer, inner):
+            model(torch.ones(1, 4))
+            handle.remove()
+        model(torch.ones(1, 4))
+
+    frame = session.run(nested, nested).frame
+    assert frame["name"].tolist() == ["block.attn", "outer.head", "block.attn"]
+    assert frame["occurrence"].tolist() == [0, 0, 1]
+
+
+def test_ambient_tags_reach_watched_taps(session: gl.Session) -> None:
+    def tagged() -> None:
+        model = made_model()
+        with gl.watch(model, include="name == 'head'"), gl.tags(phase="decode"):
+            model(torch.ones(1, 4))
+
+    session.edit(compare="phase == 'decode'")
+    assert session.run(tagged, tagged).frame["name"].tolist() == ["head"]
+
+
+def test_a_module_that_is_called_twice_taps_two_occurrences(session: gl.Session) -> None:
+    def shared() -> None:
+        layer = nn.Linear(2, 2)
+        with gl.watch(nn.ModuleDict({"shared": layer})):
+            layer(layer(torch.ones(1, 2)))
+
+    frame = session.run(shared, shared).frame
+    assert frame["name"].tolist() == ["shared", "shared"]
+    assert frame["occurrence"].tolist() == [0, 1]
+
+
+def test_a_compiled_model_is_watched_too(session: gl.Session) -> None:
+    def compiled() -> torch.Tensor:
+        model = made_model()
+        with gl.watch(model, include="name == 'head'"):
+            return torch.compile(model, backend="eager")(torch.ones(1, 4))["logits"]
+
+    session.edit(b2t="True")
+    run = session.run(compiled, compiled)
+    assert run.frame["status"].tolist() == ["grafted"]
+    assert run.target[0].equal(run.baseline[0])
+
+
+def test_a_child_that_is_called_like_the_root_is_tapped_as_well(session: gl.Session) -> None:
+    def collide() -> list[str]:
+        model = nn.Sequential(OrderedDict(output=nn.Linear(2, 2)))
+        with gl.watch(model) as handle:
+            model(torch.ones(1, 2))
+        return handle.names
+
+    run = session.run(collide, collide)
+    assert run.target == [["output", "output"]]
+    assert run.frame[["name", "occurrence"]].values.tolist() == [["output", 0], ["output", 1]]

@@ -1,0 +1,116 @@
+"""The layout: rooms import one way, and no file is in a circle with another, lazy and type-only imports counted."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import graftlab
+
+PACKAGE = Path(graftlab.__file__).parent
+
+# From the ground up: a room may import from those before it, and from itself.
+ROOMS = [
+    "errors",
+    "base",
+    "requests",
+    "diffs",
+    "filters",
+    "exchange",
+    "rows",
+    "taps",
+    "models",
+    "transforms",
+    "plan",
+    "verdict",
+    "plots",
+    "grafting",
+    "graphs",
+    "ranks",
+    "control",
+    "engine",
+    "widgets",
+    "session",
+    "magics",
+    "demo",
+    "__init__",
+]
+
+# (importer, imported): why this one may go against the order.
+EXCEPTIONS = {
+    ("graftlab.transforms.spec", "graftlab"): "the namespace of a transform's source has `gl` in it",
+    ("graftlab.ranks.worker", "graftlab"): "the namespace in which cells run has `gl` in it",
+    ("graftlab.demo", "graftlab"): "the demo is a user of the package",
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Every module of the package that this one names in an import statement, wherever that stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}, line {node.lineno}: imports are written out, from graftlab on"
+            base = node.module or ""
+            found.update(f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if name.partition(".")[0] == "graftlab"} - {module}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {
+        module: {name for name in imports_of(module, path, known) if (module, name) not in EXCEPTIONS}
+        for module, path in known.items()
+    }
+
+
+def test_every_room_stands_in_the_order(graph: dict[str, set[str]]) -> None:
+    assert {room_of(module) for module in graph} == set(ROOMS)
+
+
+def test_rooms_import_one_way(graph: dict[str, set[str]]) -> None:
+    height = {room: number for number, room in enumerate(ROOMS)}
+    wrong = [
+        f"{module} imports {name}, which stands above it"
+        for module, names in graph.items()
+        for name in names
+        if height[room_of(name)] > height[room_of(module)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_is_in_a_circle(graph: dict[str, set[str]]) -> None:
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for name in sorted(graph.get(module, ())):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_exceptions_are_still_needed() -> None:
+    known = modules()
+    unused = [pair for pair in EXCEPTIONS if pair[1] not in imports_of(pair[0], known[pair[0]], known)]
+    assert not unused

@@ -1,0 +1,408 @@
+"""The code editor in a real browser: what a person types, presses and sees, while the kernel is busy and while not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
+
+from kit.support import wait_for_file
+from playwright.sync_api import Locator, expect
+
+from graftlab.widgets.code_editor import TextareaEditor, code_editor
+
+if TYPE_CHECKING:
+    from kit.browser import Lab
+
+pytest_plugins = ["kit.browser"]
+pytestmark = pytest.mark.browser
+
+# The source of a cell is text on the page too, so nothing is found by its text alone.
+SETUP = """
+import json, os, pathlib, time
+import ipywidgets as widgets
+from graftlab.notebook.code_editor import code_editor
+
+def busy_until(name):
+    while not pathlib.Path(name).exists():
+        time.sleep(0.01)
+
+def note(*event):
+    events.append(event)
+    log.value = f'<pre id="events">{json.dumps(events)}</pre>'
+
+events, log = [], widgets.HTML()
+editor = code_editor(START, plain=PLAIN)
+editor.on_submit(lambda text, action: note("submit", text, action))
+apply = widgets.Button(description="Apply")
+apply.on_click(lambda _: editor.submit("apply"))
+apply.add_class("apply-button")
+note("ready")
+"""
+BUSY = "busy_until('go.flag')"
+NOTE_CHANGES = "editor.on_change(lambda text: note('change', text))\n"
+
+
+@dataclass
+class Screen:
+    """One editor on the screen, whichever it is."""
+
+    lab: Lab
+    plain: bool
+
+    def open(self, *cells: str, start: str = "", show: str = "display(editor, apply, log)") -> None:
+        """Show the editor with a first cell; ``cells`` follow it, and are not run."""
+        for file in self.lab.folder.glob("*.flag"):
+            file.unlink()
+        setup = SETUP.replace("START", repr(start)).replace("PLAIN", repr(self.plain)) + show
+        self.lab.open(setup, *cells)
+        self.lab.run_cell(0)
+        self.saw(["ready"])
+
+    def flag(self, name: str) -> None:
+        """Let a ``busy_until`` in the kernel come to its end."""
+        (self.lab.folder / f"{name}.flag").touch()
+
+    @property
+    def typing(self) -> Locator:
+        """The element that takes the keys."""
+        inner = ".graftlab-plain-editor textarea" if self.plain else ".graftlab-editor .cm-content"
+        return self.lab.page.locator(inner)
+
+    @property
+    def footer(self) -> Locator:
+        return self.lab.page.locator(".graftlab-footer")
+
+    @property
+    def message(self) -> Locator:
+        return self.lab.page.locator(".graftlab-error")
+
+    def type(self, text: str) -> None:
+        self.typing.press_sequentially(text)
+
+    def paste(self, text: str) -> None:
+        self.typing.focus()
+        self.lab.page.keyboard.insert_text(text)
+
+    def press(self, keys: str) -> None:
+        self.typing.press(keys)
+
+    def click_apply(self) -> None:
+        self.lab.page.locator(".apply-button").click()
+
+    def shows(self, text: str) -> None:
+        """Wait until this is the text on the screen."""
+        if self.plain:
+            expect(self.typing).to_have_value(text)
+        else:
+            lines = "[...document.querySelectorAll('.graftlab-editor .cm-line')].map(line => line.textContent)"
+            # Not with to_have_text, which takes any white space for any other.
+            self.lab.page.wait_for_function(f"text => {lines}.join('\\n') === text", arg=text)
+
+    def saw(self, *events: list[str | int]) -> None:
+        """Wait until the callbacks in the kernel have noted exactly these events."""
+        noted = "document.getElementById('events')?.textContent"
+        self.lab.page.wait_for_function(f"events => {noted} === events", arg=json.dumps(events))
+
+
+def needs_code_mirror() -> None:
+    editor = code_editor()
+    if isinstance(editor, TextareaEditor):
+        pytest.skip(f"only the text area can be tested here: {editor.reason}")
+
+
+@pytest.fixture(autouse=True)
+def patience_and_no_errors(lab: Lab) -> Iterator[None]:
+    expect.set_options(timeout=60_000)
+    yield
+    # CodeMirror reports what goes wrong in a key's command here, and then acts as if the key were not bound.
+    assert lab.console_errors == []
+
+
+@pytest.fixture
+def mirror(lab: Lab) -> Screen:
+    needs_code_mirror()
+    return Screen(lab, plain=False)
+
+
+@pytest.fixture(params=["codemirror", "textarea"])
+def screen(lab: Lab, request: pytest.FixtureRequest) -> Screen:
+    if request.param == "codemirror":
+        needs_code_mirror()
+    return Screen(lab, plain=request.param == "textarea")
+
+
+# --- both editors --------------------------------------------------------------------
+
+
+def test_a_button_clicked_while_a_cell_runs_gets_the_text_on_the_screen(screen: Screen) -> None:
+    screen.open(BUSY)
+    screen.lab.run_cell(1, wait=False)
+    screen.lab.wait_busy()
+    screen.type("x = 12345")
+    screen.click_apply()
+    screen.flag("go")
+    screen.saw(["ready"], ["submit", "x = 12345", "apply"])
+
+
+def test_keys_that_mean_something_to_jupyterlab_stay_in_the_editor(screen: Screen) -> None:
+    screen.open("editor.on_change(lambda text: note('lines', text.count('\\n')))")
+    screen.lab.run_cell(1)
+    before = screen.lab.execution_counts()
+    screen.typing.click()
+    screen.press("Shift+Enter")
+    # This comes to the kernel after a run of the cell would have.
+    screen.saw(["ready"], ["lines", 1])
+    screen.press("Alt+Enter")  # in a notebook: run the cell, and insert one below it
+    screen.press("Control+b")  # hide the side bar
+    screen.type("x")
+    screen.click_apply()
+    expect(screen.lab.page.locator("#events")).to_contain_text('"apply"')
+    screen.lab.wait_idle()
+    assert screen.lab.execution_counts() == before
+    expect(screen.lab.page.locator(".jp-FileBrowser")).to_be_visible()
+
+
+def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_back(screen: Screen) -> None:
+    screen.open(
+        "busy_until('typed.flag')\neditor.set_text('y = 2')\nbusy_until('go.flag')",
+        "note(editor.value)",
+    )
+    screen.lab.run_cell(1, wait=False)
+    screen.lab.wait_busy()
+    screen.type("x = 1")
+    screen.typing.blur()  # now it is on its way to the kernel
+    screen.flag("typed")
+    screen.shows("y = 2")
+    screen.flag("go")
+    screen.lab.wait_idle()
+    screen.lab.run_cell(2)
+    screen.saw(["ready"], ["y = 2"])
+    screen.shows("y = 2")
+    screen.typing.click()
+    screen.press("End")
+    screen.type("3")
+    screen.click_apply()
+    screen.saw(["ready"], ["y = 2"], ["submit", "y = 23", "apply"])
+
+
+def test_the_error_is_shown_with_its_line_and_taken_away(screen: Screen) -> None:
+    screen.open("editor.show_error('no such <name>', 2)", "editor.clear_error()", start="a = 1\nb = c\nd = 2")
+    marked = screen.lab.page.locator(".graftlab-error-line")
+    screen.lab.run_cell(1)
+    expect(screen.message).to_contain_text("line 2: no such <name>")
+    if screen.plain:
+        expect(screen.message).to_contain_text("b = c")
+    else:
+        expect(marked).to_have_text("b = c")
+        expect(screen.lab.page.locator(".cm-lineNumbers .graftlab-error-number")).to_have_text("2")
+        screen.press("Control+Home")
+        screen.press("Enter")
+        expect(screen.message).to_contain_text("line 3: no such <name>")
+        expect(marked).to_have_text("b = c")
+    screen.lab.run_cell(2)
+    expect(screen.message).to_have_count(0)
+    expect(marked).to_have_count(0)
+
+
+def test_a_read_only_editor_takes_no_keys(screen: Screen) -> None:
+    screen.open("editor.read_only = True", "editor.read_only = False", start="a")
+    screen.lab.run_cell(1)
+    if screen.plain:
+        expect(screen.typing).to_be_disabled()
+    else:
+        expect(screen.footer).to_contain_text("read-only")
+        screen.type("b")
+        screen.press("Control+Enter")
+    screen.shows("a")
+    screen.lab.run_cell(2)
+    if screen.plain:
+        expect(screen.typing).to_be_enabled()
+    else:
+        expect(screen.footer).not_to_contain_text("read-only")
+    screen.press("End")
+    screen.type("c")
+    screen.click_apply()
+    screen.saw(["ready"], ["submit", "ac", "apply"])
+
+
+# --- CodeMirror's own -----------------------------------------------------------------
+
+
+def test_ctrl_enter_sends_the_text_of_that_moment_though_a_cell_runs(mirror: Screen) -> None:
+    mirror.open(BUSY)
+    mirror.lab.run_cell(1, wait=False)
+    mirror.lab.wait_busy()
+    mirror.type("x = 1")
+    mirror.press("Control+Enter")
+    mirror.type("00")
+    mirror.press("Control+Shift+Enter")
+    mirror.type("7")
+    mirror.flag("go")
+    mirror.saw(["ready"], ["submit", "x = 1", "apply"], ["submit", "x = 100", "try"])
+    mirror.shows("x = 1007")
+    mirror.lab.wait_idle()
+    assert mirror.lab.execution_counts() == [1, 2]
+
+
+def test_the_editor_says_whether_the_kernel_has_the_text(mirror: Screen) -> None:
+    mirror.open("pathlib.Path('pid').write_text(str(os.getpid()))\npathlib.Path('written.flag').touch()")
+    mirror.lab.run_cell(1)
+    wait_for_file(mirror.lab.folder / "written.flag")
+    pid = int((mirror.lab.folder / "pid").read_text())
+    # Stopped, it cannot answer on any thread; which thread would answer differs between releases of ipykernel.
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        mirror.type("x")
+        mirror.press("Control+Enter")
+        expect(mirror.footer).to_contain_text("apply: waiting for the kernel")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    expect(mirror.footer).to_contain_text("apply: received")
+    mirror.saw(["ready"], ["submit", "x", "apply"])
+
+
+def test_a_change_arrives_when_typing_pauses_and_when_the_editor_is_left(mirror: Screen) -> None:
+    mirror.open(NOTE_CHANGES + "apply.on_click(lambda _: note('value at the click', editor.value))")
+    mirror.lab.run_cell(1)
+    mirror.paste("ab")
+    mirror.saw(["ready"], ["change", "ab"])
+    mirror.paste("cd")
+    mirror.click_apply()
+    changes = (["ready"], ["change", "ab"], ["change", "abcd"])
+    mirror.saw(*changes, ["value at the click", "abcd"], ["submit", "abcd", "apply"])
+
+
+def test_tab_indents_and_escape_then_tab_leaves(mirror: Screen) -> None:
+    mirror.open()
+    mirror.typing.click()
+    mirror.press("Tab")
+    mirror.type("x")
+    mirror.shows("    x")
+    mirror.press("Tab")
+    mirror.type("y")
+    mirror.shows("    x   y")
+    mirror.press("Shift+Tab")
+    mirror.shows("x   y")
+    expect(mirror.typing).to_be_focused()
+    mirror.press("Escape")
+    mirror.press("Tab")
+    expect(mirror.typing).not_to_be_focused()
+    expect(mirror.lab.page.locator(".apply-button")).to_be_focused()
+    mirror.shows("x   y")
+
+
+def test_ctrl_s_in_the_editor_saves_the_notebook(mirror: Screen) -> None:
+    mirror.open()
+    unsaved = "window.jupyterapp.shell.currentWidget.context.model.dirty"
+    mirror.lab.page.wait_for_function(f"() => {unsaved}")
+    mirror.typing.click()
+    mirror.press("Control+s")
+    mirror.lab.page.wait_for_function(f"() => !{unsaved}")
+
+
+def test_the_callers_names_are_completed(mirror: Screen) -> None:
+    mirror.open("editor.completions = ['graft_input.target', 'graft_input.tags']")
+    mirror.lab.run_cell(1)
+    mirror.type("y = graft_input.tar")
+    option = mirror.lab.page.locator(".cm-tooltip-autocomplete li")
+    expect(option).to_have_text(["graft_input.target"])
+    option.click()
+    mirror.shows("y = graft_input.target")
+
+
+def test_a_reloaded_page_shows_what_was_typed_and_submits_nothing_again(mirror: Screen) -> None:
+    mirror.open(NOTE_CHANGES, start="a = 1")
+    mirror.lab.run_cell(1)
+    mirror.typing.click()
+    mirror.press("Control+End")
+    mirror.type("0")
+    mirror.click_apply()
+    seen = (["ready"], ["change", "a = 10"], ["submit", "a = 10", "apply"])
+    mirror.saw(*seen)
+    mirror.lab.reload()
+    mirror.shows("a = 10")
+    mirror.typing.click()
+    mirror.press("Control+End")
+    mirror.type("0")
+    mirror.press("Control+Enter")
+    mirror.saw(*seen, ["change", "a = 100"], ["submit", "a = 100", "apply"])
+    expect(mirror.footer).to_contain_text("apply: received")
+
+
+def test_two_views_of_an_editor_show_one_text_and_submit_it_once(mirror: Screen) -> None:
+    mirror.open("display(editor)", show="display(apply, log, editor)")
+    mirror.lab.run_cell(1)
+    first, second = (mirror.typing.nth(i) for i in (0, 1))
+    first.press_sequentially("x = 1")
+    expect(second).to_have_text("x = 1")
+    second.press("Control+End")
+    second.press_sequentially("2")
+    expect(first).to_have_text("x = 12")
+    mirror.click_apply()
+    mirror.saw(["ready"], ["submit", "x = 12", "apply"])
+    first.press("Control+Enter")
+    mirror.saw(["ready"], ["submit", "x = 12", "apply"], ["submit", "x = 12", "apply"])
+
+
+# --- how they look --------------------------------------------------------------------
+
+SHOWN = '''from graftlab import GraftTransformInput
+import torch
+
+
+def transform(graft_input: GraftTransformInput) -> torch.Tensor:
+    """The mean of what all ranks sent, scaled as they ask."""
+    received = torch.stack(graft_input.received_list)
+    scale = graft_input.received_extras_list[0]["scale"]
+    if received.shape[1:] != graft_input.target.shape:
+        raise ValueError(f"{tuple(received.shape)} does not fit")
+    # bfloat16 would lose the small differences that are looked for
+    return received.float().mean(0) * scals
+'''
+SHOW_ERROR = "editor.show_error(\"name 'scals' is not defined\", 12)"
+
+
+def test_the_editor_follows_the_theme_unless_it_is_told_its_colours(mirror: Screen) -> None:
+    mirror.open(SHOW_ERROR, "editor.dark = False", "editor.dark = True", start=SHOWN)
+    frame = mirror.lab.page.locator(".graftlab-editor")
+
+    def wait_for_background(dark: bool) -> None:
+        mirror.lab.page.wait_for_function(
+            """dark => {
+                const { backgroundColor } = getComputedStyle(document.querySelector(".graftlab-editor .cm-editor"));
+                const red = Number(backgroundColor.match(/\\d+/)[0]);
+                return dark ? red < 60 : red > 200;
+            }""",
+            arg=dark,
+        )
+
+    mirror.lab.run_cell(1)
+    expect(mirror.message).to_be_visible()
+    mirror.typing.click(position={"x": 200, "y": 130})
+    wait_for_background(dark=False)
+    mirror.lab.screenshot("code_editor_light", frame)
+    mirror.lab.use_theme("JupyterLab Dark")
+    wait_for_background(dark=True)
+    mirror.lab.screenshot("code_editor_dark", frame)
+    mirror.lab.run_cell(2)
+    wait_for_background(dark=False)
+    mirror.lab.use_theme("JupyterLab Light")
+    mirror.lab.run_cell(3)
+    wait_for_background(dark=True)
+
+
+def test_the_text_area_has_the_font_of_code_and_its_error_below(lab: Lab) -> None:
+    plain = Screen(lab, plain=True)
+    plain.open(SHOW_ERROR, start=SHOWN)
+    lab.run_cell(1)
+    expect(plain.message).to_contain_text("mean(0) * scals")
+    assert "mono" in plain.typing.evaluate("node => getComputedStyle(node).fontFamily")
+    lab.screenshot("code_editor_plain", lab.page.locator(".graftlab-plain-editor"))

@@ -1,0 +1,786 @@
+"""The filter editor without a browser: what it shows of a text, what it applies, and how it follows the plan.
+
+What is typed and clicked comes as messages, as from a browser, taken by the main thread or by another one.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ipywidgets as widgets
+import pytest
+import torch
+from kit.pages import Browser, MirrorPage, TextareaPage
+from kit.support import own_value, reset, wait_for_file, wait_until
+
+import graftlab as gl
+from graftlab.filters.expressions import MAX_LENGTH, Filter
+from graftlab.grafting import active
+from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.widgets import code_editor
+from graftlab.widgets import filter_editor as module
+from graftlab.widgets.code_editor import CodeEditor, CodeMirrorEditor
+from graftlab.widgets.filter_editor import TAP_LIMIT, FilterEditor
+from graftlab.widgets.filter_view import NAMES_LISTED, NAMES_SHOWN
+from graftlab.widgets.refresher import Refresher
+
+
+def tap(name: str, **tags: object) -> dict[str, Any]:
+    """A tap as a session lists it."""
+    return {"name": name, "step": 0, "side": "baseline", "rank": 0, "recompute_status": "original", **tags}
+
+
+class FakeSession:
+    """A session without ranks: the plan, its versions, and the taps that it has been given."""
+
+    def __init__(self, *taps: dict[str, Any]) -> None:
+        self.plans = [GraftPlan()]
+        self.seen = list(taps)
+        self.ranks = [SimpleNamespace(label=label, alive=True) for label in ("baseline[0]", "target[0]")]
+        self.adoptions: dict[int, dict[str, int]] = {}
+        self.closed = False
+
+    @property
+    def plan(self) -> GraftPlan:
+        return self.plans[-1]
+
+    @property
+    def taps(self) -> list[dict[str, Any]]:
+        return list(self.seen)
+
+    def edit(self, **changes: Any) -> GraftPlan:
+        if self.closed:
+            raise gl.SessionClosedError("this session is closed")
+        self.plans.append(self.plan.edit(**changes))
+        return self.plan
+
+    def adopted(self, version: int) -> dict[str, int]:
+        return dict(self.adoptions.get(version, {}))
+
+
+class Screen:
+    """A filter editor as a person sees it, in one page of a simulated browser."""
+
+    def __init__(self, browser: Browser, editor: FilterEditor) -> None:
+        self.browser = browser
+        self.editor = editor
+        self.pages: dict[str, Any] = {}
+        for name in FILTERS:
+            line = self.line(name)
+            kind = MirrorPage if isinstance(line, CodeMirrorEditor) else TextareaPage
+            self.pages[name] = kind(browser, line)
+
+    def find(self, name: str, within: widgets.Widget | None = None) -> Any:
+        """The widget with the class ``graftlab-NAME``."""
+        [found] = [w for w in descendants(within or self.editor) if f"graftlab-{name}" in w._dom_classes]
+        return found
+
+    def line(self, name: str) -> CodeEditor:
+        [line] = [w for w in descendants(self.find(f"filter-{name}")) if isinstance(w, CodeEditor)]
+        return line
+
+    def type(self, **texts: str) -> None:
+        for name, text in texts.items():
+            self.pages[name].type(text)
+        self.browser.kernel_works()
+
+    def click(self, name: str, within: str | None = None) -> None:
+        """Click on a button; the kernel hears of it when it works."""
+        button = self.find(name, None if within is None else self.find(within))
+        self.browser.send(button.comm.comm_id, {"event": "click"})
+
+    def apply(self) -> None:
+        self.click("apply")
+        self.browser.kernel_works()
+
+    def markup(self, name: str) -> str:
+        """What is below a line."""
+        return str(self.find("below", self.find(f"filter-{name}")).value)
+
+    def below(self, name: str) -> str:
+        return words(self.markup(name))
+
+    def text(self, name: str) -> str:
+        """What is on the screen in a line."""
+        return str(self.pages[name].text)
+
+    @property
+    def message(self) -> str:
+        return words(self.find("message").value)
+
+    @property
+    def adopted(self) -> str:
+        return words(self.find("adopted").value)
+
+    @property
+    def can_apply(self) -> bool:
+        return not self.find("apply").disabled
+
+
+def descendants(widget: Any) -> Iterator[Any]:
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from descendants(child)
+
+
+def words(markup: str) -> str:
+    shown = re.sub(r'<span class="unseen".*?</span>', "", markup)
+    return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", shown))).strip().replace(" .", ".")
+
+
+@pytest.fixture(params=["main thread", "another thread"])
+def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Browser:
+    browser = Browser(in_a_thread=request.param == "another thread")
+    monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
+    return browser
+
+
+@pytest.fixture(params=["codemirror", "textarea"])
+def show(
+    request: pytest.FixtureRequest, simulated: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Any], Screen]]:
+    """Shows a session's filter editor, which is only refreshed when the test does it."""
+    if request.param == "codemirror":
+        code_mirror = pytest.importorskip("graftlab.widgets.code_mirror", reason="anywidget is not installed")
+        stub = tmp_path / "stub.js"
+        stub.write_text("export default {}")
+        monkeypatch.setattr(code_mirror, "BUNDLE", stub)
+    made: list[FilterEditor] = []
+    by_hand: dict[int, Refresher] = {}
+    monkeypatch.setattr(
+        module, "refresher_of", lambda session: by_hand.setdefault(id(session), Refresher(session, 1000))
+    )
+
+    def make(session: Any) -> Screen:
+        made.append(FilterEditor(session, plain=request.param == "textarea"))
+        return Screen(simulated, made[-1])
+
+    yield make
+    for editor in made:
+        editor.close()
+    assert not any(refresher.running for refresher in by_hand.values())
+
+
+LAYERS = [tap("attn_out", layer=0), tap("attn_out", layer=1), tap("mlp_out", layer=0), tap("logits")]
+
+
+@pytest.fixture
+def session() -> FakeSession:
+    return FakeSession(*LAYERS)
+
+
+@pytest.fixture
+def screen(show: Callable[[Any], Screen], session: FakeSession) -> Screen:
+    return show(session)
+
+
+# ---- while typing ---------------------------------------------------------------------------------------------------
+
+
+def test_each_line_begins_with_the_filter_in_force(show: Callable[[Any], Screen], session: FakeSession) -> None:
+    session.edit(b2t="layer < 4", keep="name == 'logits'")
+    screen = show(session)
+    assert {name: screen.text(name) for name in FILTERS} == {
+        "b2t": "layer < 4",
+        "t2b": "",
+        "compare": "True",
+        "keep": "name == 'logits'",
+    }
+    assert screen.message == ""
+
+
+def test_a_text_shows_how_many_taps_it_matches_and_which(screen: Screen) -> None:
+    screen.type(b2t="layer == 0", keep="search('logits', name)")
+    assert screen.below("b2t").startswith("2 of 4 seen attn_out layer=0 mlp_out layer=0")
+    assert screen.below("keep").startswith("1 of 4 seen logits")
+    assert screen.below("compare") == "4 of 4 seen attn_out layer=0 attn_out layer=1 mlp_out layer=0 logits"
+    assert screen.below("t2b") == "matches nothing"
+    assert screen.can_apply
+
+
+def test_a_fault_is_shown_with_its_position_and_nothing_can_be_applied_until_it_is_mended(screen: Screen) -> None:
+    screen.type(compare="layer <")
+    assert "the expression ends too early; finish it (at position 7)" in screen.below("compare")
+    assert not screen.can_apply
+    screen.type(compare="layer < 1")
+    assert "position" not in screen.below("compare")
+    assert screen.can_apply
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after"),
+    [
+        ("a and & b", "a and ", "& b"),
+        ("名前 == 'ü' and && x", "名前 == 'ü' and ", "&& x"),
+        ("a and\n\tb.c", "a and⏎ ", "b.c"),
+        ("x" * 200 + " = 1 or " + "y" * 200, "…" + "x" * 39 + " ", "= 1 or " + "y" * 33 + "…"),
+        ("'<b>' + <i>", "'<b>' + ", "<i>"),
+    ],
+)
+def test_a_caret_stands_below_the_fault(screen: Screen, text: str, before: str, after: str) -> None:
+    screen.type(t2b=text)
+    found = re.search(
+        '<pre>(.*)\n<span class="unseen" aria-hidden="true">(.*)</span><b>\\^</b></pre>', screen.markup("t2b")
+    )
+    assert found is not None
+    line, unseen = html.unescape(found[1]), html.unescape(found[2])
+    # The blank below is as wide as what is left of the fault, whatever characters that has.
+    assert unseen == before
+    assert line == before + after
+
+
+def test_a_tap_that_both_directions_match_is_marked_and_stops_apply(screen: Screen) -> None:
+    screen.type(b2t="name == 'attn_out'", t2b="layer == 1 or name == 'logits'")
+    for name in ("b2t", "t2b"):
+        assert "1 tap is matched by both b2t and t2b" in screen.below(name)
+        assert '<span class="tap both">attn_out layer=1 <b>both</b></span>' in screen.markup(name)
+        assert screen.markup(name).count("tap both") == 1
+    assert not screen.can_apply
+    screen.type(t2b="name == 'logits'")
+    assert "both" not in screen.markup("b2t") + screen.markup("t2b")
+    assert screen.can_apply
+
+
+def test_an_overlap_that_appears_with_a_new_tap_stops_apply(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="name == 'embedding'", t2b="phase == 'decode'")
+    assert screen.can_apply
+    session.seen.append(tap("embedding", phase="decode"))
+    screen.editor.refresh()
+    assert not screen.can_apply
+    assert "embedding phase='decode' both" in screen.below("b2t")
+
+
+def test_many_names_are_folded_and_those_that_stop_apply_come_first(show: Callable[[Any], Screen]) -> None:
+    count = NAMES_LISTED + 20
+    screen = show(FakeSession(*(tap(f"tap{number}") for number in range(count))))
+    screen.type(b2t="True", t2b=f"name == 'tap{count - 1}'")
+    shown, folded = screen.markup("b2t").split("<details>")
+    assert shown.count('class="tap') == NAMES_SHOWN
+    assert f'<span class="tap both">tap{count - 1} <b>both</b></span>' in shown
+    assert folded.count('class="tap') == NAMES_LISTED - NAMES_SHOWN
+    assert f"<summary>{count - NAMES_SHOWN} more</summary>" in folded
+    assert "and 20 others" in folded
+
+
+def test_new_taps_are_counted_as_they_are_seen(screen: Screen, session: FakeSession) -> None:
+    session.seen += [tap("late"), tap("late", layer=3)]
+    screen.editor.refresh()
+    assert screen.below("compare").startswith("6 of 6 seen")
+
+
+def test_without_taps_a_text_is_still_checked(show: Callable[[Any], Screen]) -> None:
+    screen = show(FakeSession())
+    assert screen.below("compare") == "no tap has been seen yet"
+    screen.type(b2t="lay er")
+    assert "two values side by side" in screen.below("b2t")
+
+
+def test_a_tag_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen: Screen) -> None:
+    screen.type(b2t="layr == 0", compare="phase == 'decode'")
+    assert "no tap seen so far has the tag layr ; is it layer ?" in screen.below("b2t")
+    assert "no tap seen so far has the tag phase" in screen.below("compare")
+    assert "is it" not in screen.below("compare")
+
+
+def test_a_filter_on_the_moment_says_which_moment_it_is_judged_by(screen: Screen) -> None:
+    screen.type(b2t="step == 7 and side == 'target'")
+    assert "judged by the side and step at which each tap was first seen" in screen.below("b2t")
+    assert "judged" not in screen.below("compare")
+
+
+def test_unicode_names_and_markup_are_shown_as_they_are(show: Callable[[Any], Screen]) -> None:
+    screen = show(FakeSession(tap("注意力<b>&amp;", 层=1), tap("x" * 500)))
+    screen.type(b2t="层 == 1")
+    assert screen.below("b2t").startswith("1 of 2 seen 注意力<b>&amp; 层=1")
+    assert "<b>&amp;amp;" not in screen.markup("b2t")
+    assert len(screen.markup("compare")) < 1000
+
+
+def test_a_paste_of_100_kilobytes_is_refused_and_not_sent_back(screen: Screen) -> None:
+    sent: list[dict[str, Any]] = []
+    screen.browser.on_update.append(lambda comm_id, changed: sent.append(changed))
+    paste = "layer < 4 and " * 7500
+    screen.type(b2t=paste)
+    assert f"the expression has {len(paste)} characters, and a filter at most {MAX_LENGTH}" in screen.below("b2t")
+    assert not screen.can_apply
+    # The document is the text that a page which is opened later begins with.
+    assert sum(len(str(changed)) for changed in sent if "document" not in changed) < 5000
+    screen.browser.queue.append(lambda: screen.line("b2t").submit("apply"))
+    screen.browser.kernel_works()
+    assert "Not applied. b2t: the expression has" in screen.message
+    assert len(screen.message) < 1000
+
+
+def test_each_tap_is_judged_once_for_a_text_and_there_is_a_limit(
+    show: Callable[[Any], Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+    matches = Filter.matches
+    monkeypatch.setattr(Filter, "matches", lambda self, tags: judged.append(self.text) or matches(self, tags))
+    session = FakeSession(*(tap("x", layer=number) for number in range(TAP_LIMIT - 1)))
+    screen = show(session)
+    screen.type(b2t="layer < 7")
+    assert judged.count("layer < 7") == judged.count("True") == TAP_LIMIT - 1
+    session.seen += [tap("y"), tap("z")]
+    screen.editor.refresh()
+    screen.editor.refresh()
+    assert judged.count("layer < 7") == judged.count("True") == TAP_LIMIT
+    assert "7 of the first 10,000 of 10,001 seen" in screen.below("b2t")
+
+
+def test_tag_names_and_helpers_are_completed(screen: Screen, session: FakeSession) -> None:
+    session.seen.append(tap("late", phase="decode"))
+    screen.editor.refresh()
+    for name in FILTERS:
+        assert {"layer", "phase", "name", "step", "search", "fullmatch"} <= set(screen.line(name).completions)
+
+
+def test_a_refresh_without_news_does_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    screen.browser.on_update.append(lambda comm_id, changed: done.append(changed))
+    monkeypatch.setattr(module.view, "matches", lambda *arguments: done.append(arguments) or "")
+    screen.editor.refresh()
+    assert done == []
+
+
+# ---- apply, revert, restore -----------------------------------------------------------------------------------------
+
+
+def test_apply_publishes_what_was_typed_and_says_so(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0", keep="  name == 'logits' ")
+    screen.apply()
+    assert session.plan == GraftPlan(b2t="layer == 0", keep="  name == 'logits' ", version=1)
+    assert screen.message == "Version 1 is published; it changes b2t and keep."
+    assert "in force" not in screen.below("b2t") + screen.below("keep")
+    session.edit(compare=None)
+    screen.editor.refresh()
+    assert screen.message == ""  # it is not about the plan in force any more
+
+
+def test_apply_takes_the_text_on_the_screen_though_the_kernel_has_an_older_one(
+    screen: Screen, session: FakeSession
+) -> None:
+    for name in ("b2t", "compare"):
+        for text in ("lay", "layer", "layer == 1"):
+            screen.pages[name].type(text)
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert (session.plan.b2t, session.plan.compare, session.plan.version) == ("layer == 1", "layer == 1", 1)
+
+
+def test_apply_refuses_a_bad_text_that_the_kernel_had_not_heard_of_when_it_was_clicked(
+    screen: Screen, session: FakeSession
+) -> None:
+    screen.pages["b2t"].type("layer")
+    screen.pages["b2t"].type("layer ==")
+    assert screen.can_apply
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert screen.message == "Not applied. b2t: the expression ends too early; finish it"
+    screen.pages["b2t"].type("layer")
+    screen.pages["b2t"].type("layer == 1")
+    screen.pages["t2b"].type("layer")
+    screen.pages["t2b"].type("layer == 1")
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert screen.message.startswith("Not applied. 1 tap is matched by both b2t and t2b")
+    assert len(session.plans) == 1
+
+
+def test_ctrl_enter_applies_its_own_line_and_what_was_typed_in_the_others(screen: Screen, session: FakeSession) -> None:
+    page = screen.pages["b2t"]
+    if not isinstance(page, MirrorPage):
+        pytest.skip("a text area has no keys")
+    screen.pages["keep"].text = "layer == 1"  # nothing told the kernel of it
+    page.text = "layer == 0"
+    page.submit("apply")
+    page.text = "typed after that"
+    screen.browser.kernel_works()
+    assert session.plan == GraftPlan(b2t="layer == 0", keep="layer == 1", version=1)
+
+
+def test_the_key_for_trying_applies_nothing(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0")
+    screen.line("b2t").submit("try")
+    screen.browser.kernel_works()
+    assert len(session.plans) == 1
+
+
+def test_a_blank_line_takes_the_filter_away(screen: Screen, session: FakeSession) -> None:
+    screen.type(compare="  ")
+    screen.apply()
+    assert session.plan.compare is None
+
+
+def test_apply_without_a_change_publishes_nothing(screen: Screen, session: FakeSession) -> None:
+    screen.type(compare=" True  ")
+    screen.apply()
+    assert len(session.plans) == 1
+    assert screen.message == "Nothing to apply: these filters are in force, as version 0."
+
+
+def test_what_is_edited_elsewhere_between_the_click_and_its_answer_is_not_taken_back(
+    screen: Screen, session: FakeSession
+) -> None:
+    screen.type(b2t="layer == 0")
+    screen.click("apply")
+    screen.browser.queue.append(lambda: session.edit(keep="layer == 1"))
+    screen.browser.kernel_works()
+    assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "layer == 1")
+
+
+def test_an_edit_elsewhere_that_the_screen_does_not_show_yet_is_not_taken_back(
+    screen: Screen, session: FakeSession
+) -> None:
+    session.edit(keep="layer == 1")
+    screen.editor.refresh()
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert (session.plan.keep, session.plan.version) == ("layer == 1", 1)
+
+
+def test_a_click_is_applied_once(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0")
+    screen.click("apply")
+    screen.click("apply")
+    screen.browser.kernel_works()
+    assert len(session.plans) == 2
+
+
+def test_revert_shows_the_plan_in_force_again_whatever_the_kernel_has_heard_of(
+    screen: Screen, session: FakeSession
+) -> None:
+    session.edit(t2b="layer == 1")
+    screen.editor.refresh()
+    screen.type(b2t="layer ==")
+    screen.pages["t2b"].type("x")
+    screen.pages["t2b"].type("x y")
+    screen.click("revert")
+    screen.browser.kernel_works()
+    assert {name: screen.text(name) for name in FILTERS} == {
+        "b2t": "",
+        "t2b": "layer == 1",
+        "compare": "True",
+        "keep": "",
+    }
+    assert screen.can_apply
+    assert len(session.plans) == 2
+
+
+def test_an_earlier_plan_is_listed_and_restored_whole_as_a_new_version(screen: Screen, session: FakeSession) -> None:
+    session.edit(b2t="layer == 0", transform="operator.neg", rename={"target": {"^model.": ""}})
+    session.edit(b2t="layer == 1", compare=None, transform=None, rename=None)
+    screen.editor.refresh()
+    row = words(screen.find("plan-1").children[1].value)
+    assert row == "1 b2t layer == 0 · compare True · transform operator.neg · 1 rename"
+    screen.type(keep="typed, and given up")
+    screen.click("restore", within="plan-1")
+    screen.browser.kernel_works()
+    old, new = session.plans[1], session.plans[3]
+    assert new == GraftPlan(old.b2t, old.t2b, old.compare, old.keep, old.transform, old.rename, version=3)
+    assert screen.text("b2t") == "layer == 0"
+    assert screen.text("keep") == ""
+    assert screen.message == "Version 1 is restored, as version 3."
+    assert screen.find("plan-2") is not None
+
+
+def test_only_so_many_earlier_plans_are_listed_the_newest_first(screen: Screen, session: FakeSession) -> None:
+    assert screen.find("earlier").layout.display == "none"
+    for number in range(40):
+        session.edit(b2t=f"layer == {number}")
+    screen.editor.refresh()
+    listed = [words(row.children[1].value).split()[0] for row in screen.find("plans").children]
+    assert listed == [str(version) for version in range(39, 9, -1)]
+    session.edit(b2t=None)
+    screen.editor.refresh()
+    assert words(screen.find("plans").children[0].children[1].value).startswith("40 ")
+    assert screen.find("earlier").titles == ("Earlier plans (41)",)
+
+
+def test_a_refused_edit_is_shown(screen: Screen, session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> GraftPlan:
+        raise gl.PlanError("the plan does not want to be edited")
+
+    monkeypatch.setattr(session, "edit", refuse)
+    screen.type(b2t="layer == 0")
+    screen.apply()
+    assert screen.message == "the plan does not want to be edited"
+
+
+def test_a_fault_of_the_editors_own_is_shown_and_logged(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(screen.editor, "_publish", lambda texts: 1 / 0)
+        screen.apply()
+    assert screen.message.endswith("ZeroDivisionError: division by zero")
+    assert "a callback of the filter editor failed" in caplog.text
+
+
+# ---- the plan is edited elsewhere -----------------------------------------------------------------------------------
+
+
+def test_a_line_in_which_nobody_has_typed_follows_the_plan(screen: Screen, session: FakeSession) -> None:
+    session.edit(b2t="layer == 1", keep="True")
+    screen.editor.refresh()
+    screen.browser.kernel_works()
+    assert (screen.text("b2t"), screen.text("keep")) == ("layer == 1", "True")
+    assert screen.below("b2t") == "1 of 4 seen attn_out layer=1"
+    screen.type(b2t="layer == 0")
+    screen.apply()
+    assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "True")
+
+
+def test_what_was_typed_is_kept_when_the_plan_changes_elsewhere_and_the_change_is_told(
+    screen: Screen, session: FakeSession
+) -> None:
+    screen.type(b2t="layer == 0", keep="layer == 0")
+    session.edit(b2t="layer == 1", compare=None)
+    screen.editor.refresh()
+    screen.browser.kernel_works()
+    assert screen.text("b2t") == screen.text("keep") == "layer == 0"
+    assert screen.text("compare") == ""
+    assert "changed elsewhere meanwhile, and what you typed is kept; in force: layer == 1" in screen.below("b2t")
+    assert "in force: nothing" in screen.below("keep")
+    assert "elsewhere" not in screen.below("keep")
+    screen.type(b2t="layer == 0 or layer == 2")
+    assert "changed elsewhere" in screen.below("b2t")
+    screen.apply()
+    assert session.plan == GraftPlan(b2t="layer == 0 or layer == 2", compare=None, keep="layer == 0", version=2)
+    assert "elsewhere" not in screen.below("b2t")
+
+
+def test_what_was_typed_and_has_not_reached_the_kernel_is_kept_when_the_plan_changes(
+    screen: Screen, session: FakeSession
+) -> None:
+    for text in ("lay", "layer", "layer == 0"):
+        screen.pages["b2t"].type(text)
+    session.edit(b2t="layer == 1", t2b="name == 'logits'")
+    screen.editor.refresh()
+    screen.browser.kernel_works()
+    assert screen.text("b2t") == screen.line("b2t").value == "layer == 0"
+    assert "changed elsewhere meanwhile, and what you typed is kept; in force: layer == 1" in screen.below("b2t")
+    assert screen.text("t2b") == screen.line("t2b").value == "name == 'logits'"
+    screen.apply()
+    assert (session.plan.b2t, session.plan.t2b) == ("layer == 0", "name == 'logits'")
+    screen.type(b2t="layer == 5")
+    assert "elsewhere" not in screen.below("b2t")
+
+
+def test_a_slow_answer_to_an_offer_is_not_believed(
+    screen: Screen, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel was busy after the browser had answered that nothing was typed, and then something was."""
+    now = [100.0]
+    monkeypatch.setattr(code_editor.time, "monotonic", lambda: now[0])
+    session.edit(b2t="layer == 1")
+    screen.editor.refresh()  # the browser answers at once, and the answer waits
+    for text in ("mine", "mine too"):
+        screen.pages["b2t"].type(text)
+    now[0] += 10
+    screen.browser.kernel_works()
+    assert screen.text("b2t") == screen.line("b2t").value == "mine too"
+
+
+def test_typing_what_the_plan_has_now_ends_the_difference(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0")
+    session.edit(b2t="layer == 1")
+    screen.editor.refresh()
+    screen.type(b2t="layer == 1")
+    assert screen.below("b2t") == "1 of 4 seen attn_out layer=1"
+    session.edit(b2t="layer == 0")
+    screen.editor.refresh()
+    screen.browser.kernel_works()
+    assert screen.text("b2t") == "layer == 0"
+
+
+def test_two_editors_of_a_session_show_each_others_changes(show: Callable[[Any], Screen], session: FakeSession) -> None:
+    one, other = show(session), show(session)
+    one.type(b2t="layer == 0")
+    one.apply()
+    other.editor.refresh()
+    other.browser.kernel_works()
+    assert other.text("b2t") == "layer == 0"
+    assert "Plan 1" in other.adopted
+
+
+# ---- which ranks use the plan ---------------------------------------------------------------------------------------
+
+
+def test_it_shows_from_which_step_on_each_rank_uses_the_plan(screen: Screen, session: FakeSession) -> None:
+    session.adoptions[0] = {"baseline[0]": 0, "target[0]": 0}
+    screen.editor.refresh()
+    assert screen.adopted == "Plan 0 : used from step 0 on by all 2 ranks."
+    screen.type(b2t="layer == 0")
+    screen.apply()
+    assert screen.adopted == "Plan 1 : not yet used by baseline[0], target[0]."
+    session.adoptions[1] = {"target[0]": 6}
+    screen.editor.refresh()
+    assert screen.adopted == "Plan 1 : used from step 6 on by target[0]; not yet used by baseline[0]."
+    session.adoptions[1]["baseline[0]"] = 7
+    screen.editor.refresh()
+    assert screen.adopted == "Plan 1 : used from step 6 on by target[0]; used from step 7 on by baseline[0]."
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(screen: Screen, session: FakeSession) -> None:
+    session.adoptions[0] = {"baseline[0]": 3}
+    session.ranks[1].alive = False
+    screen.editor.refresh()
+    assert screen.adopted == "Plan 0 : used from step 3 on by baseline[0]."
+    session.ranks[0].alive = False
+    screen.editor.refresh()
+    assert screen.adopted == "Plan 0; no rank is alive."
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_after_the_session_is_closed_nothing_can_be_changed(screen: Screen, session: FakeSession) -> None:
+    session.edit(b2t="layer == 0")
+    screen.editor.refresh()
+    session.closed = True
+    screen.editor.refresh()
+    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert not screen.can_apply
+    assert screen.find("revert").disabled
+    assert screen.find("restore").disabled
+    assert all(screen.line(name).read_only for name in FILTERS)
+
+
+def test_a_click_on_the_way_when_the_session_was_closed_is_answered(screen: Screen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0")
+    screen.click("apply")
+    session.closed = True
+    screen.browser.kernel_works()
+    assert len(session.plans) == 1
+    assert screen.message == "The session is closed; its plan cannot be changed any more."
+
+
+def test_an_error_of_the_refresher_is_shown_until_it_is_taken_away(screen: Screen) -> None:
+    screen.type(b2t="layer == 0")
+    screen.apply()
+    screen.editor.show_error("the <session> cannot be read")
+    assert screen.message == "the <session> cannot be read"
+    screen.editor.show_error("")
+    assert screen.message == "Version 1 is published; it changes b2t."
+
+
+def test_a_closed_editor_leaves_no_widget_behind_and_hears_nothing_more(
+    screen: Screen, session: FakeSession, simulated: Browser
+) -> None:
+    session.edit(b2t="layer == 0")
+    screen.editor.refresh()
+    shown = [widget.comm.comm_id for widget in descendants(screen.editor)]
+    assert len(shown) > 20
+    screen.editor.close()
+    screen.editor.close()
+    assert not set(shown) & set(simulated.comms)
+    before = screen.below("b2t")
+    session.edit(b2t="layer == 1")
+    screen.editor.refresh()
+    screen.editor.show_error("too late")
+    assert (screen.below("b2t"), screen.message) == (before, "")
+
+
+# ---- with real ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+def loops(folder: str, steps: int, pause: int) -> None:
+    """Steps through a loop; the leader stops at one step until it is told to go on, and has heard of a new plan."""
+    me, grafter = gl.here(), active.grafter()
+    assert me is not None
+    assert grafter is not None
+    for step in range(steps):
+        if step == pause and me.side == "baseline":
+            Path(f"{folder}/there").touch()
+            wait_for_file(f"{folder}/go on")
+            wait_until(lambda: grafter._offered.version > grafter.plan.version, "the new plan's arrival")
+        for name in ("a", "b"):
+            gl.tap(name, torch.full((2,), own_value()))
+        gl.step()
+
+
+def test_apply_changes_a_loop_that_is_running_from_its_next_step_on(
+    show: Callable[[Any], Screen], one_and_one: gl.Session, tmp_path: Path
+) -> None:
+    session = reset(one_and_one)
+    screen = show(session)
+    before = session.plan.version
+    run = session.start(loops, loops, args=(str(tmp_path), 4, 2))
+    wait_for_file(tmp_path / "there")
+    wait_until(lambda: {"a", "b"} <= {seen["name"] for seen in session.taps}, "the report of both taps")
+    screen.editor.refresh()
+    screen.type(b2t="name == 'b'")
+    assert "1 of" in screen.below("b2t")
+    screen.apply()
+    assert screen.message == f"Version {before + 1} is published; it changes b2t."
+    assert screen.adopted == f"Plan {before + 1} : not yet used by baseline[0], target[0]."
+    assert not run.done
+    (tmp_path / "go on").touch()
+    run.wait()
+    frame = run.frame
+    first = int(frame["step"].min())
+    changed = frame[frame["plan_version"] == before + 1]
+    assert set(frame[frame["plan_version"] == before]["status"]) == {"compared"}
+    assert changed["step"].tolist() == [first + 3, first + 3]
+    assert changed.set_index("name")["status"].to_dict() == {"a": "compared", "b": "grafted"}
+    wait_until(lambda: len(session.adopted(before + 1)) == 2, "the report that the plan is in use")
+    screen.editor.refresh()
+    assert screen.adopted == f"Plan {before + 1} : used from step {first + 3} on by all 2 ranks."
+
+
+def test_an_edit_elsewhere_and_the_end_of_the_session_show_by_themselves() -> None:
+    """With the refresher's own thread, and without a kernel."""
+    with gl.launch(1, 1) as session:
+        editor = session.filter_editor()
+        lines = [widget for widget in descendants(editor) if isinstance(widget, CodeEditor)]
+        session.edit(b2t="name == 'a'")
+        wait_until(lambda: lines[0].value == "name == 'a'", "the edit's arrival in the editor")
+        [adopted] = [widget for widget in descendants(editor) if "graftlab-adopted" in widget._dom_classes]
+        wait_until(lambda: "by all 2 ranks" in adopted.value, "the ranks' answer in the editor")
+    wait_until(lambda: lines[0].read_only, "the last refresh")
+    [message] = [widget for widget in descendants(editor) if "graftlab-message" in widget._dom_classes]
+    wait_until(lambda: "The session is closed" in message.value, "the last refresh")
+    editor.close()
+
+
+def test_a_callback_beside_the_refresher_and_edits_loses_nothing(one_and_one: gl.Session) -> None:
+    """The three threads that meet in an editor: the refresher's, the callbacks' and the cell's."""
+    session = reset(one_and_one)
+    editor = session.filter_editor()
+    errors: list[BaseException] = []
+
+    def edits() -> None:
+        try:
+            for number in range(50):
+                session.edit(keep=f"layer == {number}")
+        except BaseException as error:
+            errors.append(error)
+
+    cell = threading.Thread(target=edits)
+    cell.start()
+    for _ in range(50):
+        editor.revert()
+        editor.refresh()
+    cell.join(60)
+    editor.refresh()
+    assert errors == []
+    shown = {name: line.value for name, line in zip(FILTERS, all_lines(editor), strict=True)}
+    assert shown == {"b2t": "", "t2b": "", "compare": "True", "keep": "layer == 49"}
+    editor.close()
+
+
+def all_lines(editor: FilterEditor) -> list[CodeEditor]:
+    return [widget for widget in descendants(editor) if isinstance(widget, CodeEditor)]

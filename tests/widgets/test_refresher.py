@@ -1,0 +1,267 @@
+"""The refresher: widgets are kept up to date by one thread, which shows what fails and ends when nobody needs it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kit.support import wait_until
+
+from graftlab.errors import SessionError
+from graftlab.widgets import refresher as module
+from graftlab.widgets.refresher import Refresher, explain, refresher_of
+
+SOON = 0.001
+
+
+class FakeSession:
+    """All that a refresher asks of a session."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+
+class FakeWidget:
+    """Notes what it was asked, and on which thread; ``fault`` is raised by its refresh."""
+
+    def __init__(self, session: Any = None) -> None:
+        self.session = session
+        self.fault: Exception | None = None
+        self.refreshed = 0
+        self.saw_closed = False
+        self.shown: list[str] = []
+        self.threads: set[int] = set()
+
+    def refresh(self) -> None:
+        self.refreshed += 1
+        self.threads.add(threading.get_ident())
+        self.saw_closed = self.session is not None and self.session.closed
+        if self.fault is not None:
+            raise self.fault
+
+    def show_error(self, text: str) -> None:
+        self.shown.append(text)
+
+
+@pytest.fixture
+def session() -> FakeSession:
+    return FakeSession()
+
+
+@pytest.fixture
+def refresher(session: FakeSession) -> Iterator[Refresher]:
+    made = Refresher(session, interval=SOON)
+    yield made
+    session.closed = True
+    wait_until(lambda: not made.running, "the end of the refresher")
+
+
+def ticks_on(widget: FakeWidget, times: int = 3) -> None:
+    before = widget.refreshed
+    wait_until(lambda: widget.refreshed >= before + times, "another refresh")
+
+
+def thread_of(refresher: Refresher) -> threading.Thread:
+    assert refresher._thread is not None
+    return refresher._thread
+
+
+def test_every_widget_is_refreshed_again_and_again_by_one_thread(refresher: Refresher) -> None:
+    first, second = FakeWidget(), FakeWidget()
+    refresher.add(first)
+    refresher.add(second)
+    refresher.add(second)
+    ticks_on(first)
+    ticks_on(second)
+    assert first.threads == second.threads
+    assert first.threads != {threading.get_ident()}
+
+
+def test_a_widget_that_is_added_twice_is_refreshed_once_a_tick(session: FakeSession) -> None:
+    refresher, widget = Refresher(session, interval=1000), FakeWidget()
+    refresher.add(widget)
+    refresher.add(widget)
+    refresher.tick()
+    assert widget.refreshed == 1
+    refresher.remove(widget)
+
+
+def test_a_removed_widget_is_left_alone_and_the_others_go_on(refresher: Refresher) -> None:
+    leaves, stays = FakeWidget(), FakeWidget()
+    refresher.add(leaves)
+    refresher.add(stays)
+    ticks_on(leaves)
+    refresher.remove(leaves)
+    refresher.remove(leaves)
+    ticks_on(stays)  # the tick that may have been going on is over
+    before = leaves.refreshed
+    ticks_on(stays)
+    assert leaves.refreshed == before
+
+
+def test_the_thread_ends_with_the_last_widget_and_begins_again_with_the_next(refresher: Refresher) -> None:
+    widget = FakeWidget()
+    for _ in range(2):
+        refresher.add(widget)
+        assert refresher.running
+        thread = thread_of(refresher)
+        ticks_on(widget)
+        refresher.remove(widget)
+        assert not refresher.running
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_the_thread_ends_promptly_though_the_interval_is_long(session: FakeSession) -> None:
+    refresher, widget = Refresher(session, interval=1000), FakeWidget()
+    refresher.add(widget)
+    thread = thread_of(refresher)
+    refresher.remove(widget)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_the_last_refresh_of_each_widget_sees_the_closed_session_and_then_the_thread_ends(
+    refresher: Refresher, session: FakeSession
+) -> None:
+    widgets = [FakeWidget(session) for _ in range(3)]
+    for widget in widgets:
+        refresher.add(widget)
+    ticks_on(widgets[0])
+    session.closed = True
+    wait_until(lambda: not refresher.running, "the end of the refresher")
+    assert all(widget.saw_closed for widget in widgets)
+    counts = [widget.refreshed for widget in widgets]
+    refresher.tick()
+    assert [widget.refreshed for widget in widgets] == counts
+
+
+def test_a_widget_added_after_the_session_was_closed_is_refreshed_once(
+    refresher: Refresher, session: FakeSession
+) -> None:
+    session.closed = True
+    late = FakeWidget(session)
+    refresher.add(late)
+    wait_until(lambda: not refresher.running, "the end of the refresher")
+    assert (late.refreshed, late.saw_closed) == (1, True)
+
+
+def test_a_failing_refresh_is_shown_and_logged_once_and_the_others_go_on(
+    refresher: Refresher, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, healthy = FakeWidget(), FakeWidget()
+    failing.fault = SessionError("no such thing")
+    with caplog.at_level(logging.ERROR, module.__name__):
+        refresher.add(failing)
+        refresher.add(healthy)
+        ticks_on(failing, 5)
+        ticks_on(healthy)
+    assert failing.shown == ["no such thing"]
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [failing.fault]
+
+
+def test_an_error_is_taken_away_when_the_refresh_works_again_and_another_one_is_shown(refresher: Refresher) -> None:
+    widget = FakeWidget()
+    widget.fault = SessionError("first")
+    refresher.add(widget)
+    wait_until(lambda: widget.shown == ["first"], "the first error")
+    widget.fault = SessionError("second")
+    wait_until(lambda: widget.shown == ["first", "second"], "the second error")
+    widget.fault = None
+    wait_until(lambda: widget.shown == ["first", "second", ""], "the error's end")
+    ticks_on(widget)
+    assert len(widget.shown) == 3
+
+
+def test_a_widget_that_cannot_even_show_its_error_stops_nobody(
+    refresher: Refresher, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hopeless(FakeWidget):
+        def show_error(self, text: str) -> None:
+            raise RuntimeError("not this either")
+
+    hopeless, healthy = Hopeless(), FakeWidget()
+    hopeless.fault = SessionError("cannot be refreshed")
+    refresher.add(hopeless)
+    refresher.add(healthy)
+    ticks_on(hopeless)
+    ticks_on(healthy)
+    assert "Hopeless could not show that: cannot be refreshed" in caplog.text
+
+
+def test_a_widget_may_remove_itself_while_it_is_refreshed(refresher: Refresher) -> None:
+    class Leaving(FakeWidget):
+        def refresh(self) -> None:
+            super().refresh()
+            refresher.remove(self)
+
+    leaving, stays = Leaving(), FakeWidget()
+    refresher.add(leaving)
+    refresher.add(stays)
+    ticks_on(stays)
+    assert leaving.refreshed == 1
+
+
+def test_a_session_has_one_refresher_which_does_not_keep_it_alive() -> None:
+    session, other = FakeSession(), FakeSession()
+    assert refresher_of(session) is refresher_of(session)
+    assert refresher_of(session) is not refresher_of(other)
+    gone = weakref.ref(session)
+    del session
+    gc.collect()
+    assert gone() is None
+
+
+def test_graftlabs_own_errors_are_explained_by_their_message_and_others_with_their_place() -> None:
+    assert explain(SessionError("write this instead")) == "write this instead"
+    try:
+        int("no number")
+    except ValueError as error:
+        shown = explain(error)
+    assert "test_refresher.py" in shown
+    assert shown.endswith("ValueError: invalid literal for int() with base 10: 'no number'")
+
+
+class ClosedWhenCollected(FakeWidget):
+    """Like ipywidgets' widgets: what nobody holds any more is closed once again."""
+
+    def __init__(self, refresher: Refresher, closed: list[str]) -> None:
+        super().__init__()
+        self.refresher = refresher
+        self.closed = closed
+        self.itself = self  # so that only the garbage collector finds it
+
+    def __del__(self) -> None:
+        self.refresher.remove(self)
+        self.closed.append("closed")
+
+
+class CollectsWhenCompared(FakeWidget):
+    """Has the garbage collector run where it could run by itself: in the middle of the refresher's work."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        gc.collect()
+        return self is other
+
+
+def test_the_garbage_collector_may_close_a_widget_in_the_middle_of_the_refreshers_own_work(
+    refresher: Refresher,
+) -> None:
+    closed: list[str] = []
+    ClosedWhenCollected(refresher, closed)
+    one, other = CollectsWhenCompared(), CollectsWhenCompared()
+    refresher.add(one)
+    # In a thread of its own, which would wait for itself for ever.
+    adding = threading.Thread(target=refresher.add, args=(other,), daemon=True)
+    adding.start()
+    adding.join(30)
+    assert not adding.is_alive()
+    assert closed == ["closed"]
+    ticks_on(other)

@@ -1,0 +1,957 @@
+"""The transform editor without a browser: what it tries, applies, follows and restores, on real ranks.
+
+What is typed and clicked comes as messages, as from a browser, taken by the main thread or by another one.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.pages import Browser, MirrorPage, TextareaPage
+from kit.support import own_value, reset, run_cell, wait_until
+
+import graftlab as gl
+from graftlab.filters.expressions import compile_filter
+from graftlab.grafting.trial import PRINTED_LIMIT
+from graftlab.plan.plan import GraftPlan
+from graftlab.transforms import SIGNATURE
+from graftlab.widgets import transform_editor as module
+from graftlab.widgets.code_editor import CodeMirrorEditor
+from graftlab.widgets.drafts import FIELDS, TEMPLATE, fitting_functions, functions_in
+from graftlab.widgets.kept_taps import filter_to_keep, kept_choices
+from graftlab.widgets.refresher import Refresher, refresher_of
+from graftlab.widgets.transform_editor import TransformEditor
+from graftlab.widgets.trial_view import summary
+
+# Only bounds how long a draft that ought to end at once may take on a busy machine.
+PLENTY = 60.0
+
+
+@pytest.fixture(scope="module")
+def one_and_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "of_a_path.py").write_text("def halves(graft_input):\n    return graft_input.received_list[0] / 2\n")
+    with pytest.MonkeyPatch.context() as patch:
+        # Before the launch, for the ranks look there too.
+        patch.syspath_prepend(folder)
+        with gl.launch(1, 1) as session:
+            yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    """Grafts and keeps `x`, of which a pair is kept: 10 from the baseline, and 20 on the target."""
+    reset(one_and_one).edit(b2t="name == 'x'", keep="name == 'x'")
+    one_and_one.run(tap_x, tap_x)
+    return one_and_one
+
+
+def tap_x(layer: int = 4) -> list[float]:
+    return gl.tap("x", torch.full((2, 3), own_value()), layer=layer).tolist()
+
+
+def runs_on(folder: str) -> None:
+    """Steps through a loop until it is told to stop."""
+    while not Path(f"{folder}/stop").exists():
+        tap_x()
+        gl.step()
+        # Only so that it makes fewer rows.
+        threading.Event().wait(0.01)
+
+
+def source(*lines: str) -> str:
+    """A transform with this body, which begins in line 2."""
+    return "\n".join(["def transform(graft_input):", *(f"    {line}" for line in lines), ""])
+
+
+DOUBLES = source("return 2 * graft_input.received_list[0]")
+RAISES = source("x = 1", "return graft_input.received_list[7]")
+
+
+# ---- a simulated browser --------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """A transform editor as a person sees it, in one page of a simulated browser."""
+
+    def __init__(self, browser: Browser, editor: TransformEditor) -> None:
+        self.browser = browser
+        self.editor = editor
+        code = self.find("source")
+        self.page: Any = (MirrorPage if isinstance(code, CodeMirrorEditor) else TextareaPage)(browser, code)
+
+    def find(self, name: str) -> Any:
+        """The widget with the class ``graftlab-NAME``."""
+        [found] = [w for w in descendants(self.editor) if f"graftlab-{name}" in w._dom_classes]
+        return found
+
+    def settle(self) -> None:
+        """Let the kernel take what was sent, and wait until nothing is going on any more."""
+        self.browser.kernel_works()
+        wait_until(lambda: self.idle, "the end of the work")
+        self.browser.kernel_works()
+        self.editor.refresh()
+        wait_until(lambda: self.idle, "the end of the work")
+        self.browser.kernel_works()
+
+    @property
+    def idle(self) -> bool:
+        asking = self.editor._taps._asking
+        return self.busy == "" and not self.editor._waiting and (asking is None or asking.done())
+
+    def type(self, text: str) -> None:
+        self.page.type(text)
+
+    def click(self, name: str) -> None:
+        """Click on a button that can be clicked; the kernel hears of it when it works."""
+        assert not self.find(name).disabled
+        self.browser.send(self.find(name).comm.comm_id, {"event": "click"})
+
+    def choose(self, name: str, label: str) -> None:
+        """Choose from a menu or a row of buttons."""
+        [index] = [n for n, shown in enumerate(self.options(name)) if shown == label]
+        self.browser.save(self.find(name).comm.comm_id, index=index)
+
+    def options(self, name: str) -> list[str]:
+        return list(self.browser.models[self.find(name).comm.comm_id]["_options_labels"])
+
+    def chosen(self, name: str) -> str | None:
+        index = self.browser.models[self.find(name).comm.comm_id]["index"]
+        return None if index is None else self.options(name)[index]
+
+    def name(self, name: str) -> None:
+        """Choose a function or a dotted path."""
+        self.choose("kinds", "Function or path")
+        self.browser.save(self.find("name").comm.comm_id, value=name)
+
+    def tries(self, text: str) -> str:
+        self.type(text)
+        self.click("try")
+        self.settle()
+        return self.result
+
+    def applies(self, text: str) -> str:
+        self.type(text)
+        self.click("apply")
+        self.settle()
+        return self.message
+
+    def shown(self, name: str) -> str:
+        return words(self.find(name).value)
+
+    @property
+    def text(self) -> str:
+        return str(self.page.text)
+
+    @property
+    def source(self) -> str:
+        """What is read where nothing can be written."""
+        assert self.find("source").layout.display == "none"
+        viewer = self.find("viewer")
+        assert viewer.layout.display is None
+        assert viewer.read_only
+        return str(viewer.value)
+
+    @property
+    def message(self) -> str:
+        return self.shown("message")
+
+    @property
+    def result(self) -> str:
+        return self.shown("result")
+
+    @property
+    def in_force(self) -> str:
+        return self.shown("in-force")
+
+    @property
+    def busy(self) -> str:
+        return self.shown("busy")
+
+
+def descendants(widget: Any) -> Iterator[Any]:
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from descendants(child)
+
+
+def words(markup: str) -> str:
+    return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", markup))).strip()
+
+
+Show = Callable[..., Screen]
+
+
+@pytest.fixture(params=["codemirror, main thread", "textarea, another thread"])
+def show(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+    """Shows a session's transform editor, which is only refreshed when the test does it."""
+    kind, _, thread = request.param.partition(", ")
+    browser = Browser(in_a_thread=thread == "another thread")
+    if kind == "codemirror":
+        code_mirror = pytest.importorskip("graftlab.widgets.code_mirror", reason="anywidget is not installed")
+        (tmp_path / "stub.js").write_text("export default {}")
+        monkeypatch.setattr(code_mirror, "BUNDLE", tmp_path / "stub.js")
+    monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
+    by_hand: dict[int, Refresher] = {}
+    monkeypatch.setattr(
+        module, "refresher_of", lambda session: by_hand.setdefault(id(session), Refresher(session, 1000))
+    )
+    made: list[Screen] = []
+
+    def make(session: gl.Session, **options: Any) -> Screen:
+        options = {"names": {}, "limit": PLENTY, **options}
+        editor = TransformEditor(session, plain=kind == "textarea", **options)
+        made.append(Screen(browser, editor))
+        made[-1].settle()
+        return made[-1]
+
+    yield make
+    for screen in made:
+        screen.editor.close()
+    assert not any(refresher.running for refresher in by_hand.values())
+
+
+# ---- what it starts from --------------------------------------------------------------------------------------------
+
+
+def test_the_template_has_the_real_signature_and_every_field() -> None:
+    assert SIGNATURE in TEMPLATE
+    for name in FIELDS:
+        assert re.search(rf"#   graft_input\.{name} +\S", TEMPLATE), name
+
+
+def test_it_starts_from_the_template_which_works(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    assert screen.text == TEMPLATE
+    assert screen.in_force.startswith("In force: the default transform , since plan ")
+    assert "not applied" not in screen.in_force
+    screen.click("try")
+    screen.settle()
+    assert "✓ ran on x · layer=4 · target[0]" in screen.result
+
+
+@pytest.fixture
+def importable(one_and_one: gl.Session) -> Iterator[str]:
+    yield "of_a_path.halves"
+    sys.modules.pop("of_a_path", None)
+
+
+def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, importable: str) -> None:
+    session.edit(transform=DOUBLES)
+    assert show(session).text == DOUBLES
+
+    session.edit(transform=importable)
+    screen = show(session)
+    assert (screen.chosen("kinds"), screen.find("name").value) == ("Function or path", importable)
+    assert "return graft_input.received_list[0] / 2" in screen.source
+
+    of_a_cell = run_cell("def of_a_cell(graft_input):\n    return graft_input.target  # seen")["of_a_cell"]
+    version = session.edit(transform=of_a_cell).version
+    screen = show(session)
+    assert screen.find("name").value == f"of_a_cell (plan {version})"
+    assert "return graft_input.target  # seen" in screen.source
+    assert "not applied" not in screen.in_force
+
+
+# ---- edit, try, break, fix, apply -----------------------------------------------------------------------------------
+
+
+def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loop(
+    session: gl.Session, show: Show, tmp_path: Path
+) -> None:
+    screen = show(session)
+    run = session.start(runs_on, runs_on, args=(str(tmp_path),))
+    before = session.plan.version
+
+    tried = screen.tries(DOUBLES)
+    assert "✓ ran on x · layer=4 · target[0]" in tried
+    assert re.search(r"max_abs 1\.00e\+01 0\.00e\+00 ↓ smaller", tried)
+    assert "● edited, not applied" in screen.in_force
+
+    assert "✗ failed" in screen.tries(RAISES)
+    assert screen.page.error == "line 3: IndexError: list index out of range"
+    assert screen.applies(RAISES) == (
+        "Not applied, because it failed. To apply it all the same, choose other tensors to try on, or none."
+    )
+    assert "step" in screen.result
+    assert ": IndexError: list index out of range received float32[2, 3]" in screen.result
+    assert session.plan.version == before
+
+    assert screen.applies(DOUBLES) == f"Applied as plan {before + 1}."
+    assert screen.page.error == ""
+    assert session.plan.transform is not None
+    assert session.plan.transform.text == DOUBLES
+    assert "not applied" not in screen.in_force
+    wait_until(lambda: len(session.adopted(before + 1)) == 2, "the plan on every rank")
+    taken_up = session.adopted(before + 1)["target[0]"]
+    wait_until(lambda: session.live_taps().look()[-1]["step"] > taken_up, "a step with the new plan")
+    assert not run.done
+    screen.editor.refresh()
+    assert screen.shown("adopted") == f"Plan {before + 1} : used from step {taken_up} on by all 2 ranks."
+
+    (tmp_path / "stop").touch()
+    frame = run.wait().frame
+    frame = frame[frame["status"] == "grafted"]
+    old, new = frame[frame["plan_version"] == before], frame[frame["plan_version"] == before + 1]
+    assert set(old["mean_baseline"]) == {10.0}
+    assert set(new["mean_baseline"]) == {20.0}
+    assert set(new["step"]) == set(range(taken_up, int(new["step"].max()) + 1))
+
+
+def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Session, show: Show) -> None:
+    tried = show(session).tries(
+        source("print('<b>layer', graft_input.tags['layer'])", "return graft_input.received_list[0].double() + 5")
+    )
+    assert "received float32[2, 3] target float32[2, 3] returned float64[2, 3] (float64 -> float32)" in tried
+    assert "rel_l2 1.00e+00 3.33e-01 ↓ smaller" in tried
+    assert "cosine 1.00000000 1.00000000 = same" in tried
+    assert re.search(r"step \d+ in [\d.]+ (µs|ms|s)", tried)
+    assert "printed <b>layer 4" in tried
+
+
+def test_a_try_touches_neither_plan_nor_rows(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    before = session.plans, session.row_count, session.kept()
+    screen.tries(DOUBLES)
+    screen.tries(RAISES)
+    assert (session.plans, session.row_count, session.kept()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        ("def transform(graft_input:\n    return 1", "does not compile, line 1", 1),
+        (source("return torch.ones(7)"), "the transform returned shape [7]; the target has shape [2, 3]", None),
+        (
+            source("graft_input.target.zero_()", "return graft_input.target"),
+            "changed its input `target` in place",
+            None,
+        ),
+        (source("exit()"), "the draft called exit(None)", 2),
+        (source("import os", "os._exit(3)"), "the draft ended its process (exit code 3)", None),
+        ("", "the transform's source defines no function named 'transform'", None),
+        ("raise RuntimeError('über\\nzwei Zeilen')", "RuntimeError: über", 1),
+    ],
+    ids=["syntax", "shape", "mutation", "exit", "os._exit", "empty", "unicode"],
+)
+def test_an_error_shows_its_message_and_marks_its_line(
+    text: str, message: str, line: int | None, session: gl.Session, show: Show
+) -> None:
+    screen = show(session)
+    screen.tries(text)
+    assert message in screen.result
+    assert message in html.unescape(screen.page.error)
+    assert screen.find("source").error_line == line
+    screen.type(DOUBLES)
+    screen.browser.kernel_works()
+    assert screen.page.error == ""
+
+
+def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(session: gl.Session, show: Show) -> None:
+    screen = show(session, limit=0.3)
+    pids = [rank.pid for rank in session.ranks]
+    screen.type(source("while True: pass"))
+    screen.click("try")
+    screen.browser.kernel_works()
+    assert screen.busy == "trying on x · layer=4 · target[0] …"
+    assert screen.find("try").disabled
+    assert screen.find("apply").disabled
+    screen.settle()
+    assert "✗ failed: the draft did not end within 0.3 s" in screen.result
+    assert not screen.find("try").disabled
+    assert [rank.pid for rank in session.ranks] == pids
+    assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
+
+
+def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(session: gl.Session, show: Show) -> None:
+    screen = show(session, limit=0.3)
+    code = screen.find("source")
+    ran: list[str] = []
+    run = screen.editor._run
+    screen.editor._run = lambda job: (ran.append(job.draft.text), run(job))  # type: ignore[method-assign]
+    screen.type(source("while True: pass"))
+    screen.click("try")
+    screen.browser.kernel_works()
+    wait_until(lambda: ran, "the first try")
+    # The keys work while the buttons do not.
+    for text, action in (("one", "try"), (DOUBLES, "apply"), ("two", "try"), (TEMPLATE, "try")):
+        screen.type(text)
+        code.submit(action)
+        screen.browser.kernel_works()
+    assert screen.busy.endswith("(2 waiting)")
+    screen.settle()
+    assert ran == [source("while True: pass"), DOUBLES, TEMPLATE]
+    assert session.plan.transform is not None
+    assert session.plan.transform.text == DOUBLES
+
+
+def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.tries(source("print('x' * 2**20)", "return graft_input.target"))
+    assert "more characters" in screen.result
+    assert len(screen.find("result").value) < 2 * PRINTED_LIMIT
+
+
+def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(session: gl.Session, show: Show) -> None:
+    screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.target"))
+    for text in ("a", "ab", DOUBLES):
+        screen.type(text)
+    screen.click("apply")
+    screen.settle()
+    assert session.plan.transform is not None
+    assert session.plan.transform.text == DOUBLES
+    # Traits are held back while the kernel has not worked off the one before.
+    for kind in ("Function or path", "Default", "Python", "Function or path"):
+        screen.choose("kinds", kind)
+    for name in ("no", "nothing", "mine"):
+        screen.name(name)
+    screen.click("apply")
+    screen.settle()
+    assert session.plan.transform.label == "mine"
+
+
+def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.applies(DOUBLES)
+    before = session.plan
+    assert screen.applies(DOUBLES) == f"Nothing to apply: this is in force, as of plan {before.version}."
+    assert session.plan is before
+
+
+def test_a_long_text_with_any_characters_is_applied_as_it_is(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    text = source(
+        "größe = '日本 <b>'", *(f"# {'x' * 100} {number}" for number in range(1000)), "return graft_input.target"
+    )
+    assert len(text) > 100_000
+    assert screen.applies(text).startswith("Applied")
+    assert session.plan.transform is not None
+    assert session.plan.transform.text == text
+    assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
+
+
+def test_a_transform_that_fails_on_later_data_stops_nothing_and_shows(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    text = source("assert graft_input.tags['layer'] == 4, 'another <layer>'", "return graft_input.target")
+    assert screen.applies(text).startswith("Applied")
+    assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
+    screen.settle()
+    assert "fails" not in screen.in_force
+    run = session.run(tap_x, tap_x, args=(5,))
+    assert run.frame["status"].tolist() == ["failed"]
+    assert run.target == [[[20.0] * 3] * 2]
+    screen.settle()
+    assert re.search(r"✗ fails in \d+ of the newest \d+ rows: AssertionError: another <layer>", screen.in_force)
+    assert "x on target[0]" in screen.in_force
+    screen.applies(DOUBLES)
+    assert "fails" not in screen.in_force
+
+
+# ---- the tensors to try on ------------------------------------------------------------------------------------------
+
+
+def both_taps(layer: int = 0) -> None:
+    for name in ("x", "y"):
+        gl.tap(name, torch.full((2,), own_value() + layer), layer=layer)
+
+
+def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_after_them(
+    session: gl.Session, show: Show
+) -> None:
+    session.edit(b2t=None, keep="name == 'y' and layer < 2")
+    for layer in (0, 1, 1, 2):
+        session.run(both_taps, both_taps, args=(layer,))
+    screen = show(session)
+    offered = screen.options("tap")
+    assert offered[0] == "nothing: only load it"
+    ys = [label for label in offered if label.startswith("y")]
+    assert ys == ["y · layer=0 · target[0]", "y · layer=1 · target[0]", "y · layer=2 · not kept"]
+    screen.choose("tap", "y · layer=1 · target[0]")
+    newest = max(tags["step"] for tags in session.kept() if tags["name"] == "y" and tags["layer"] == 1)
+    assert f"y · layer=1 · target[0] · step {newest} in" in screen.tries(DOUBLES)
+
+
+def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chosen_tap(show: Show) -> None:
+    with gl.launch(1, 1) as session:
+        screen = show(session)
+        assert screen.options("tap") == ["nothing: only load it"]
+        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is loaded and not run."
+        assert "✓ it loads; it was not run on any tensors" in screen.tries(RAISES)
+        for layer in (0, 1):
+            session.run(both_taps, both_taps, args=(layer,))
+        screen.settle()
+        assert screen.chosen("tap") == "nothing: only load it"
+        assert session.plan.keep is None
+        screen.choose("tap", "y · layer=1 · not kept")
+        screen.browser.kernel_works()
+        assert screen.find("keep").description == "Keep this tap"
+        screen.click("keep")
+        screen.settle()
+        assert session.plan.keep == "name == 'y' and layer == 1"
+        assert screen.shown("kept-hint") == "No tensors of it are kept yet; the next step brings some."
+        assert screen.find("keep").layout.display == "none"
+        for layer in (0, 1):
+            session.run(both_taps, both_taps, args=(layer,))
+        wait_until(lambda: screen.editor.refresh() or len(screen.editor._taps._kept) == 1, "what is kept")
+        assert screen.chosen("tap") == "y · layer=1 · target[0]"
+        assert screen.shown("kept-hint") == ""
+        assert "✗ failed on y · layer=1 · target[0]" in screen.tries(RAISES)
+
+
+def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    assert screen.chosen("tap") == "x · layer=4 · target[0]"
+    screen.choose("tap", "nothing: only load it")
+    screen.settle()
+    session.edit(keep="True")
+    session.run(both_taps, both_taps)
+    wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) > 3, "what is kept")
+    assert screen.chosen("tap") == "nothing: only load it"
+    # Which is how a transform for other data gets past a pair that it does not fit.
+    assert screen.applies(RAISES).startswith("Applied")
+
+
+def test_a_tap_at_which_the_default_transform_fails_can_be_tried_on(session: gl.Session, show: Show) -> None:
+    def wide_and_tall() -> None:
+        me = gl.here()
+        assert me is not None
+        gl.tap("w", torch.full((4, 2) if me.side == "baseline" else (2, 5), own_value()))
+
+    session.edit(b2t="name == 'w'", keep="name == 'w'")
+    session.run(wide_and_tall, wide_and_tall)
+    screen = show(session)
+    assert "fails in 1 of the newest 1 rows: TransformError: the default transform" in screen.in_force
+    screen.choose("tap", "w · target[0]")
+    text = source("return graft_input.received_list[0].mean().expand(2, 5)")
+    assert "before (failed) with the draft rel_l2 - 1.00e+00" in screen.tries(text)
+    assert screen.applies(text).startswith("Applied")
+    assert session.run(wide_and_tall, wide_and_tall).frame["status"].tolist() == ["grafted"]
+
+
+TAGS = st.dictionaries(
+    st.from_regex(r"[a-z_]{1,5}", fullmatch=True) | st.sampled_from(["if", "search", "my_rank", "limit", "täg"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    max_size=4,
+)
+
+
+@given(
+    name=st.text(min_size=1, max_size=8),
+    tags=TAGS,
+    other=st.text(min_size=1, max_size=8),
+    keep=st.sampled_from([None, "layer < 4 # early", "layer if step else name", "True", "name == 'a' or layer == 1"]),
+)
+def test_the_filter_of_a_tap_matches_it_and_no_other_name(
+    name: str, tags: dict[str, Any], other: str, keep: str | None
+) -> None:
+    try:
+        name.encode(), other.encode(), repr(tags).encode()
+    except UnicodeEncodeError:
+        return
+    tags = {tag: value for tag, value in tags.items() if tag not in ("name", "step", "side", "rank")}
+    [choice] = kept_choices([{"name": name, "step": 3, "side": "target", "rank": 1, **tags}])
+    mine, its = {"name": name, "step": 0, **tags}, {"name": other, "step": 0, **tags}
+    chosen = compile_filter(choice.filter)
+    assert chosen.matches(mine)
+    assert chosen.matches(its) is (name == other)
+    plan = GraftPlan(keep=keep)
+    wider = filter_to_keep(plan, choice)
+    for tap in (mine, its):
+        before = compile_filter(keep).matches(tap)
+        assert compile_filter(wider).matches(tap) is (before or chosen.matches(tap))
+    assert filter_to_keep(GraftPlan(keep=wider), choice) == wider
+
+
+def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> None:
+    assert filter_to_keep(GraftPlan(b2t="layer < 2", t2b="layer > 4", keep="name == 'x'"), None) == (
+        "name == 'x' or (layer < 2) or (layer > 4)"
+    )
+    assert filter_to_keep(GraftPlan(b2t=" "), None) == "True"
+    assert filter_to_keep(GraftPlan(compare=None), None) == ""
+
+
+def test_a_tag_called_like_an_option_of_trying_does_not_get_in_the_way(session: gl.Session, show: Show) -> None:
+    def tap_limit() -> None:
+        gl.tap("z", torch.ones(2), limit=0, transform="t", tags=None)
+
+    session.edit(keep="name == 'z'")
+    session.run(tap_limit, tap_limit)
+    screen = show(session)
+    screen.choose("tap", "z · limit=0 · transform=t · tags=None · target[0]")
+    assert "✓ ran on z" in screen.tries(DOUBLES)
+
+
+# ---- functions and dotted paths -------------------------------------------------------------------------------------
+
+CELL = """
+from __future__ import annotations
+import torch
+import graftlab as gl
+from graftlab import GraftTransformInput
+
+def by_annotation(g: gl.GraftTransformInput) -> torch.Tensor:
+    return 3 * g.received_list[0]
+
+def by_name(graft_input, scale=2.0, *, more=None):
+    return scale * graft_input.received_list[0]
+
+def unlike(layer): ...
+def too_many(graft_input, other): ...
+def none(): ...
+def other_type(graft_input: int): ...
+def only_keywords(*, graft_input): ...
+def _private(graft_input): ...
+"""
+
+
+def test_functions_that_look_like_transforms_are_proposed() -> None:
+    evaluated = run_cell("import graftlab as gl\ndef evaluated(g: gl.GraftTransformInput): ...")
+    names = {**run_cell(CELL), **evaluated, "number": 3}
+    assert fitting_functions(functions_in(names)) == ["by_annotation", "by_name", "evaluated"]
+
+
+def test_a_function_of_the_notebook_is_tried_and_applied(session: gl.Session, show: Show) -> None:
+    names = run_cell(CELL)
+    screen = show(session, names=names)
+    assert screen.find("name").options[:2] == ("by_annotation", "by_name")
+    screen.name("by_annotation")
+    screen.settle()
+    assert "return 3 * g.received_list[0]" in screen.source
+    screen.click("try")
+    screen.settle()
+    assert "max_abs 1.00e+01 1.00e+01 = same" in screen.result
+    screen.click("apply")
+    screen.settle()
+    assert screen.message == f"Applied as plan {session.plan.version}."
+    assert "In force: by_annotation" in screen.in_force
+    assert "not applied" not in screen.in_force
+    assert session.run(tap_x, tap_x).target == [[[30.0] * 3] * 2]
+    # What the notebook calls so now is meant, unless an earlier plan's is asked for.
+    version = session.plan.version
+    names.update(run_cell(CELL.replace("3 * g", "4 * g")))
+    names["brand_new"] = run_cell("def brand_new(graft_input): ...")["brand_new"]
+    screen.settle()
+    assert "brand_new" in screen.find("name").options
+    assert "return 4 * g.received_list[0]" in screen.source
+    screen.click("apply")
+    screen.settle()
+    assert session.run(tap_x, tap_x).target == [[[40.0] * 3] * 2]
+    screen.name(f"by_annotation (plan {version})")
+    screen.click("apply")
+    screen.settle()
+    assert session.run(tap_x, tap_x).target == [[[30.0] * 3] * 2]
+
+
+def test_a_dotted_path_is_tried_in_another_process_and_then_applied(
+    session: gl.Session, show: Show, importable: str
+) -> None:
+    screen = show(session)
+    screen.name(importable)
+    screen.click("try")
+    screen.settle()
+    assert "✓ ran on x" in screen.result
+    assert "of_a_path" not in sys.modules
+    assert "has not been imported" in screen.source
+    screen.click("apply")
+    screen.settle()
+    assert session.plan.transform is not None
+    assert session.plan.transform.kind == "path"
+    assert session.run(tap_x, tap_x).target == [[[5.0] * 3] * 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "no function is chosen"),
+        ("missing", "the notebook has no function 'missing'"),
+        ("number", "the notebook has no function 'number'"),
+        ("no_such_module.f", "module 'no_such_module' cannot be imported"),
+        ("captures", "cannot be sent to the ranks"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl.Session, show: Show) -> None:
+    cell = run_cell("import threading\nlock = threading.Lock()\ndef captures(graft_input):\n    return lock")
+    screen = show(session, names={**cell, "number": 3})
+    before = session.plan
+    screen.name(name)
+    screen.click("apply")
+    screen.settle()
+    assert message in screen.message + screen.result
+    assert session.plan is before
+
+
+def test_going_back_to_the_default_needs_no_trying(session: gl.Session, show: Show) -> None:
+    session.edit(transform=RAISES)
+    screen = show(session)
+    screen.choose("kinds", "Default")
+    screen.settle()
+    assert screen.find("try").disabled
+    assert screen.source.startswith("# The default transform.")
+    screen.click("apply")
+    screen.settle()
+    assert session.plan.transform is None
+    # What was written is still there.
+    screen.choose("kinds", "Python")
+    screen.browser.kernel_works()
+    assert screen.text == RAISES
+
+
+# ---- the plan can be changed from anywhere --------------------------------------------------------------------------
+
+
+def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show: Show, importable: str) -> None:
+    screen = show(session)
+    session.edit(transform=DOUBLES)
+    screen.settle()
+    assert screen.text == DOUBLES
+    assert "Put in force elsewhere, and shown here" in screen.message
+    assert f"since plan {session.plan.version}" in screen.in_force
+    session.edit(transform=importable)
+    screen.settle()
+    assert (screen.chosen("kinds"), screen.find("name").value) == ("Function or path", importable)
+    session.edit(transform=None)
+    screen.settle()
+    assert screen.chosen("kinds") == "Default"
+    session.edit(transform=TEMPLATE)
+    screen.settle()
+    assert (screen.chosen("kinds"), screen.text) == ("Python", TEMPLATE)
+    # Another part of the plan is none of its business.
+    session.edit(compare=None)
+    screen.settle()
+    assert screen.text == TEMPLATE
+
+
+def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.type("mine")
+    screen.settle()
+    session.edit(transform=DOUBLES)
+    screen.settle()
+    assert screen.text == "mine"
+    assert "Put in force elsewhere: source" in screen.message
+    assert "● edited, not applied" in screen.in_force
+    screen.click("revert")
+    screen.settle()
+    assert screen.text == DOUBLES
+    assert "not applied" not in screen.in_force
+    # It is not lost either.
+    [aside] = [label for label in screen.options("version") if label.startswith("not applied")]
+    screen.choose("version", aside)
+    screen.click("load")
+    screen.settle()
+    assert screen.text == "mine"
+
+
+def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.type("mine")
+    session.edit(transform=DOUBLES)
+    screen.editor.refresh()
+    screen.settle()
+    assert screen.text == "mine"
+    assert "Put in force elsewhere: source" in screen.message
+    assert "● edited, not applied" in screen.in_force
+
+
+def test_going_back_to_the_text_of_before_is_an_edit_once_another_is_in_force(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.applies(DOUBLES)
+    screen.type("mine")
+    screen.settle()
+    session.edit(transform=RAISES)
+    screen.settle()
+    screen.type(DOUBLES)
+    screen.settle()
+    assert "● edited, not applied" in screen.in_force
+    session.edit(transform=None)
+    screen.settle()
+    assert screen.text == DOUBLES
+
+
+def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -> None:
+    one, other = show(session), show(session)
+    one.applies(DOUBLES)
+    other.settle()
+    assert other.text == DOUBLES
+    other.applies(TEMPLATE)
+    one.settle()
+    assert one.text == TEMPLATE
+
+
+def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.tries(RAISES)
+    wait_until(lambda: screen.editor.refresh() or screen.editor._taps._asked_at, "what is kept")
+    screen.settle()
+    sent: list[Any] = []
+    screen.browser.on_update.append(lambda comm_id, changed: sent.append(changed))
+    for _ in range(5):
+        screen.editor.refresh()
+    assert sent == []
+
+
+def test_the_sessions_refresher_keeps_it_up_to_date(session: gl.Session) -> None:
+    editor = TransformEditor(session, names={})
+    try:
+        assert refresher_of(session).running
+        session.edit(transform=DOUBLES)
+        wait_until(lambda: editor.editor.value == DOUBLES, "the refresh")
+    finally:
+        editor.close()
+    assert not refresher_of(session).running
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, show: Show) -> None:
+    first = session.edit(transform=DOUBLES).version
+    session.edit(compare=None)
+    triples = DOUBLES.replace("2 *", "3 *")
+    second = session.edit(transform=triples).version
+    screen = show(session)
+    labels = screen.options("version")
+    assert re.fullmatch(rf"plan {second}: source \w+, 2 lines \(in force\)", labels[0])
+    assert re.fullmatch(rf"plan {first}: source \w+, 2 lines", labels[1])
+    assert labels[2].endswith("the default transform")
+    screen.choose("version", labels[1])
+    # The text on the screen is compared, whatever the kernel has of it.
+    screen.type(triples.replace("3 *", "4 *"))
+    screen.click("compare")
+    screen.settle()
+    assert "- return 2 * graft_input" in screen.shown("difference")
+    assert "+ return 4 * graft_input" in screen.shown("difference")
+    # And it stays the difference of what is there.
+    screen.type(triples.replace("3 *", "5 *"))
+    screen.settle()
+    assert "+ return 5 * graft_input" in screen.shown("difference")
+
+    screen.click("load")
+    screen.settle()
+    assert screen.text == DOUBLES
+    assert screen.shown("difference") == "no difference"
+    assert session.plan.version == second
+    assert "● edited, not applied" in screen.in_force
+    assert len([label for label in screen.options("version") if label.startswith("not applied")]) == 1
+
+    screen.choose("version", labels[0])
+    screen.settle()
+    assert screen.shown("difference") == ""
+    screen.choose("version", labels[1])
+    screen.click("restore")
+    screen.settle()
+    assert session.plan.version == second + 1
+    assert session.plan.transform is not None
+    assert session.plan.transform.text == screen.text == DOUBLES
+    assert "not applied" not in screen.in_force
+    assert session.run(tap_x, tap_x).target == [[[20.0] * 3] * 2]
+
+
+def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, importable: str) -> None:
+    mine = run_cell("def mine(graft_input):\n    return 7 * graft_input.received_list[0]")["mine"]
+    versions = [session.edit(transform=transform).version for transform in (mine, importable, None, DOUBLES)]
+    screen = show(session)
+    for version, value in zip(versions, (70.0, 5.0, 10.0), strict=False):
+        [label] = [label for label in screen.options("version") if label.startswith(f"plan {version}:")]
+        screen.choose("version", label)
+        screen.click("restore")
+        screen.settle()
+        assert "not applied" not in screen.in_force
+        assert session.run(tap_x, tap_x).target == [[[value] * 3] * 2]
+    screen.click("compare")
+    screen.settle()
+    assert screen.shown("difference") == "no difference"
+
+
+# ---- its end --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(show: Show) -> None:
+    with gl.launch(1, 1) as session:
+        screen = show(session)
+        screen.type("mine")
+    screen.settle()
+    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    for name in ("try", "apply", "revert", "restore"):
+        assert screen.find(name).disabled
+    screen.find("source").submit("apply")
+    screen.settle()
+    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.text == "mine"
+
+
+def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
+    with gl.launch(1, 1) as session:
+        screen = show(session, limit=0.5)
+        screen.type(source("return 1").replace("def", "while True: pass\ndef"))
+        screen.click("apply")
+        screen.browser.kernel_works()
+    screen.settle()
+    assert session.plan.transform is None
+
+
+def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.tries(DOUBLES)
+    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-transform")]
+    screen.choose("kinds", "Default")
+    screen.settle()
+    screen.editor.close()
+    screen.editor.close()
+    worker.join(60)
+    assert not worker.is_alive()
+    left = {screen.browser.models[comm_id]["_model_name"] for comm_id in screen.browser.comms}
+    assert {name for name in left if not re.search("Layout|Style", name)} == set()
+    # What comes too late is nobody's.
+    screen.editor.refresh()
+    screen.editor.show_error("late")
+    assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
+
+
+def test_what_goes_wrong_in_a_callback_is_shown(
+    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.run("gl.tap('unkept', torch.ones(1))", "gl.tap('unkept', torch.ones(1))")
+    screen = show(session)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("in the session")
+
+    monkeypatch.setattr(session, "try_transform", fails)
+    screen.tries(DOUBLES)
+    assert "ZeroDivisionError: in the session" in screen.message
+    assert not screen.find("try").disabled
+    monkeypatch.setattr(session, "edit", fails)
+    screen.choose("tap", "unkept · not kept")
+    screen.browser.kernel_works()
+    screen.click("keep")
+    screen.browser.kernel_works()
+    assert "ZeroDivisionError: in the session" in screen.message
+    screen.editor.show_error("a tick failed")
+    assert screen.message == "a tick failed"
+    screen.editor.show_error("")
+    assert "ZeroDivisionError" in screen.message
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("TransformError: the shapes differ", "TransformError: the shapes differ"),
+        ("Traceback (most recent call last):\n  File a\n    x\nValueError: no\n  more", "ValueError: no\n  more"),
+        ("Traceback (most recent call last):\n  File a\nmy.Oddity: no", "my.Oddity: no"),
+        ("the draft called exit(0)\nTraceback (most recent call last):\nSystemExit: 0", "the draft called exit(0)"),
+        ("", ""),
+    ],
+)
+def test_a_traceback_is_summed_up_by_its_exception(error: str, line: str) -> None:
+    assert summary(error) == line

@@ -1,0 +1,210 @@
+"""The widgets in a real JupyterLab, on ranks that run: what a person types and clicks, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
+
+from playwright.sync_api import Locator, expect
+
+from graftlab.widgets.code_editor import TextareaEditor, code_editor
+
+if TYPE_CHECKING:
+    from kit.browser import Lab
+
+pytest_plugins = ["kit.browser"]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+# A loop that goes on until the test has seen enough; the target's second layer is off by one.
+RANKS = """
+import pathlib
+import graftlab as gl
+%load_ext graftlab
+%graft up -b 1 -t 1 -o session
+"""
+LOOP = """
+%%graft both
+import pathlib, time
+def loop(flag):
+    off = 1.0 if gl.here().side == "target" else 0.0
+    while not pathlib.Path(flag).exists():
+        for layer in range(4):
+            gl.tap("hidden", torch.arange(64.0).view(8, 8) + (off if layer == 1 else 0.0), layer=layer)
+        gl.tap("logits", torch.ones(16) + off)
+        time.sleep(0.02)  # the pace of a model
+        gl.step()
+"""
+START = """
+session.edit(keep="name == 'hidden' and layer == 1")
+pathlib.Path("stop.flag").unlink(missing_ok=True)
+call = f"loop({str(pathlib.Path('stop.flag').absolute())!r})"
+run = session.start(call, call).wait_steps(3)
+"""
+# The test asks for what the rows say by running this cell; the answer is found by its id.
+ASK = """
+import json, ipywidgets
+frame = run.frame
+frame = frame[frame["plan_version"] == frame["plan_version"].max()]
+found = {
+    "version": int(frame["plan_version"].max()),
+    "grafted": sorted({f"{r['name']} {r['layer']:g}" for _, r in frame[frame["status"] == "grafted"].iterrows()}),
+    "worst": float(frame.loc[frame["name"] == "hidden", "max_abs"].max()),
+    "going on": not run.done,
+}
+ipywidgets.HTML(f"<pre class='answer'>{json.dumps(found)}</pre>")
+"""
+STOP = """
+import ipywidgets
+pathlib.Path("stop.flag").touch()
+run.wait()
+session.close()
+ipywidgets.HTML("<pre class='stopped'>stopped</pre>")
+"""
+
+
+@pytest.fixture(autouse=True)
+def code_mirror_and_patience() -> None:
+    editor = code_editor()
+    if isinstance(editor, TextareaEditor):
+        pytest.skip(f"the code editor cannot be built here: {editor.reason}")
+    expect.set_options(timeout=60_000)
+
+
+class Screen:
+    """A notebook whose loop runs, and one widget below it."""
+
+    def __init__(self, lab: Lab, show: str) -> None:
+        self.lab = lab
+        self.page = lab.page
+        self.page.set_viewport_size({"width": 1300, "height": 1100})
+        lab.open(RANKS.strip(), LOOP.strip(), START.strip(), show, ASK.strip(), STOP.strip())
+        for cell in range(4):
+            lab.run_cell(cell)
+
+    def ask(self) -> dict[str, object]:
+        import json
+
+        self.lab.run_cell(4)
+        answer: dict[str, object] = json.loads(self.page.locator("pre.answer").last.inner_text())
+        return answer
+
+    def ask_until(self, version: int) -> dict[str, object]:
+        """Ask until rows of this plan have come; each asking takes a cell's time."""
+        answer = self.ask()
+        for _ in range(100):
+            if answer["version"] == version:
+                break
+            answer = self.ask()
+        assert answer["version"] == version
+        return answer
+
+    def stop(self) -> None:
+        self.lab.run_cell(5)
+        expect(self.page.locator("pre.stopped")).to_be_visible()
+
+    def write(self, editor: Locator, text: str) -> None:
+        """Replace what an editor holds, with the keyboard."""
+        editor.locator(".cm-content").click()
+        self.page.keyboard.press("ControlOrMeta+a")
+        self.page.keyboard.press("Delete")
+        self.page.keyboard.insert_text(text)
+
+
+@pytest.fixture
+def screen(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Screen]:
+    yield (screen := Screen(lab, request.param))
+    screen.stop()
+
+
+@pytest.mark.parametrize("screen", ["session.filter_editor()"], indirect=True)
+def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Screen) -> None:
+    page = screen.page
+    b2t, t2b = page.locator(".graftlab-filter-b2t"), page.locator(".graftlab-filter-t2b")
+    apply = page.locator("button.graftlab-apply")
+
+    screen.write(b2t, "name == 'hidden' and")
+    expect(b2t.locator(".graftlab-below")).to_contain_text("^")
+    expect(apply).to_be_disabled()
+
+    screen.write(b2t, "name == 'hidden'")
+    expect(b2t.locator(".graftlab-below")).to_contain_text("4 of 5")
+    expect(apply).to_be_enabled()
+
+    screen.write(t2b, "layer == 1")
+    expect(page.locator(".graftlab-filter-editor")).to_contain_text("both")
+    expect(apply).to_be_disabled()
+    screen.lab.screenshot("filter-editor-overlap", of=page.locator(".graftlab-filter-editor"))
+
+    screen.write(t2b, "")
+    screen.write(b2t, "name == 'hidden' and layer == 1")
+    expect(apply).to_be_enabled()
+    apply.click()
+    expect(page.locator(".graftlab-adopted")).to_contain_text("Plan 2")
+    expect(page.locator(".graftlab-adopted")).to_contain_text("all 2 ranks")
+    answer = screen.ask_until(2)
+    assert answer["grafted"] == ["hidden 1"]
+    assert answer["going on"] is True
+    screen.lab.screenshot("filter-editor", of=page.locator(".graftlab-filter-editor"))
+
+
+@pytest.mark.parametrize("screen", ["session.transform_editor()"], indirect=True)
+def test_a_transform_is_tried_broken_mended_and_applied_to_a_running_loop(screen: Screen) -> None:
+    page = screen.page
+    source, result = page.locator(".graftlab-source"), page.locator(".graftlab-result")
+    try_, apply = page.locator("button.graftlab-try"), page.locator("button.graftlab-apply")
+
+    screen.write(source, "def transform(graft_input):\n    return graft_input.received_list[0] * 2\n")
+    try_.click()
+    expect(result).to_contain_text("float32[8, 8]")
+    screen.lab.screenshot("transform-editor", of=page.locator(".graftlab-transform-editor"))
+
+    screen.write(source, "def transform(graft_input):\n    return graft_input.no_such_field\n")
+    try_.click()
+    expect(page.locator(".graftlab-transform-editor")).to_contain_text("no_such_field")
+    expect(page.locator(".graftlab-transform-editor")).to_contain_text("AttributeError")
+    # What fails is not applied either.
+    apply.click()
+    expect(page.locator(".graftlab-transform-editor")).to_contain_text("AttributeError")
+    assert screen.ask()["version"] == 1
+
+    screen.write(source, "def transform(graft_input):\n    return graft_input.received_list[0] - 9\n")
+    apply.click()
+    expect(page.locator(".graftlab-adopted")).to_contain_text("Plan 2")
+    # The target is one above the baseline in one layer, and the transform takes nine more away.
+    assert screen.ask_until(2)["worst"] == 10.0
+
+
+@pytest.mark.parametrize("screen", ["%graft ui"], indirect=True)
+def test_the_dashboard_follows_a_run(screen: Screen) -> None:
+    page = screen.page
+    board = page.locator(".graftlab-dashboard")
+    expect(board.locator(".graftlab-ranks tbody tr")).to_have_count(2)
+    expect(board.locator(".graftlab-taps tbody tr")).to_have_count(5)
+    names = board.locator(".graftlab-taps tbody td:first-child")
+    expect(names).to_have_text([*(f"hidden layer={layer}" for layer in range(4)), "logits"])
+
+    step = board.locator(".graftlab-ranks tbody tr:first-child td:nth-child(5)")
+    seen = int(step.inner_text())
+    page.wait_for_function(
+        "([selector, seen]) => Number(document.querySelector(selector).textContent) > seen + 20",
+        arg=[".graftlab-ranks tbody tr:first-child td:nth-child(5)", seen],
+    )
+    board.locator("select").first.select_option("worst first")
+    expect(names.first).not_to_have_text("hidden layer=0")
+    screen.lab.screenshot("dashboard", of=board)
+
+    board.locator(".graftlab-parts .lm-TabBar-tab").nth(1).click()
+    expect(board.locator("img.graftlab-figure, .graftlab-figure img").first).to_be_visible()
+    screen.lab.screenshot("dashboard-divergence", of=board)
+
+
+@pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
+def test_a_session_that_closes_under_its_dashboard_shows_as_closed(screen: Screen) -> None:
+    expect(screen.page.locator(".graftlab-taps tbody tr")).to_have_count(5)
+    screen.stop()
+    expect(screen.page.locator(".graftlab-ranks")).to_contain_text("closed")
+    expect(screen.page.locator(".graftlab-taps tbody tr")).to_have_count(5)
