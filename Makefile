@@ -17,10 +17,10 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test lint soak bench clean
+.PHONY: help demo lab test test-fast lint soak bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(demo_ready) ## run notebooks/quickstart.ipynb, print where the two models part ways, plot it to build/demo
 	$(run) -m graftlab.demo --out build/demo $(DEMO_ARGS)
@@ -30,6 +30,9 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
 	$(run) -m pytest $(PYTEST_ARGS)
+
+test-fast: $(test_ready) ## run the tests that start no process: under a minute on two cores
+	$(run) -m pytest -m "not ranks and not browser and not soak" $(PYTEST_ARGS)
 
 lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 	$(run) -m ruff check .

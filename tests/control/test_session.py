@@ -875,7 +875,7 @@ def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch:
             return gl.Run(*args, **kwargs)
 
         monkeypatch.setattr(session, "on_gone", lambda rank: (on_gone(rank), told.set()))
-        monkeypatch.setattr("graftlab.session.Run", dies_first)
+        monkeypatch.setattr("graftlab.control.core.Run", dies_first)
         run = session.start(tap_x, tap_x)
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait(30)
