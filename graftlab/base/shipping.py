@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from graftlab.base.tensor_bytes import from_bytes, to_bytes
 from graftlab.errors import ShippingError, warn
 
 logger = logging.getLogger(__name__)
@@ -52,18 +53,8 @@ class _ResultPacker(_Packer):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
             local = obj.to_local() if hasattr(obj, "to_local") else obj
-            plain = local.detach().resolve_conj().resolve_neg().to("cpu").contiguous().as_subclass(torch.Tensor)
-            if plain is not obj and plain.untyped_storage().nbytes() > plain.nbytes:
-                plain = plain.clone()
-            data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-            return _tensor_from_bytes, (data, plain.dtype, tuple(plain.shape))
+            return from_bytes, (to_bytes(local), local.dtype, tuple(local.shape))
         return super().reducer_override(obj)
-
-
-def _tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _pack(value: Any, packer: type[_Packer]) -> bytes:

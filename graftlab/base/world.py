@@ -8,6 +8,9 @@ from typing import Literal
 Side = Literal["baseline", "target"]
 Direction = Literal["b2t", "t2b"]
 
+MAX_RANKS = 512
+"""How many ranks a graft world may have, both sides together: a rank's page has one bit for each that it awaits."""
+
 
 @dataclass(frozen=True)
 class Place:

@@ -1,1 +1,1 @@
-"""The mailbox that carries tensors between the two sides: one promise (:mod:`.base`), one module an implementation."""
+"""The mailbox that carries tensors between the two sides: what it promises (:mod:`.contract`), and what keeps it."""

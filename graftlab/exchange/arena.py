@@ -55,12 +55,12 @@ class Arena:
         except KeyError:
             segment = self._seen_as[dtype] = self._bytes.view(dtype)
         itemsize = dtype.itemsize
-        # Places are multiples of ALIGNMENT, so of any dtype's size too.
+        # Offsets are multiples of ALIGNMENT, so of any dtype's size too.
         return segment[offset // itemsize : (offset + nbytes) // itemsize].view(shape)
 
 
 class Allocator:
-    """First fit over the data part of a segment; neighbouring holes are joined when memory is given back.
+    """First fit over the data part of a segment; neighbouring holes are joined when memory is released.
 
     The data begin at ``start``; the first page of the host's segments is taken.
     """
@@ -85,7 +85,7 @@ class Allocator:
             return offset
         return None
 
-    def give_back(self, offset: int) -> None:
+    def release(self, offset: int) -> None:
         size = self._taken.pop(offset)
         self.bytes_in_use -= size
         index = bisect.bisect(self._holes, (offset, 0))

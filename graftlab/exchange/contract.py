@@ -9,18 +9,27 @@ A tensor travels under its address: the :class:`TapKey` of the tap that showed i
 4. Tensors arrive bit-exact.
 5. A receiver sees one contribution for each sending rank that published, in rank order.
 6. When a process dies, the others are free within two seconds and nothing stays behind.
+
+And one to whoever interrupts a rank: an exception raised where :func:`.interrupts.may_raise_at` allows it ends the
+call and harms nothing else. So an exchange waits only in functions that are marked with
+:func:`.interrupts.merely_waits`.
+
+``tests/exchange/test_contract*.py`` hold every implementation to all of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from graftlab.base.tags import TapKey
 from graftlab.base.world import RunInfo
+
+Memo = TypeVar("Memo")
+"""A sender's own note on what it publishes. It never leaves the rank."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +49,59 @@ class Contribution:
 class Receipt:
     """What :meth:`Exchange.receive` brought: contributions in rank order, and why the other senders have none.
 
-    ``unreadable`` says whose extras cannot be loaded on this rank, and why; their place holds None.
+    ``unreadable`` says whose extras cannot be loaded on this rank, and why; their place holds None. ``on_release`` is
+    the exchange's part of :meth:`release`.
     """
 
     contributions: list[Contribution]
     absent: dict[int, str] = field(default_factory=dict)
     timed_out: bool = False
     unreadable: dict[int, str] = field(default_factory=dict)
-    _release: Callable[[], None] | None = None
+    on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
         """Give the senders their memory back. The contributions' tensors must not be used afterwards.
 
         What the GPU's current stream was told to do with them before still counts as use; nobody waits for it here.
         """
-        if self._release is not None:
-            self._release()
-            self._release = None
+        if self.on_release is not None:
+            self.on_release()
+            self.on_release = None
         self.contributions = []
 
 
-class Exchange(Protocol):
-    """Carries tensors under their keys between the ranks of two sides. One owner thread at a time."""
+class Exchange(Protocol[Memo]):
+    """Carries tensors under their keys between the ranks of two sides. One owner thread at a time.
+
+    Calls come in this order: :meth:`begin_run`; then :meth:`publish`, :meth:`decline` and :meth:`receive` at will, and
+    :meth:`end_step` after each step; then :meth:`end_run` and :meth:`settle`. Steps are numbered upwards across runs.
+    """
+
+    timeout: float
+    """Seconds after which every wait ends, but that of :meth:`settle`. May be changed at any time."""
+
+    on_wait: Callable[[Collection[int]], None]
+    """Called with the world ranks that this rank begins to wait for, and with none when it waits no longer.
+
+    For its owner to set, who knows the tap, and makes it known where the rank is (:class:`.WhereaboutsPage`): peers
+    that look there find out that two wait for each other.
+    """
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What this rank has published and not got back yet; the buffer budget bounds it."""
 
     def begin_run(self, run: RunInfo) -> None:
-        """Take part in a run."""
+        """Take part in a run. Nothing of an earlier run is seen in it."""
 
-    def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: object = None) -> None:
-        """Offer a tensor to every receiver. ``memo`` comes back from :meth:`take_unmatched` if nobody asks for it.
+    def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None = None) -> None:
+        """Offer a copy of a tensor to every receiver; the tensor itself may change as soon as this returns.
 
-        Raises :class:`BufferFullError` when no room came free within the time limit.
+        Extras travel by pickle, each receiver gets its own. ``memo`` comes back from :meth:`take_unmatched` if nobody
+        asks for the tensor.
+
+        Raises :class:`BufferFullError` when no room came free within the time limit, and :class:`ShippingError` for
+        extras that cannot be pickled. Then nothing is published, and receivers go on waiting until :meth:`decline`.
         """
 
     def decline(self, key: TapKey) -> None:
@@ -81,6 +113,7 @@ class Exchange(Protocol):
         Where a sender waits for this very rank, one of the two gives up its wait at once.
 
         The contributions come to the device of ``near``, the receiver's own tensor; without it, wherever they are.
+        Each key is received once; the receipt must be released before the step ends.
         """
 
     def end_step(self, step: int) -> None:
@@ -89,8 +122,32 @@ class Exchange(Protocol):
     def end_run(self) -> None:
         """Say that this rank has ended all its steps of the run."""
 
-    def settled(self) -> bool:
-        """Whether every other participant has ended the run too, so that nothing of it is on its way any more."""
+    def settle(self, wake: int) -> bool:
+        """Serve the peers until every participant has ended the run or died; nothing of it is on its way then.
 
-    def take_unmatched(self) -> Sequence[object]:
-        """The memos of what was published, and is now known to have been asked for by nobody."""
+        False as soon as the descriptor ``wake`` is readable before that, which calls it off. Has no other time limit.
+        """
+
+    def take_unmatched(self) -> Sequence[Memo]:
+        """The memos of what was published and is now known to have been asked for by nobody. Each comes back once."""
+
+    def where_peers_are(self) -> str:
+        """One line on every rank of the other side, for messages."""
+
+
+class Announcements(Protocol):
+    """What the leader of a run says of a step before it begins. It reaches the ranks of both sides."""
+
+    def announce(self, step: int, message: bytes) -> None:
+        """Tell every participant of the run; nobody looks into the message on the way. Does not wait."""
+
+    def announcements(self, leader: int, step: int) -> list[bytes] | None:
+        """What the leader (a world rank) has announced up to this step and was not asked for yet, oldest first.
+
+        None when nothing for this step came within the time limit; what was missed comes with a later step's then. A
+        leader that has ended its run, or died, announces no more, and nobody waits for it.
+        """
+
+
+class LiveExchange(Exchange[Memo], Announcements, Protocol[Memo]):
+    """What joins ranks that run at the same time: their tensors, and their leader's word."""

@@ -2,7 +2,7 @@
 
 A sender copies a tensor into a chunk of GPU memory that every receiver has opened once, records an event behind the
 copy and goes on; a receiver makes its own stream wait for that event and reads the bytes where they are. Neither ever
-waits for the device. A place is free again when an event behind the last read has come to pass on the receiver.
+waits for the device. A location is free again when an event behind the last read has come to pass on the receiver.
 
 Only a first answer of the receivers proves that CUDA IPC works here. Until it has come, and wherever it is no, tensors
 go through the host's memory.
@@ -16,14 +16,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to pickle CUDA tensors as IPC handles
 
+from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import warn
 from graftlab.exchange.arena import ALIGNMENT, Allocator
-from graftlab.exchange.staging import as_copyable
+from graftlab.exchange.frames import DeviceLocation
 
 CHUNK = 64 << 20
 """Bytes of a chunk, unless a tensor needs a larger one or the budget ends."""
@@ -120,15 +121,6 @@ class Cuda:
         event.wait(torch.cuda.current_stream(device))
 
 
-class DevicePlace(NamedTuple):
-    """Where a sender put a tensor, and the event behind the copy: its number, and what opens it."""
-
-    chunk: int
-    offset: int
-    event: int
-    opens_event: bytes
-
-
 @dataclass
 class _Chunk:
     """A piece of a sender's GPU memory, and the receivers (world ranks) that were told how to open it."""
@@ -157,7 +149,7 @@ class DeviceStaging:
         self._latest: dict[torch.device, Event] = {}
         self._failure: str | None = None
         self._noted = False
-        # What was put here and has not been given back; asked at each tap, whatever its device.
+        # What was put here and has not been released; asked at each tap, whatever its device.
         self.bytes_in_use = 0
 
     @property
@@ -172,50 +164,50 @@ class DeviceStaging:
         else:
             self._failure = failure
 
-    def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DevicePlace | None:
+    def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DeviceLocation | None:
         if not self._gpu.takes(tensor):
             return None
-        place = None
+        location = None
         if self._failure is None:
             try:
-                place = self._put(tensor, nbytes, receivers)
+                location = self._put(tensor, nbytes, receivers)
             except Exception as error:
                 # Whatever it is, the host's way is still open; a GPU that is broken will say so there again.
                 self._failure = f"{type(error).__name__}: {error}"
         if self._failure is not None:
             self._note(f"it cannot be shared between the ranks ({self._failure})")
         self._count()
-        return place
+        return location
 
-    def give_back(self, place: DevicePlace) -> None:
-        chunk = self._chunks[place.chunk]
-        chunk.allocator.give_back(place.offset)
-        self._idle[chunk.bytes.device].append(place.event)
+    def release(self, location: DeviceLocation) -> None:
+        chunk = self._chunks[location.chunk]
+        chunk.allocator.release(location.offset)
+        self._idle[chunk.bytes.device].append(location.event)
         self._count()
 
     def _count(self) -> None:
         self.bytes_in_use = sum(chunk.allocator.bytes_in_use for chunk in self._chunks)
 
-    def _put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DevicePlace | None:
+    def _put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> DeviceLocation | None:
         device = tensor.device
         room = self._find_room(device, nbytes)
         if room is None:
             return None
         number, offset = room
         chunk = self._chunks[number]
-        place = None
+        location = None
         try:
             for rank in receivers - chunk.told:
                 chunk.told.add(rank)
                 self._asked.add(rank)
                 self._tell(rank, number, self._gpu.share(chunk.bytes))
             if receivers <= self._proven and (self._idle[device] or len(self._events) < _MOST_EVENTS):
-                event = self._copy(as_copyable(tensor), chunk.bytes, offset, nbytes)
-                place = DevicePlace(number, offset, event, self._events[event][1])
+                event = self._copy(copyable(tensor), chunk.bytes, offset, nbytes)
+                location = DeviceLocation(number, offset, event, self._events[event][1])
         finally:
-            if place is None:
-                chunk.allocator.give_back(offset)
-        return place
+            if location is None:
+                chunk.allocator.release(offset)
+        return location
 
     def _copy(self, source: torch.Tensor, chunk: torch.Tensor, offset: int, nbytes: int) -> int:
         """Copy a tensor into a chunk and return the number of the event behind the copy."""
@@ -225,7 +217,7 @@ class DeviceStaging:
         event = self._gpu.new_event(shared=True) if fresh else self._events[number][0]
         latest = self._latest.get(device)
         if latest is not None:
-            # The place may have been written from another stream for receivers that never looked.
+            # These bytes may have been written from another stream for receivers that never looked.
             self._gpu.wait(latest, device)
         self._gpu.copy(source, _window(chunk, offset, nbytes, source.dtype, source.shape))
         self._gpu.record(event, device)
@@ -280,28 +272,36 @@ class DeviceReader:
         return None
 
     def window(
-        self, sender: int, place: DevicePlace, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, alive: bool
+        self,
+        sender: int,
+        location: DeviceLocation,
+        nbytes: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        *,
+        alive: bool,
     ) -> torch.Tensor:
-        """The bytes at ``place`` as a tensor that may be used on its device's current stream, without a copy.
+        """The bytes at ``location`` as a tensor that may be used on its device's current stream, without a copy.
 
         Raises RuntimeError when they cannot be had: the chunk could not be opened, or the sender is not ``alive`` and
         its GPU did not come as far as the copy.
         """
-        chunk = self._chunks[sender, place.chunk]
+        chunk = self._chunks[sender, location.chunk]
         if isinstance(chunk, str):
             raise RuntimeError(chunk)
-        event = self._events.get((sender, place.event))
+        event = self._events.get((sender, location.event))
         if event is None:
-            event = self._events[sender, place.event] = self._gpu.open_event(place.opens_event, chunk.device)
+            event = self._gpu.open_event(location.opens_event, chunk.device)
+            self._events[sender, location.event] = event
         if not alive and not event.query():
             raise RuntimeError("it died before its GPU had made the copy")
         self._gpu.wait(event, chunk.device)
-        return _window(chunk, place.offset, nbytes, dtype, shape)
+        return _window(chunk, location.offset, nbytes, dtype, shape)
 
-    def let_go(self, sender: int, place: DevicePlace, item: Any) -> None:
-        """Nothing issued from now on reads the place; ``item`` comes back from :meth:`read` when all before has run."""
+    def release(self, sender: int, location: DeviceLocation, item: Any) -> None:
+        """Nothing issued from now on reads there; ``item`` comes back from :meth:`read` when all before has run."""
         event = self._gpu.new_event(shared=False)
-        chunk = self._chunks[sender, place.chunk]
+        chunk = self._chunks[sender, location.chunk]
         assert isinstance(chunk, torch.Tensor)
         # On a GPU that has failed nothing reads any more; the failure itself is the user's next call to tell.
         with contextlib.suppress(RuntimeError):
@@ -324,5 +324,5 @@ class DeviceReader:
 
 
 def _window(chunk: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    # Places are multiples of ALIGNMENT, so of any dtype's size too.
+    # Offsets are multiples of ALIGNMENT, so of any dtype's size too.
     return chunk[offset : offset + nbytes].view(dtype).view(shape)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graftlab.base.tensor_bytes import copyable
 from graftlab.exchange.arena import Allocator, Arena
 
 
@@ -13,31 +14,28 @@ class Staging(Protocol):
     """Memory of a sender that its receivers can look at where it is: the host's, or a GPU's (:mod:`.device`)."""
 
     def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> Any:
-        """Copy a tensor of ``nbytes`` (at least one) here and return its place, which receivers are told.
+        """Copy a tensor of ``nbytes`` (at least one) here and return its location, which receivers are told.
 
         None when these receivers (world ranks) cannot get it this way, or there is no room.
         """
 
-    def give_back(self, place: Any) -> None:
-        """No receiver looks at this place any more."""
+    def release(self, location: Any) -> None:
+        """No receiver looks at this location any more."""
 
 
 class HostStaging:
-    """A rank's own segment of shared memory; a place is an offset in bytes."""
+    """A rank's own segment of shared memory; a location is an offset in bytes."""
 
     def __init__(self, arena: Arena, allocator: Allocator) -> None:
         self._arena = arena
         self._allocator = allocator
-        self.give_back = allocator.give_back
 
     def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> int | None:
-        place = self._allocator.take(nbytes)
-        if place is not None:
-            source = as_copyable(tensor)
-            self._arena.window(place, nbytes, source.dtype, tuple(source.shape)).copy_(source)
-        return place
+        offset = self._allocator.take(nbytes)
+        if offset is not None:
+            source = copyable(tensor)
+            self._arena.window(offset, nbytes, source.dtype, tuple(source.shape)).copy_(source)
+        return offset
 
-
-def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes; torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    def release(self, location: int) -> None:
+        self._allocator.release(location)

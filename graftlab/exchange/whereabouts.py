@@ -1,7 +1,8 @@
 """Where a rank is, readable by everybody at any moment without asking it.
 
-A rank that hangs cannot answer; what it last wrote into the first page of its segment still can. The writer counts
-up before and after, so that a reader that met a half-written page notices and looks again.
+A rank that hangs cannot answer; what it last wrote into the first page of its segment still can. There are two halves:
+the writer fills the one that is not in force and then counts up, which puts it in force. So a writer that stops or dies
+half way leaves the other half whole, and a reader that was overtaken notices and looks again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from mmap import mmap
 
+from graftlab.base.world import MAX_RANKS
+
 _COUNTER = struct.Struct("<Q")
-_BODY = struct.Struct("<Iqqqd64sH512s")
-_END = _COUNTER.size + _BODY.size
+_BITS = -(-MAX_RANKS // 8)
+_TAP = 512
+_BODY = struct.Struct(f"<Iqqqd{_BITS}sH{_TAP}s")
 _STATES = ("starting", "idle", "running", "waiting")
-MAX_RANKS = 64 * 8
 
 
 @dataclass(frozen=True)
@@ -54,32 +57,35 @@ class WhereaboutsPage:
         bits = 0
         for world_rank in awaits:
             bits |= 1 << world_rank
-        name = tap.encode("utf-8", "replace")[:512]
-        self._count += 2
+        name = tap.encode("utf-8", "replace")[:_TAP]
+        self._count += 1
         body = _BODY.pack(
             _STATES.index(state),
             step,
             plan_version,
             taps,
             time.monotonic(),
-            bits.to_bytes(64, "little"),
+            bits.to_bytes(_BITS, "little"),
             len(name),
             name,
         )
-        # Not pack_into: it blanks the place before it writes, and a page with a count of zero looks whole.
-        self._page[: _COUNTER.size] = _COUNTER.pack(self._count - 1)
-        self._page[_COUNTER.size : _END] = body
+        self._page[_half(self._count)] = body
+        # Not pack_into: it blanks what it writes to first, and a count of zero is a count too.
         self._page[: _COUNTER.size] = _COUNTER.pack(self._count)
 
     def read(self) -> Whereabouts:
-        for _ in range(1000):
+        while True:
             count = self._page[: _COUNTER.size]
-            body = self._page[_COUNTER.size : _END]
-            if _COUNTER.unpack(count)[0] % 2 == 0 and self._page[: _COUNTER.size] == count:
+            body = self._page[_half(_COUNTER.unpack(count)[0])]
+            if self._page[: _COUNTER.size] == count:
                 break
-        # After a thousand tries the writer died in the middle: half a page still says more than nothing.
         state, step, version, taps, since, bits, length, name = _BODY.unpack(body)
         mask = int.from_bytes(bits, "little")
         awaits = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
         tap = name[:length].decode("utf-8", "ignore")
         return Whereabouts(_STATES[state % len(_STATES)], step, version, taps, since, tap, awaits)
+
+
+def _half(count: int) -> slice:
+    start = _COUNTER.size + count % 2 * _BODY.size
+    return slice(start, start + _BODY.size)

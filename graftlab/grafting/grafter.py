@@ -21,8 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 from graftlab.base.tags import RESERVED_TAGS, TagItems, TapKey, plain
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, TagError, TransformError, warn
-from graftlab.exchange.contract import Receipt
-from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.contract import LiveExchange, Receipt
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -85,7 +84,7 @@ class Grafter:
     def __init__(
         self,
         place: Place,
-        exchange: SharedMemoryExchange,
+        exchange: LiveExchange[Row],
         page: WhereaboutsPage,
         ambient: ContextVar[TagItems],
         reporter: Reporter,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tags import plain
+from graftlab.base.tensor_bytes import copyable
 from graftlab.transforms import GraftTransformInput
 
 
@@ -113,11 +114,9 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    # torch copies no numbers of fewer than eight bits, but it does copy the bytes that hold them.
-    source = tensor.detach()
-    if tensor.element_size() == 1:
-        source = source.view(torch.uint8)
-    return source.to(device="cpu", copy=True, memory_format=torch.contiguous_format).view(tensor.dtype)
+    return (
+        copyable(tensor.detach()).to(device="cpu", copy=True, memory_format=torch.contiguous_format).view(tensor.dtype)
+    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tags import TagItems, plain
+from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import GraphError
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
@@ -36,7 +37,6 @@ from graftlab.graphs.tap_sites import (
     Slot,
     TapChoice,
     copy_bits,
-    copyable,
     judge,
     new_slot,
     write_through,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import GraphError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.overwrite import may_overlap, one_place_each
@@ -116,11 +117,6 @@ def _is_wanted(action: Action) -> bool:
 
 def _is_received(grafter: Grafter, action: Action) -> bool:
     return action.graft and not grafter.sends(action)
-
-
-def copyable(tensor: Tensor) -> Tensor:
-    """The same memory as torch can copy it and select from it: of the dtypes of one byte some are only bits to it."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def copy_bits(into: Tensor, source: Tensor) -> Tensor:

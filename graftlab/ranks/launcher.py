@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 
 import torch.multiprocessing
 
-from graftlab.base.world import Place
+from graftlab.base.world import MAX_RANKS, Place
 from graftlab.errors import LaunchError
 from graftlab.exchange.arena import PAGE, create_segment
 from graftlab.exchange.channel import Channel
@@ -172,6 +172,11 @@ def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
     for side, count in (("baseline", options.baseline), ("target", options.target)):
         if not isinstance(count, int) or count < 1:
             raise LaunchError(f"{side}={count!r}: each side needs a whole number of ranks, at least one")
+    if options.baseline + options.target > MAX_RANKS:
+        raise LaunchError(
+            f"baseline={options.baseline}, target={options.target}: a graft world has at most {MAX_RANKS} ranks, both "
+            f"sides together"
+        )
     if options.start_method not in get_args(StartMethod):
         raise LaunchError(f"start_method={options.start_method!r}: ranks start by 'forkserver' or 'spawn'")
     if not options.timeout > 0:

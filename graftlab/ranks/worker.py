@@ -33,6 +33,8 @@ from graftlab.base import shipping
 from graftlab.diffs.maps import difference_map
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
+from graftlab.exchange.contract import LiveExchange
+from graftlab.exchange.interrupts import may_raise_at
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
@@ -63,8 +65,6 @@ from graftlab.rows.schema import Row
 from graftlab.taps import calls as taps
 from graftlab.transforms import user_traceback
 
-# The modules that put frames on the wire and take them off; their names begin so.
-_WIRE = "graftlab.exchange."
 # Seconds until an interrupt that came at a bad moment is tried again.
 _LOOK_AGAIN = 0.01
 
@@ -191,8 +191,10 @@ class Rank:
             os.close(descriptor)
         own = arenas.pop(place.world_rank)
         channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
-        peers = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
-        self._exchange = SharedMemoryExchange(place, own, peers, budget=spec.buffer_budget, timeout=spec.timeout)
+        links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
+        self._exchange: LiveExchange[Row] = SharedMemoryExchange(
+            place, own, links, budget=spec.buffer_budget, timeout=spec.timeout
+        )
         self._kept = KeptPairs(spec.keep_budget)
         self.grafter = Grafter(
             place,
@@ -234,14 +236,12 @@ class Rank:
 
     def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
-        waits = frame is not None and frame.f_code is SharedMemoryExchange.poll.__code__
-        on_the_wire = False
+        is_harmless = may_raise_at(frame)
         while frame is not None and frame.f_code is not Rank._work.__code__:
-            on_the_wire |= str(frame.f_globals.get("__name__")).startswith(_WIRE)
             frame = frame.f_back
         if frame is None and self._run_number < 0:
             return
-        if frame is None or (on_the_wire and not waits):
+        if frame is None or not is_harmless:
             # Look again when the user's code has begun, or that is done; unless it was the last thing that it did.
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True

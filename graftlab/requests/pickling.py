@@ -59,9 +59,9 @@ class _Pickler(pickle.Pickler):
         if obj.layout != torch.strided or obj.device.type == "meta" or obj.is_quantized:
             return NotImplemented
         local = obj.to_local() if hasattr(obj, "to_local") else obj
-        plain = local.detach().resolve_conj().resolve_neg().to("cpu").contiguous().as_subclass(tensor_class)
-        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        return tensor_from_bytes, (data, str(plain.dtype).removeprefix("torch."), tuple(plain.shape))
+        from graftlab.base.tensor_bytes import DTYPE_NAMES, to_bytes  # imports torch, which is here already
+
+        return tensor_from_bytes, (to_bytes(local), DTYPE_NAMES[local.dtype], tuple(local.shape))
 
 
 def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -69,15 +69,12 @@ def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
 
     Raises ValueError where the three do not belong together.
     """
-    import torch
+    # Requests are recorded and read in processes too that have no use for torch.
+    from graftlab.base.tensor_bytes import dtype_named, from_bytes
 
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"torch has no dtype {dtype!r}")
+    kind = dtype_named(dtype)
     try:
-        if not data:
-            return torch.empty(0, dtype=kind).reshape(shape)  # raises where the shape is not empty
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
+        return from_bytes(data, kind, shape)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}: {error}") from None
 

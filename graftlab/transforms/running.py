@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from graftlab.base.tensor_bytes import as_bytes
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
@@ -76,8 +77,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equality that NaNs pass too."""
     if one.dtype != other.dtype:
         return False
-    first, second = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (one, other))
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:

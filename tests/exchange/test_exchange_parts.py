@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +18,21 @@ from hypothesis import strategies as st
 from kit.exchange_scripts import write_without_end
 from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
 
+from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import MAX_RANKS, Whereabouts, WhereaboutsPage
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks import launcher
 
 SEGMENT = PAGE + 64 * ALIGNMENT
 
 # ---- the allocator --------------------------------------------------------------------------------------------------
 
-# Take so many bytes, or give back the one with this index among those that are taken.
+# Take so many bytes, or release the one with this index among those that are taken.
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 24 * ALIGNMENT)),
-        st.tuples(st.just("give back"), st.integers(0, 100)),
+        st.tuples(st.just("release"), st.integers(0, 100)),
     ),
     max_size=60,
 )
@@ -63,10 +65,10 @@ def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_ba
         elif taken:
             offset = sorted(taken)[number % len(taken)]
             del taken[offset]
-            allocator.give_back(offset)
+            allocator.release(offset)
         assert allocator.bytes_in_use == sum(taken.values())
     for offset in taken:
-        allocator.give_back(offset)
+        allocator.release(offset)
     assert allocator.take(SEGMENT - PAGE) == PAGE
 
 
@@ -310,6 +312,32 @@ def test_a_page_that_was_never_written_says_starting() -> None:
 )
 def test_whereabouts_in_words(look: Whereabouts, text: str) -> None:
     assert text in str(look)
+
+
+class Stopped:
+    """A page whose writer is stopped before its write number ``at``."""
+
+    def __init__(self, page: Any, at: int) -> None:
+        self._page = page
+        self._left = at
+
+    def __setitem__(self, where: slice, data: bytes) -> None:
+        if self._left == 0:
+            raise InterruptedError
+        self._left -= 1
+        self._page[where] = data
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(before: int) -> None:
+    arena, page = a_page()
+    for number in range(before):
+        page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
+    was = page.read()
+    page._page = Stopped(arena.map, at=1)  # type: ignore[assignment]
+    with pytest.raises(InterruptedError):
+        page.write("waiting", step=9, plan_version=9, taps=9, tap="nine", awaits=[3])
+    assert WhereaboutsPage(arena.map).read() == was
 
 
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:

@@ -290,7 +290,12 @@ def test_tags_whose_class_only_one_side_knows_pair_by_their_value(session: gl.Se
 
 
 @pytest.mark.parametrize(
-    "value", [(1, 2), [3, 4], {"a": {(1, 2): 3}}, {5}, b"bytes", 1.5, True, float("inf"), torch.float16], ids=repr
+    "value",
+    [
+        *((1, 2), [3, 4], {"a": {(1, 2): 3}}, {5}, b"bytes", 1.5, True, float("inf"), torch.float16),
+        *(2**64, float("nan"), "half a surrogate pair: \ud800"),
+    ],
+    ids=ascii,
 )
 def test_tags_of_any_kind_pair_and_get_into_the_row(value: object, session: gl.Session) -> None:
     session.edit(b2t="True")

@@ -14,7 +14,7 @@ import torch
 import graftlab as gl
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from kit.mailboxes import MIB, Descriptors, Mailbox, key
+from kit.mailboxes import MIB, Descriptors, Mailbox, key, settles
 from kit.support import wait_for_file
 from kit.tensors import DTYPES, bits, layouts
 
@@ -25,8 +25,7 @@ def end(mailbox: Mailbox, step: int = 0) -> tuple[int, list[object]]:
     """End the run as a rank does; what is then still in use, and unmatched."""
     mailbox.exchange.end_step(step)
     mailbox.exchange.end_run()
-    never, _ = os.pipe()
-    assert mailbox.exchange.settle(never)
+    assert settles(mailbox)
     return mailbox.bytes_in_use(), mailbox.exchange.take_unmatched()
 
 
@@ -53,10 +52,13 @@ def checks_everything(mailbox: Mailbox, line: Any) -> None:
     for dtype in reversed(DTYPES):
         for name, tensor in layouts(dtype).items():
             receipt = mailbox.receive(key(name, dtype=str(dtype)))
-            (arrived,) = (contribution.tensor for contribution in receipt.contributions)
-            same = (arrived.shape, arrived.dtype) == (tensor.shape, tensor.dtype)
-            if not same or not torch.equal(bits(arrived), bits(tensor)):
-                wrong.append((str(dtype), name))
+            for arrived in (contribution.tensor for contribution in receipt.contributions):
+                same = (arrived.shape, arrived.dtype) == (tensor.shape, tensor.dtype)
+                there = not tensor.numel() or arrived.device == mailbox.put(torch.zeros(1)).device
+                if not same or not there or not torch.equal(bits(arrived.cpu()), bits(tensor)):
+                    wrong.append((str(dtype), name))
+            if receipt.absent:
+                wrong.append((str(dtype), name, receipt.absent))
             receipt.release()
     end(mailbox)
     line.send(wrong)
@@ -89,7 +91,7 @@ def sends_and_receives(mailbox: Mailbox, line: Any) -> None:
             for rank, contribution in enumerate(receipt.contributions):
                 assert contribution.rank == rank
                 assert contribution.extras == (step, tap, rank)
-                assert torch.equal(contribution.tensor, the_tensor(name, step, tap, rank))
+                assert torch.equal(contribution.tensor.cpu(), the_tensor(name, step, tap, rank))
             assert receipt.absent == {}
             receipt.release()
         mailbox.exchange.end_step(step)

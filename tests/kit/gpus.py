@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graftlab.exchange.device import Cuda, DeviceReader, DeviceStaging, Gpu
-from kit.mailboxes import Mailbox
+from kit.mailboxes import Processes, World, a_world, key, processes
 
 
 class OnGpu(torch.Tensor):
@@ -76,6 +78,8 @@ class LateGpu:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.chunks: list[int] = []
+        self.events: list[LateEvent] = []
         self.issued: defaultdict[str, deque[Any]] = defaultdict(deque)
 
     def _may_fail(self, at: str) -> None:
@@ -87,6 +91,7 @@ class LateGpu:
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self._may_fail("allocate")
+        self.chunks.append(nbytes)
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
     def _share(self, thing: Any) -> bytes:
@@ -107,7 +112,10 @@ class LateGpu:
         self.issued[self.machine.current_stream].append((source.clone(), destination))
 
     def new_event(self, *, shared: bool) -> LateEvent:
-        return LateEvent(self, shared)
+        event = LateEvent(self, shared)
+        if shared:
+            self.events.append(event)
+        return event
 
     def share_event(self, event: Any) -> bytes:
         self._may_fail("share_event")
@@ -171,6 +179,7 @@ class FileGpu:
         self._folder = Path(folder)
         self._rank = rank
         self._made = 0
+        self.allocated = 0
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, OnGpu)
@@ -183,6 +192,7 @@ class FileGpu:
         return f"{self._rank}-{self._made}", nbytes
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self.allocated += nbytes
         self._chunk = self._new(nbytes)
         return self._map(*self._chunk)
 
@@ -214,13 +224,30 @@ class FileGpu:
         assert event.query()
 
 
-def equip(mailbox: Mailbox, folder: str | None) -> None:
-    """Give a rank, before its first tap, the stand-in with its memory in ``folder``; without one, CUDA itself."""
-    gpu: Gpu = Cuda() if folder is None else FileGpu(folder, mailbox.place.world_rank)
-    exchange = mailbox.exchange
-    exchange._device = DeviceStaging(gpu, mailbox.place.label, exchange._budget, exchange._tell_of_chunk)
-    exchange._reader = DeviceReader(gpu)
+def to_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    """On the GPU with the same strides, which ``.cuda()`` does not always keep."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cuda")
+    return empty.set_(tensor.untyped_storage().cuda(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def to_gpu(value: torch.Tensor, folder: str | None) -> torch.Tensor:
-    return value.cuda() if folder is None else on_gpu(value)
+@contextmanager
+def a_world_of_gpus(baseline: int, target: int, *, machine: Machine | None = None, **options: Any) -> Iterator[World]:
+    """Every rank of a graft world in this process, each with a GPU of the machine, which all have proved to share."""
+    shared = machine or Machine()
+    with a_world(baseline, target, gpu=lambda rank: LateGpu(shared), **options) as world:
+        world.begin(run=-1, first_step=-1)
+        for mailbox in world.mailboxes:
+            mailbox.exchange.publish(key("way", step=-1), on_gpu(1.0), None)
+        for mailbox in world.mailboxes:
+            mailbox.take(key("way", step=-1))
+        world.end(step=-1)
+        yield world
+
+
+@contextmanager
+def processes_with_gpus(*arguments: Any, **options: Any) -> Iterator[Processes]:
+    """Ranks that are processes, whose GPUs' memory is files in a folder of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        gpu = partial(FileGpu, folder)
+        with processes(*arguments, gpu=gpu, put=on_gpu, opens_the_way=True, **options) as made:
+            yield made

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +20,14 @@ from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import Receipt
+from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.exchange.device import Gpu
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import launcher
 
 T = TypeVar("T")
+Put = Callable[[torch.Tensor], torch.Tensor]
 
 # Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
 DEADLINE = 60.0
@@ -60,22 +63,37 @@ def eager_threads() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class Mailbox:
-    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date."""
+    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date.
+
+    ``put`` brings a tensor to where this kind of exchange has its tensors; ``gpu`` is the stand-in for its GPU.
+    """
 
     def __init__(
-        self, place: Place, arena: Arena, peers: dict[int, tuple[Channel, Arena]], *, budget: int, timeout: float
+        self,
+        place: Place,
+        exchange: LiveExchange[Any],
+        page: WhereaboutsPage,
+        channels: list[Channel],
+        put: Put = as_it_is,
+        gpu: Any = None,
     ) -> None:
         self.place = place
-        self.exchange = SharedMemoryExchange(place, arena, peers, budget=budget, timeout=timeout)
-        self.exchange.on_wait = self._on_wait
+        self.exchange = exchange
+        self.put = put
+        self.gpu = gpu
+        self.channels = channels
         self.tap = ""
         self.step = 0
         self.waits_so_far = 0
-        self._page = WhereaboutsPage(arena.map)
-        self._channels = [channel for channel, _ in peers.values()]
+        self._page = page
         self._changed = threading.Condition()
         self._waiting = False
+        exchange.on_wait = self._on_wait
 
     def note(self, state: str, awaits: Collection[int] = ()) -> None:
         """Write into the page where this rank is."""
@@ -95,46 +113,50 @@ class Mailbox:
 
     def publish(self, to: TapKey, value: torch.Tensor | float, extras: object = None, memo: object = None) -> None:
         self.tap = to.name
-        self.exchange.publish(to, torch.as_tensor(value), extras, memo)
+        self.exchange.publish(to, self.put(torch.as_tensor(value)), extras, memo)
 
     def receive(self, of: TapKey) -> Receipt:
         self.tap = of.name
         return self.exchange.receive(of)
 
     def take(self, of: TapKey) -> list[Any]:
-        """What was received, as Python values in the order of contributions; the memory is given back."""
+        """What was received, as Python values in the order of contributions; the memory is released."""
         receipt = self.receive(of)
         values = [contribution.tensor.tolist() for contribution in receipt.contributions]
         receipt.release()
         return values
 
     def bytes_in_use(self) -> int:
-        return self.exchange._allocator.bytes_in_use
+        return self.exchange.bytes_in_use
 
     def die(self) -> None:
         """To its peers this looks like a death: the streams end."""
-        for channel in self._channels:
+        for channel in self.channels:
             channel.close()
 
 
 class World:
-    """Every rank of a graft world, in this process."""
+    """Every rank of a graft world, in this process.
 
-    def __init__(self, baseline: int, target: int, *, budget: int = 64 * MIB, timeout: float = DEADLINE) -> None:
-        places = Place("baseline", 0, baseline, target).everyone()
-        wires = make_wires(len(places))
+    ``gpu`` makes the GPU of each rank; without it, all is on the host.
+    """
+
+    def __init__(
+        self,
+        baseline: int,
+        target: int,
+        *,
+        budget: int = 16 * MIB,
+        timeout: float = DEADLINE,
+        gpu: Callable[[int], Gpu] | None = None,
+        put: Put = as_it_is,
+    ) -> None:
+        wires = make_wires(baseline + target)
         self.mailboxes: list[Mailbox] = []
-        for me in places:
-            arenas = [
-                Arena(descriptor, wires.size, writable=rank == me.world_rank)
-                for rank, descriptor in enumerate(wires.segments)
-            ]
-            peers = {
-                rank: (Channel(wires.links[me.world_rank, rank]), arenas[rank])
-                for rank in range(len(places))
-                if rank != me.world_rank
-            }
-            self.mailboxes.append(Mailbox(me, arenas[me.world_rank], peers, budget=budget, timeout=timeout))
+        for me in Place("baseline", 0, baseline, target).everyone():
+            links = {other: link for (rank, other), link in wires.links.items() if rank == me.world_rank}
+            mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, budget=budget, timeout=timeout)
+            self.mailboxes.append(mine)
         for descriptor in wires.segments:
             os.close(descriptor)
 
@@ -162,14 +184,32 @@ class World:
             mailbox.exchange.end_step(step)
             mailbox.exchange.end_run()
         for mailbox in self.mailboxes:
-            read, write = os.pipe()
-            assert mailbox.exchange.settle(read)
-            os.close(read)
-            os.close(write)
+            assert settles(mailbox)
 
     def close(self) -> None:
         for mailbox in self.mailboxes:
             mailbox.die()
+
+
+def settles(mailbox: Mailbox) -> bool:
+    """Wait until the run is over everywhere."""
+    read, write = os.pipe()
+    try:
+        return mailbox.exchange.settle(read)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def has_settled(mailbox: Mailbox) -> bool:
+    """Whether the run is over everywhere, as far as this rank has heard."""
+    read, write = os.pipe()
+    try:
+        os.write(write, b"x")
+        return mailbox.exchange.settle(read)
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 @contextmanager
@@ -179,6 +219,25 @@ def a_world(baseline: int, target: int, **options: Any) -> Iterator[World]:
         yield world
     finally:
         world.close()
+
+
+def make_mailbox(
+    place: Place,
+    segments: list[int],
+    size: int,
+    links: dict[int, socket.socket],
+    gpu: Callable[[int], Gpu] | None,
+    put: Put,
+    **options: Any,
+) -> Mailbox:
+    """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
+    arenas = [Arena(descriptor, size, writable=rank == place.world_rank) for rank, descriptor in enumerate(segments)]
+    own = arenas[place.world_rank]
+    channels = {rank: Channel(link) for rank, link in links.items()}
+    peers = {rank: (channel, arenas[rank]) for rank, channel in channels.items()}
+    made = gpu(place.world_rank) if gpu else None
+    exchange: SharedMemoryExchange[Any] = SharedMemoryExchange(place, own, peers, gpu=made, **options)
+    return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
 
 
 class Wires:
@@ -226,18 +285,23 @@ def _become_a_rank(
     links: dict[int, socket.socket],
     script: Script,
     line: Any,
+    gpu: Callable[[int], Gpu] | None,
+    put: Put,
+    opens_the_way: bool,
     options: Any,
 ) -> None:
     torch.set_num_threads(1)
-    arenas = [
-        Arena(descriptor, size, writable=rank == place.world_rank)
-        for rank, descriptor in enumerate(segments.descriptors)
-    ]
+    mailbox = make_mailbox(place, segments.descriptors, size, links, gpu, put, **options)
     for descriptor in segments.descriptors:
         os.close(descriptor)
-    peers = {rank: (Channel(link), arenas[rank]) for rank, link in links.items()}
-    mailbox = Mailbox(place, arenas[place.world_rank], peers, **options)
-    mailbox.exchange.begin_run(RunInfo(0, 0, tuple(range(len(arenas)))))
+    everyone = tuple(other.world_rank for other in place.everyone())
+    mailbox.exchange.begin_run(RunInfo(0, -1, everyone))
+    if opens_the_way:
+        # Whoever has published the second has answered to the first.
+        for name in ("way", "seen"):
+            mailbox.publish(key(name, step=-1), 1.0)
+            mailbox.take(key(name, step=-1))
+    mailbox.exchange.end_step(-1)
     script(mailbox, line)
 
 
@@ -245,24 +309,38 @@ class Processes:
     """Every rank of a graft world, each a real process that runs ``script(mailbox, line)`` and then ends.
 
     ``lines`` holds this end of each rank's pipe to the test, ``processes`` the processes; both in world-rank order.
-    ``inodes`` tells their shared memory from any other.
+    ``gpu`` and ``put`` are as in :class:`World`. With ``opens_the_way`` the scripts begin when every rank has proved
+    that it can read the memory of the others' GPUs.
     """
 
-    def __init__(self, baseline: Script, target: Script, counts: tuple[int, int] = (1, 1), **options: Any) -> None:
+    def __init__(
+        self,
+        baseline: Script,
+        target: Script,
+        counts: tuple[int, int] = (1, 1),
+        *,
+        gpu: Callable[[int], Gpu] | None = None,
+        put: Put = as_it_is,
+        opens_the_way: bool = False,
+        **options: Any,
+    ) -> None:
         places = Place("baseline", 0, *counts).everyone()
         wires = make_wires(len(places))
         launcher._prepare_forkserver()
         context = torch.multiprocessing.get_context("forkserver")
-        options = {"budget": 64 * MIB, "timeout": DEADLINE, **options}
+        options = {"budget": 16 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []
-        self.inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
+        self._inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
         for place in places:
             links = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
             script = baseline if place.side == "baseline" else target
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_become_a_rank,
-                args=(place, Descriptors(wires.segments), wires.size, links, script, theirs, options),
+                args=(
+                    *(place, Descriptors(wires.segments), wires.size, links, script, theirs),
+                    *(gpu, put, opens_the_way, options),
+                ),
             )
             # Else each rank would import pytest, whose main module this is.
             with launcher._hidden_main():
@@ -279,6 +357,17 @@ class Processes:
         """The next thing that the rank says."""
         assert self.lines[rank].poll(DEADLINE), f"rank {rank} says nothing"
         return self.lines[rank].recv()
+
+    def who_holds_memory(self) -> list[str]:
+        """The processes, this one included, that hold a piece of the memory that these ranks share; one entry each."""
+        found = []
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            try:
+                lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines() if "graftlab" in line]
+            except OSError:
+                continue  # it has ended meanwhile
+            found += [maps.parent.name for _, _, _, _, inode, *_ in lines if int(inode) in self._inodes]
+        return found
 
     def join(self) -> list[int | None]:
         """Wait until all have ended; their exit codes."""

@@ -40,6 +40,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         ({"target": -1}, "target=-1: each side needs a whole number of ranks, at least one"),
         ({"target": "2"}, "target='2': each side needs a whole number of ranks, at least one"),
         ({"baseline": 1.5}, "baseline=1.5: each side needs a whole number of ranks, at least one"),
+        ({"baseline": 256, "target": 257}, "baseline=256, target=257: a graft world has at most 512 ranks, both sides"),
         ({"device": "tpu"}, "device='tpu': ranks run on 'cpu', 'cuda' or 'cuda:N'"),
         ({"device": "cuda:99"}, "device='cuda:99': this machine shows"),
         ({"backend": "carrier_pigeon"}, "backend='carrier_pigeon' is not available in this build of torch"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,22 +14,21 @@ from hypothesis import strategies as st
 from kit import mailboxes
 from kit.device_scripts import (
     MANY,
-    checks_every_dtype,
     receives_behind_a_long_kernel,
     receives_many,
     sends_behind_a_long_kernel,
-    sends_every_dtype,
     sends_many,
     taps_on_the_gpu,
 )
-from kit.gpus import LateGpu, Machine, on_gpu
-from kit.mailboxes import DEADLINE, MIB, Mailbox, World, a_world, in_background, key, processes
+from kit.gpus import LateGpu, Machine, a_world_of_gpus, on_gpu
+from kit.implementations import PROCESSES, MakeProcesses
+from kit.mailboxes import DEADLINE, MIB, Mailbox, World, in_background, key
+from kit.support import wait_until
 from kit.tensors import DTYPES, bits, layouts
 
 import graftlab as gl
 from graftlab.errors import GraftWarning
 from graftlab.exchange import device
-from graftlab.exchange.shared_memory import SharedMemoryExchange
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -40,50 +38,35 @@ A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Every rank of this process gets a GPU of this machine; nothing may synchronise a whole device."""
+    """For the GPUs of every rank of this process; nothing may synchronise a whole device."""
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    return a_machine(monkeypatch)
+    return Machine()
 
 
-def a_machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-
-    def with_gpu(*args: Any, **options: Any) -> SharedMemoryExchange:
-        return SharedMemoryExchange(*args, gpu=LateGpu(made), **options)
-
-    monkeypatch.setattr(mailboxes, "SharedMemoryExchange", with_gpu)
-    return made
+def a_world_that_proved_nothing(machine: Machine, *counts: int) -> AbstractContextManager[World]:
+    return mailboxes.a_world(*counts, gpu=lambda rank: LateGpu(machine))
 
 
 def fails(*args: Any, **options: Any) -> Any:
     raise RuntimeError("an illegal memory access was encountered")
 
 
-def open_the_way(world: World) -> World:
-    """Until a receiver has answered once, tensors go through the host; then its answer is on the socket."""
-    for sender in world.side("baseline"):
-        sender.publish(key("way"), on_gpu(1.0))
-    for receiver in world.side("target"):
-        receiver.take(key("way"))
-        receiver.exchange.end_step(-1)
-    return world
+def hear(mailbox: Mailbox) -> None:
+    """Read what has come."""
+    mailbox.exchange.end_step(-1)
 
 
 @pytest.fixture
 def world(machine: Machine) -> Iterator[World]:
-    with a_world(1, 1, budget=4 * MIB) as made:
-        yield open_the_way(made.begin())
-
-
-def gpu_bytes(mailbox: Mailbox) -> int:
-    return mailbox.exchange._device.bytes_in_use
+    with a_world_of_gpus(1, 1, machine=machine, budget=4 * MIB) as made:
+        yield made.begin()
 
 
 # ---- the way of a tensor --------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_on_a_gpu_is_read_where_its_sender_put_it_once_the_receiver_has_answered(machine: Machine) -> None:
-    with a_world(1, 1) as world:
+    with a_world_that_proved_nothing(machine, 1, 1) as world:
         sender, receiver = world.begin().mailboxes
         seen = []
         for number in range(3):
@@ -100,7 +83,7 @@ def test_a_receiver_waits_for_the_copy_and_the_sender_does_not(machine: Machine,
     value = on_gpu(torch.arange(1000.0))
     sender.publish(key(), value)
     value.zero_()
-    assert sender.exchange._device._gpu.issued["default"]  # nothing has been copied yet
+    assert sender.gpu.issued["default"]  # nothing has been copied yet
     receipt = receiver.receive(key())
     assert torch.equal(receipt.contributions[0].tensor, torch.arange(1000.0))
     assert machine.synchronized == 0
@@ -131,10 +114,10 @@ def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(
     taps: list[tuple[int, bool, int]], slow: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        machine = a_machine(patch)
+        machine = Machine()
         patch.setattr(device, "CHUNK", MIB)
-        with a_world(2, 2, budget=64 * MIB) as world:
-            open_the_way(world.begin())
+        with a_world_of_gpus(2, 2, machine=machine, budget=64 * MIB) as world:
+            world.begin()
             machine.reads_take_long = slow
             for number, (_, is_on_gpu, size) in enumerate(taps):
                 for sender in world.side("baseline"):
@@ -147,8 +130,8 @@ def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(
                     assert arrived == [[100.0 * number] * size, [100.0 * number + 1] * size]
                     receipt.release()
             world.end(step=0)
-            assert [(gpu_bytes(sender), sender.bytes_in_use()) for sender in world.mailboxes] == [(0, 0)] * 4
-            assert all(sum(c.bytes.numel() for c in s.exchange._device._chunks) <= 64 * MIB for s in world.mailboxes)
+            assert [sender.bytes_in_use() for sender in world.mailboxes] == [0] * 4
+            assert all(sum(sender.gpu.chunks) <= 64 * MIB for sender in world.mailboxes)
 
 
 @pytest.mark.parametrize("sent_from", ["gpu", "host"])
@@ -170,43 +153,43 @@ class Full(torch.Tensor):
 
 @pytest.mark.parametrize("sent_from", ["gpu", "host"])
 def test_where_the_receivers_device_is_full_the_tap_is_missing_and_its_memory_comes_back(
-    sent_from: str, world: World
+    sent_from: str, machine: Machine, world: World
 ) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key(), on_gpu(A_MIB) if sent_from == "gpu" else A_MIB)
     receipt = receiver.exchange.receive(key(), torch.zeros(()).as_subclass(Full))
     assert receipt.contributions == []
     assert receipt.absent == {0: "baseline[0] sent this tap, but its tensor cannot be brought here: out of memory"}
-    receiver.exchange.end_step(-1)
-    sender.exchange._pump(0)
-    assert sender.bytes_in_use() + gpu_bytes(sender) < MIB
+    hear(receiver)
+    hear(sender)
+    assert sender.bytes_in_use() == 0
     # That is no reason to take another way.
-    assert sender.exchange._device._failure is None
+    sender.publish(key("next"), on_gpu(1.0))
+    assert machine.holds(receiver.receive(key("next")).contributions[0].tensor)
 
 
-# ---- when a place is free again -------------------------------------------------------------------------------------
+# ---- when a location is free again ----------------------------------------------------------------------------------
 
 
-def test_a_place_is_not_given_back_before_the_receivers_stream_has_read_it(machine: Machine, world: World) -> None:
+def test_nothing_is_released_before_the_receivers_stream_has_read_it(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     for number in range(4):
         sender.publish(key(occurrence=number), on_gpu(A_MIB))
     for number in range(4):
         receiver.receive(key(occurrence=number)).release()
-    sender.exchange.poll(0)
-    sender.exchange._pump(0)
-    assert gpu_bytes(sender) == 4 * MIB
+    hear(sender)
+    assert sender.bytes_in_use() == 4 * MIB
     publishing = in_background(lambda: sender.publish(key("late"), on_gpu(A_MIB)))
     sender.until_it_waits()
     assert not publishing.done()
     machine.finish_reads()
-    receiver.exchange.end_step(-1)
+    hear(receiver)
     publishing.result(DEADLINE)
     assert machine.synchronized == 0
 
 
-def test_a_receiver_that_waits_gives_back_what_its_stream_has_read_meanwhile(machine: Machine, world: World) -> None:
+def test_a_receiver_that_waits_releases_what_its_stream_has_read_meanwhile(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -215,13 +198,13 @@ def test_a_receiver_that_waits_gives_back_what_its_stream_has_read_meanwhile(mac
     receiver.until_it_waits()
     machine.finish_reads()
     sender.publish(key("next"), on_gpu(A_MIB))
-    assert in_background(lambda: until_given_back(sender, MIB)).result(DEADLINE)
+    until_released(sender, left=MIB)
     sender.publish(key("y"), 1.0)
     assert receiving.result(DEADLINE) == [1.0]
     assert machine.synchronized == 0
 
 
-def test_a_rank_that_waits_for_room_gives_back_what_it_has_read_meanwhile(machine: Machine, world: World) -> None:
+def test_a_rank_that_waits_for_room_releases_what_it_has_read_meanwhile(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -231,15 +214,17 @@ def test_a_rank_that_waits_for_room_gives_back_what_it_has_read_meanwhile(machin
     publishing = in_background(lambda: receiver.publish(key("up", occurrence=4), A_MIB))
     receiver.until_it_waits()
     machine.finish_reads()
-    assert in_background(lambda: until_given_back(sender, 0)).result(DEADLINE)
+    until_released(sender, left=0)
     sender.take(key("up", occurrence=0))
     publishing.result(DEADLINE)
 
 
-def until_given_back(sender: Mailbox, left: int) -> bool:
-    while gpu_bytes(sender) > left:
-        sender.exchange._pump(DEADLINE)
-    return True
+def until_released(sender: Mailbox, left: int) -> None:
+    def is_released() -> bool:
+        hear(sender)
+        return sender.bytes_in_use() <= left
+
+    wait_until(is_released, "the release")
 
 
 def test_the_end_of_a_step_waits_for_the_reads_of_that_step_alone(machine: Machine, world: World) -> None:
@@ -252,7 +237,7 @@ def test_the_end_of_a_step_waits_for_the_reads_of_that_step_alone(machine: Machi
     receiver.exchange.end_step(0)
     assert machine.synchronized == 2
     sender.exchange.end_step(0)
-    assert gpu_bytes(sender) == 0
+    assert sender.bytes_in_use() == 0
 
 
 def test_what_nobody_asked_for_is_free_when_the_receivers_end_the_step(world: World) -> None:
@@ -260,7 +245,7 @@ def test_what_nobody_asked_for_is_free_when_the_receivers_end_the_step(world: Wo
     sender.publish(key(), on_gpu(A_MIB), memo="unmatched")
     receiver.exchange.end_step(0)
     sender.exchange.end_step(0)
-    assert gpu_bytes(sender) == 0
+    assert sender.bytes_in_use() == 0
     assert sender.exchange.take_unmatched() == ["unmatched"]
 
 
@@ -273,20 +258,20 @@ def test_a_late_copy_on_another_stream_does_not_land_on_what_came_after_it(machi
     machine.current_stream = "default"
     sender.publish(key("x", step=1), on_gpu(A_MIB + 1))
     receipt = receiver.receive(key("x", step=1))
-    sender.exchange._device._gpu.run_all()
+    sender.gpu.run_all()
     assert torch.equal(receipt.contributions[0].tensor, A_MIB + 1)
 
 
-def test_places_and_events_are_used_again(machine: Machine, world: World) -> None:
+def test_memory_and_events_are_used_again(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     for number in range(500):
         sender.publish(key(occurrence=number), on_gpu(A_MIB))
         receiver.receive(key(occurrence=number)).release()
     assert sender.waits_so_far == 0
-    assert len(machine.shared) <= 1 + 4  # one chunk, and an event for each tensor that was under way at once
+    assert len(machine.shared) <= 2 + 4  # a chunk a rank, and an event for each tensor that was under way at once
 
 
-def test_a_dead_receiver_frees_the_places_it_had(machine: Machine, world: World) -> None:
+def test_a_dead_receiver_frees_what_it_had(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     for name in ("read", "not read"):
@@ -294,7 +279,7 @@ def test_a_dead_receiver_frees_the_places_it_had(machine: Machine, world: World)
     receiver.receive(key("read")).release()
     receiver.die()
     sender.exchange.end_step(0)
-    assert gpu_bytes(sender) == 0
+    assert sender.bytes_in_use() == 0
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -302,11 +287,10 @@ def test_of_a_dead_sender_only_what_its_gpu_had_copied_is_read(copied: bool, wor
     sender, receiver = world.mailboxes
     sender.publish(key("x"), on_gpu(5.0))
     if copied:
-        gpu = sender.exchange._device._gpu
-        gpu.run_past(sender.exchange._device._events[-1][0].mark)
+        sender.gpu.run_past(sender.gpu.events[-1].mark)
     sender.die()
     for _ in range(2):
-        receiver.exchange._pump(0)  # reads what came, then the end of the stream
+        hear(receiver)  # what came, then the end of the stream
     receipt = receiver.receive(key("x"))
     if copied:
         assert receipt.contributions[0].tensor.item() == 5.0
@@ -322,25 +306,21 @@ def cross_three_times(sender: Mailbox, receivers: list[Mailbox], value: torch.Te
             receipt = receiver.receive(key("cross", occurrence=number))
             assert torch.equal(receipt.contributions[0].tensor, value)
             receipt.release()
-            receiver.exchange.end_step(-1)
+            hear(receiver)
 
 
 # ---- chunks and the budget ------------------------------------------------------------------------------------------
 
 
-def chunks(mailbox: Mailbox) -> list[int]:
-    return [chunk.bytes.numel() for chunk in mailbox.exchange._device._chunks]
-
-
 def test_chunks_are_made_as_they_are_needed_and_as_large(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
-    with a_world(1, 1, budget=8 * MIB) as world:
-        sender, receiver = open_the_way(world.begin()).mailboxes
-        assert chunks(sender) == [MIB]
+    with a_world_of_gpus(1, 1, machine=machine, budget=8 * MIB) as world:
+        sender, receiver = world.begin().mailboxes
+        assert sender.gpu.chunks == [MIB]
         for number in range(2):
             sender.publish(key(occurrence=number), on_gpu(A_MIB))
         sender.publish(key("large"), on_gpu(torch.ones(3 * MIB - 5, dtype=torch.uint8)))
-        assert chunks(sender) == [MIB, MIB, 3 * MIB]
+        assert sender.gpu.chunks == [MIB, MIB, 3 * MIB]
         for each in (key(occurrence=1), key("large"), key(occurrence=0)):
             receipt = receiver.receive(each)
             assert machine.holds(receipt.contributions[0].tensor)
@@ -351,13 +331,13 @@ def test_what_fits_in_no_chunk_goes_through_the_host_with_one_note(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
-    with a_world(1, 1, budget=2 * MIB) as world:
-        sender, receiver = open_the_way(world.begin()).mailboxes
+    with a_world_of_gpus(1, 1, machine=machine, budget=2 * MIB) as world:
+        sender, receiver = world.begin().mailboxes
         large = on_gpu(torch.ones(3 * MIB, dtype=torch.uint8))
         with pytest.warns(GraftWarning, match=r"gl.tap on baseline\[0\].*3145728 bytes do not fit") as noted:
             cross_three_times(sender, [receiver], large)
         assert len(noted) == 1
-        assert chunks(sender) == [MIB]
+        assert sender.gpu.chunks == [MIB]
 
 
 def test_what_is_on_gpus_and_on_the_host_counts_for_one_budget(world: World) -> None:
@@ -392,12 +372,13 @@ def test_tensors_beyond_the_number_of_events_go_through_the_host(
 @pytest.mark.parametrize("at", ["allocate", "share", "open", "copy", "share_event"])
 def test_where_it_fails_tensors_go_through_the_host_with_one_note(at: str, machine: Machine) -> None:
     machine.fails_at = at
-    with a_world(1, 2) as world:
+    with a_world_that_proved_nothing(machine, 1, 2) as world:
         sender, *receivers = world.begin().mailboxes
         with pytest.warns(GraftWarning, match=f"through the host's memory.*{at} is forbidden here") as noted:
             cross_three_times(sender, receivers, on_gpu(torch.arange(1000.0)))
         assert len(noted) == 1
-        assert gpu_bytes(sender) == 0
+        hear(sender)
+        assert sender.bytes_in_use() == 0
 
 
 @pytest.mark.parametrize("at", ["open", "open_event"])
@@ -405,20 +386,21 @@ def test_a_receiver_that_fails_late_costs_what_was_under_way_and_no_more(
     at: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
-    with a_world(1, 1) as world:
-        sender, receiver = open_the_way(world.begin()).mailboxes
+    with a_world_of_gpus(1, 1, machine=machine) as world:
+        sender, receiver = world.begin().mailboxes
         machine.fails_at = at
         sender.publish(key("lost"), on_gpu(torch.ones(2 * MIB, dtype=torch.uint8)))
         receipt = receiver.receive(key("lost"))
         assert receipt.contributions == []
         assert "baseline[0] sent this tap, but its tensor cannot be brought here" in receipt.absent[0]
         receipt.release()
-        receiver.exchange.end_step(-1)
-        sender.exchange._pump(0)
+        hear(receiver)
+        hear(sender)
         with pytest.warns(GraftWarning, match=f"{at} is forbidden here"):
             sender.publish(key("host"), on_gpu(3.0))
         assert receiver.take(key("host")) == [3.0]
-        assert gpu_bytes(sender) == 0
+        world.end(step=0)
+        assert sender.bytes_in_use() == 0
 
 
 def test_a_gpu_that_fails_under_a_receiver_ends_neither_the_step_nor_the_run(
@@ -430,13 +412,13 @@ def test_a_gpu_that_fails_under_a_receiver_ends_neither_the_step_nor_the_run(
     monkeypatch.setattr(LateGpu, "record", fails)
     receipt.release()
     world.end(step=0)
-    assert gpu_bytes(sender) == 0
+    assert sender.bytes_in_use() == 0
 
 
 def test_a_world_on_the_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("takes", "allocate", "new_event", "record", "wait"):
         monkeypatch.setattr(device.Cuda, name, fails)
-    with a_world(1, 1) as world, warnings.catch_warnings():
+    with mailboxes.a_world(1, 1) as world, warnings.catch_warnings():
         warnings.simplefilter("error")
         world.begin().baseline.publish(key(), 1.0)
         receipt = world.target.exchange.receive(key(), torch.zeros(()))
@@ -448,33 +430,21 @@ def test_a_world_on_the_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch
 # ---- between processes, over a stand-in and over CUDA ---------------------------------------------------------------
 
 
-@pytest.fixture(
-    params=[
-        "stand-in",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
-    ]
-)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
-    """Where the stand-in keeps its memory; None for CUDA, where all ranks share one GPU."""
-    return None if request.param == "cuda" else str(tmp_path)
+# Overrides the fixture of all implementations: only those with a GPU.
+@pytest.fixture(scope="module", params=[each for each in PROCESSES if each.id != "shared memory"])
+def processes(request: pytest.FixtureRequest) -> MakeProcesses:
+    make: MakeProcesses = request.param
+    return make
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 2)], ids=["1+1", "2+2"])
-def test_every_dtype_crosses_from_process_to_process_bit_exact(counts: tuple[int, int], folder: str | None) -> None:
-    with processes(partial(sends_every_dtype, folder), partial(checks_every_dtype, folder), counts) as world:
-        said = [world.hear(rank) for rank in range(sum(counts))]
-        assert said == [None] * counts[0] + [[]] * counts[1]
-
-
-def test_a_thousand_tensors_need_no_more_memory_than_the_budget(folder: str | None) -> None:
-    with processes(partial(sends_many, folder), partial(receives_many, folder), budget=4 * MIB) as world:
+def test_a_thousand_tensors_need_no_more_memory_than_the_budget(processes: MakeProcesses) -> None:
+    with processes(sends_many, receives_many, budget=4 * MIB) as world:
         assert world.hear(TARGET) == MANY
-        assert world.hear(BASELINE) == (0, 1)  # bytes that came to what was there at first, and chunks
+        assert world.hear(BASELINE) == 0  # bytes that came to what was there at first
 
 
-def test_a_tap_behind_a_long_kernel_shows_what_the_kernel_made(folder: str | None) -> None:
-    scripts = (partial(sends_behind_a_long_kernel, folder), partial(receives_behind_a_long_kernel, folder))
-    with processes(*scripts) as world:
+def test_a_tap_behind_a_long_kernel_shows_what_the_kernel_made(processes: MakeProcesses) -> None:
+    with processes(sends_behind_a_long_kernel, receives_behind_a_long_kernel) as world:
         assert world.hear(TARGET) == [[float(number)] for number in range(8)]
 
 

@@ -1,0 +1,258 @@
+"""The receiving side of a rank: waiting for what the other side publishes, looking at it, and releasing it."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from graftlab.base.tags import TapKey
+from graftlab.base.tensor_bytes import dtype_named
+from graftlab.exchange.contract import Contribution, Receipt
+from graftlab.exchange.device import DeviceReader, Gpu
+from graftlab.exchange.frames import (
+    ChunkAnswered,
+    ChunkShared,
+    Declined,
+    DeviceLocation,
+    Published,
+    Released,
+    StepEnded,
+    WaitsForYou,
+    Yield,
+)
+from graftlab.exchange.peers import Peer, Peers
+
+# Releases travel together: this many, or this share of the budget, whichever comes first.
+_RELEASE_COUNT = 64
+_RELEASE_SHARE = 8
+# How often a rank that waits looks whether the GPU has done with what was received, so that it can be released.
+_READ_POLL = 0.001
+# How soon a rank that waits looks whether a peer waits for it in turn, and how often in the end.
+_FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
+# Taps that never repeat must not fill the memory.
+_HEARD_LIMIT = 100_000
+
+Taken = list[tuple[Peer, Published]]
+
+
+class Receiver:
+    """Receives, and releases in batches what was received.
+
+    Two ranks may come to wait for each other, each for a tap that the other reaches later. One of them yields, that is,
+    gives up its wait, and the other goes on waiting: who waits for what the other side has never reached, and the
+    higher world rank if that tells nothing. A sender's page alone is no proof that it waits in vain, as our answer may
+    be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
+    """
+
+    def __init__(self, peers: Peers, budget: int, gpu: Gpu) -> None:
+        self._peers = peers
+        self._budget = budget
+        self._reader = DeviceReader(gpu)
+        self._ended_step = -1
+        # The tap that this rank waits for, and which of its waits that is.
+        self._awaited: TapKey | None = None
+        self._wait_number = 0
+        # Names and tags that the other side has ever reached.
+        self._heard: set[tuple[object, ...]] = set()
+
+    # ---- runs and steps -----------------------------------------------------------------------------------------
+
+    def begin_run(self, first_step: int) -> None:
+        self._ended_step = first_step - 1
+
+    def end_step(self, step: int) -> None:
+        self.release_read(wait=True)
+        self._ended_step = step
+        for peer in self._peers.others:
+            self._send_releases(peer)
+            if peer.in_run:
+                peer.send(StepEnded(step))
+            for ended in [known for known in peer.inbox if known <= step]:
+                del peer.inbox[ended]
+
+    def end_run(self) -> None:
+        self.release_read(wait=True)
+        for peer in self._peers.others:
+            self._send_releases(peer)
+            peer.inbox.clear()
+
+    # ---- a tap --------------------------------------------------------------------------------------------------
+
+    def receive(self, key: TapKey, near: torch.Tensor | None) -> Receipt:
+        if not self._all_answered(key):
+            self._peers.pump(0)
+        unanswered = {} if self._all_answered(key) else self._wait_for(key)
+        receipt = Receipt([], timed_out=bool(unanswered) and not self._has_yielded())
+        taken: Taken = []
+        read_on_device = False
+        for peer in self._peers.others:
+            rank = peer.place.rank
+            inbox = peer.inbox[key.step]
+            if key not in inbox:
+                receipt.absent[rank] = peer.why_absent() if peer.is_past(key.step) else unanswered[rank]
+                continue
+            published = inbox.pop(key)
+            if published is None:
+                receipt.absent[rank] = f"{peer.label} did not send this tap"
+                continue
+            try:
+                tensor = self._look_at(peer, published, near)
+            except Exception as error:
+                receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be brought here: {error}"
+                self._release([(peer, published)])
+                continue
+            taken.append((peer, published))
+            read_on_device |= type(published.location) is DeviceLocation
+            try:
+                extras = None if published.extras is None else pickle.loads(published.extras)
+            except Exception as error:
+                # Loading runs what the sender's class says, or finds no such class here: the user's affair, not ours.
+                extras = None
+                receipt.unreadable[rank] = (
+                    f"the extras of {peer.label} cannot be loaded here: {type(error).__name__}: {error}"
+                )
+            receipt.contributions.append(Contribution(rank, tensor, extras))
+        release = self._release_when_read if read_on_device else self._release
+        receipt.on_release = lambda: release(taken)
+        return receipt
+
+    def _look_at(self, peer: Peer, published: Published, near: torch.Tensor | None) -> torch.Tensor:
+        """A published tensor, without a copy where it lies on the device of ``near``."""
+        location, nbytes = published.location, published.nbytes
+        dtype, shape = dtype_named(published.dtype), published.shape
+        if not isinstance(location, DeviceLocation):
+            window = peer.arena.window(location or 0, nbytes, dtype, shape)
+            return window if near is None or near.is_cpu else window.to(near.device)
+        try:
+            window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
+        except Exception as error:
+            # This one is lost; those that follow must take the other way.
+            self._answer(peer, str(error))
+            raise
+        return window if near is None else window.to(near.device)
+
+    def _all_answered(self, key: TapKey) -> bool:
+        for peer in self._peers.others:  # noqa: SIM110 - a generator costs more than the question, at each tap
+            if not peer.has_answered(key):
+                return False
+        return True
+
+    def on_published(self, peer: Peer, frame: Published) -> None:
+        self._hear(peer, frame.key, frame)
+
+    def on_declined(self, peer: Peer, frame: Declined) -> None:
+        self._hear(peer, frame.key, None)
+
+    def _hear(self, peer: Peer, key: TapKey, published: Published | None) -> None:
+        if len(self._heard) < _HEARD_LIMIT:
+            self._heard.add((key.name, key.tags))
+        # What comes for a step that has ended here is released by the end-of-step frame that is on its way back.
+        if key.step > self._ended_step:
+            peer.inbox[key.step][key] = published
+
+    # ---- waiting ------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, key: TapKey) -> dict[int, str]:
+        """Wait until every sender has answered; why some have not, by rank, where the wait is given up.
+
+        It is given up at the time limit, and at once where a sender waits for a tap of this very rank and says so.
+        """
+        peers = self._peers
+        for peer in peers.others:
+            self._send_releases(peer)
+        pause = _FIRST_LOOK
+        self._awaited = key
+        self._wait_number += 1
+        try:
+            with peers.wait([peer.world_rank for peer in peers.others if not peer.has_answered(key)]) as wait:
+                while not self._all_answered(key):
+                    remaining = wait.remaining()
+                    if remaining <= 0 or self._has_yielded():
+                        return self._why_unanswered(key)
+                    self.release_read(wait=False)
+                    look = min(remaining, pause)
+                    if not peers.pump(min(look, _READ_POLL) if self._reader.reading else look):
+                        self._ask_who_waits_for_us(key)
+                        pause = min(2 * pause, _LAST_LOOK)
+            return {}
+        finally:
+            self._awaited = None
+
+    def _ask_who_waits_for_us(self, key: TapKey) -> None:
+        me, is_known = self._peers.place.world_rank, self._knows(key)
+        for peer in self._peers.others:
+            if not peer.has_answered(key) and me in peer.page.read().awaits:
+                peer.send(WaitsForYou(self._wait_number, is_known))
+
+    def on_waits_for_you(self, peer: Peer, frame: WaitsForYou) -> None:
+        if self._has_to_yield_to_us(peer, frame.is_known):
+            peer.send(Yield(frame.wait))
+
+    def on_yield(self, peer: Peer, frame: Yield) -> None:
+        peer.told_to_yield = frame.wait
+
+    def _has_to_yield_to_us(self, peer: Peer, asker_is_known: bool) -> bool:
+        """What this rank says when asked by a peer that waits for it."""
+        awaited = self._awaited
+        if awaited is None or peer.has_answered(awaited):
+            return False
+        if asker_is_known != self._knows(awaited):
+            return not asker_is_known
+        return peer.world_rank > self._peers.place.world_rank
+
+    def _knows(self, key: TapKey) -> bool:
+        """Whether the other side has ever reached such a tap."""
+        return (key.name, key.tags) in self._heard
+
+    def _has_yielded(self) -> bool:
+        return any(peer.told_to_yield == self._wait_number for peer in self._peers.others)
+
+    def _why_unanswered(self, key: TapKey) -> dict[int, str]:
+        peers = self._peers
+        waited = f"did not reach this tap within {peers.timeout:g} s"
+        if self._has_yielded():
+            waited = f"waits for another tap of {peers.place.label}, which cannot come while this one is waited for"
+        late = [peer for peer in peers.others if not peer.has_answered(key)]
+        return {peer.place.rank: f"{peer.label} {waited}: {peer.page.read()}" for peer in late}
+
+    # ---- releasing ----------------------------------------------------------------------------------------------
+
+    def _release(self, taken: Taken) -> None:
+        for peer, published in taken:
+            peer.to_release.append(published.id)
+            peer.bytes_to_release += published.nbytes
+            large = peer.bytes_to_release * _RELEASE_SHARE >= self._budget
+            if large or len(peer.to_release) >= _RELEASE_COUNT:
+                self._send_releases(peer)
+
+    def _release_when_read(self, taken: Taken) -> None:
+        """The same for tensors some of which are on a GPU, whose streams may have them still to read."""
+        for peer, published in taken:
+            if isinstance(published.location, DeviceLocation):
+                self._reader.release(peer.world_rank, published.location, (peer, published))
+            else:
+                self._release([(peer, published)])
+        self._release(self._reader.read(wait=False))
+
+    def release_read(self, *, wait: bool) -> None:
+        """Tell the senders of everything that no GPU reads any more; with ``wait``, of everything that was released."""
+        if self._reader.reading:
+            self._release(self._reader.read(wait=wait))
+            for peer in self._peers.others:
+                self._send_releases(peer)
+
+    def _send_releases(self, peer: Peer) -> None:
+        if peer.to_release:
+            peer.send(Released(peer.to_release))
+            peer.to_release = []
+            peer.bytes_to_release = 0
+
+    # ---- memory of the senders' GPUs ----------------------------------------------------------------------------
+
+    def on_chunk_shared(self, peer: Peer, frame: ChunkShared) -> None:
+        self._answer(peer, self._reader.open(peer.world_rank, frame.chunk, frame.handle))
+
+    def _answer(self, peer: Peer, failure: str | None) -> None:
+        # A message of CUDA's may quote a path, which need not be Unicode.
+        peer.send(ChunkAnswered(failure and failure.encode("utf-8", "replace").decode()))

@@ -1,0 +1,56 @@
+"""Tensors as bytes: every dtype and layout there and back, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.tensors import DTYPES, bits, layouts
+
+from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes, copyable, dtype_named, from_bytes, to_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_made_bytes_of_comes_back_bit_exact(dtype: torch.dtype) -> None:
+    for name, tensor in layouts(dtype).items():
+        data = to_bytes(tensor)
+        back = from_bytes(data, dtype, tuple(tensor.shape))
+        assert len(data) == tensor.numel() * dtype.itemsize, name
+        assert (back.shape, back.dtype) == (tensor.shape, dtype), name
+        assert torch.equal(bits(back), bits(tensor)), name
+
+
+def test_lazy_views_and_tensors_with_a_gradient_become_the_bytes_of_what_they_mean() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    assert to_bytes(value.conj()) == to_bytes(torch.tensor([1 - 2j, 3 + 4j]))
+    assert to_bytes(value.conj().imag) == to_bytes(torch.tensor([-2.0, 4.0]))
+    assert to_bytes(torch.ones(2, requires_grad=True)) == to_bytes(torch.ones(2))
+
+
+def test_a_copy_is_made_only_where_the_elements_do_not_lie_row_by_row() -> None:
+    matrix = torch.arange(6, dtype=torch.int16).view(2, 3)
+    assert as_bytes(matrix).data_ptr() == matrix.data_ptr()
+    assert as_bytes(matrix.t()).tolist() == [0, 0, 3, 0, 1, 0, 4, 0, 2, 0, 5, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_can_be_copied_by_its_bytes(dtype: torch.dtype) -> None:
+    source = layouts(dtype)["sliced"]
+    into = torch.empty_like(copyable(source)).view(dtype)
+    copyable(into).copy_(copyable(source))
+    assert torch.equal(bits(into), bits(source))
+
+
+@pytest.mark.parametrize(("data", "shape"), [(b"", (2,)), (b"123", (1,)), (b"1234", (2,))])
+def test_bytes_that_are_not_the_tensor_are_refused(data: bytes, shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"invalid for input of size|must be divisible"):
+        from_bytes(data, torch.float32, shape)
+
+
+def test_every_dtype_of_torch_has_a_name_and_nothing_else_of_torch_is_one() -> None:
+    assert {dtype_named(name) for name in DTYPE_NAMES.values()} == set(DTYPE_NAMES) >= set(DTYPES)
+    assert dtype_named("float") is torch.float32
+    for name in ("float3", "load", "__name__", ""):
+        with pytest.raises(ValueError, match=f"torch has no dtype '{name}'"):
+            dtype_named(name)

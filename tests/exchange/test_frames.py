@@ -1,0 +1,149 @@
+"""Frames: whatever a tag may be goes there and back, and whatever else is read is refused without being run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab.base.tags import TapKey, plain
+from graftlab.exchange.frames import (
+    KINDS,
+    Announced,
+    ChunkAnswered,
+    ChunkShared,
+    Declined,
+    DeviceLocation,
+    Frame,
+    Published,
+    Released,
+    RunEnded,
+    StepEnded,
+    WaitsForYou,
+    Yield,
+    decode,
+    encode,
+)
+
+# Half a surrogate pair is no Unicode, and yet a str may have one.
+text = st.text(st.characters(exclude_categories=[]), max_size=8)
+numbers = st.integers(0, 2**62)
+plain_values = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**200), 2**200), st.floats(allow_nan=False), text
+)
+keys = st.builds(
+    TapKey,
+    step=numbers,
+    name=text,
+    tags=st.lists(st.tuples(text, plain_values), max_size=3).map(tuple),
+    recompute_status=st.sampled_from(["original", "recompute"]),
+    occurrence=numbers,
+)
+FRAMES = {
+    Published: st.builds(
+        Published,
+        key=keys,
+        id=numbers,
+        dtype=st.sampled_from(["float32", "bool"]),
+        shape=st.lists(numbers, max_size=5).map(tuple),
+        nbytes=numbers,
+        location=st.one_of(st.none(), numbers, st.builds(DeviceLocation, numbers, numbers, numbers, st.binary())),
+        extras=st.none() | st.binary(),
+    ),
+    Declined: st.builds(Declined, keys),
+    Released: st.builds(Released, st.lists(numbers)),
+    StepEnded: st.builds(StepEnded, st.integers(-1, 2**62)),
+    RunEnded: st.just(RunEnded()),
+    Announced: st.builds(Announced, numbers, st.binary()),
+    ChunkShared: st.builds(ChunkShared, numbers, st.binary()),
+    ChunkAnswered: st.builds(ChunkAnswered, st.none() | st.text()),
+    WaitsForYou: st.builds(WaitsForYou, numbers, st.booleans()),
+    Yield: st.builds(Yield, numbers),
+}
+any_frame = st.one_of(*FRAMES.values())
+
+
+def test_every_kind_of_frame_is_tried_here() -> None:
+    assert set(FRAMES) == set(KINDS)
+
+
+@given(any_frame)
+def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
+    back = decode(encode(frame))
+    assert type(back) is type(frame)
+    assert back == frame
+    if isinstance(frame, Published | Declined):
+        assert isinstance(back, Published | Declined)
+        assert type(back.key) is TapKey
+        assert hash(back.key) == hash(frame.key)
+        # Equal is not enough to be the same: 1 equals True and 1.0.
+        assert [type(value) for _, value in back.key.tags] == [type(value) for _, value in frame.key.tags]
+
+
+class Mischief:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> object:
+        return os._exit, (13,)
+
+
+HEADER = encode(Declined(TapKey(1, "x", (("layer", 1),), "original", 0)))
+NOT_FRAMES = {
+    "nothing": b"",
+    "a pickle": pickle.dumps((0, Mischief())),
+    "no MessagePack": b"\xc1",
+    "no array": msgspec.msgpack.encode({"key": 1}),
+    "an unknown kind": msgspec.msgpack.encode([99]),
+    "a field too few": msgspec.msgpack.encode([1]),
+    "a field too many": msgspec.msgpack.encode([3, 1, 1]),
+    "a field of another type": msgspec.msgpack.encode([3, "1"]),
+    "a tag that is a list": msgspec.msgpack.encode([1, [1, "x", [["layer", [1]]], "original", 0]]),
+    "a tag that is a map": msgspec.msgpack.encode([1, [1, "x", [["layer", {}]], "original", 0]]),
+    "text that is no UTF-8": HEADER.replace(b"layer", b"lay\xffr"),
+    "cut off": HEADER[:-1],
+    "something behind it": HEADER + b"x",
+    "a length beyond its end": b"\x92\x02\xdd\xff\xff\xff\xff",
+    "an escaped frame without a key": msgspec.msgpack.encode([10, [1, b"x", [], "original", 0], encode(RunEnded())]),
+    "an escaped frame in an escaped frame": msgspec.msgpack.encode(
+        [10, [1, b"x", [], "", 0], encode(Declined(TapKey(1, "\ud800", (), "", 0)))]
+    ),
+    "an escaped value of no kind": msgspec.msgpack.encode([10, [1, b"x", [[b"a", b"?1"]], "", 0], HEADER]),
+    "an escaped value of no bytes": msgspec.msgpack.encode([10, [1, b"x", [[b"a", b""]], "", 0], HEADER]),
+    "an escaped name that is no UTF-8": msgspec.msgpack.encode([10, [1, b"\xff", [], "", 0], HEADER]),
+}
+
+
+@pytest.mark.parametrize("data", NOT_FRAMES.values(), ids=NOT_FRAMES)
+def test_what_is_no_frame_is_refused_with_a_sentence(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"[a-z]") as caught:
+        decode(data)
+    assert caught.type is ValueError
+
+
+@given(any_frame, st.data())
+def test_bytes_that_were_changed_on_the_way_are_a_frame_or_refused(frame: Frame, data: st.DataObject) -> None:
+    changed = bytearray(encode(frame))
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        back = decode(bytes(changed))
+        assert type(back) in KINDS
+        if isinstance(back, Published | Declined):
+            hash(back.key)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_frame_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert type(decode(data)) in KINDS
+
+
+def test_a_tag_that_is_not_a_number_has_a_value_that_equals_itself() -> None:
+    for nan in (float("nan"), np.float32("nan")):
+        assert plain(nan) == "nan"
