@@ -151,7 +151,7 @@ def test_a_cells_function_runs_in_a_process_that_never_saw_the_cell_and_shows_it
     code = f"""
 import traceback
 from pathlib import Path
-from graftlab.ranks.shipping import unpack_call
+from graftlab.base.shipping import unpack_call
 function, args, kwargs = unpack_call(Path({str(tmp_path / "blob")!r}).read_bytes())
 print(function(*args, **kwargs))
 try:

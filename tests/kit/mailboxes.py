@@ -22,7 +22,7 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.contract import Receipt
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.ranks import launcher
+from graftlab.ranks import forkserver
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class Processes:
     def __init__(self, baseline: Script, target: Script, counts: tuple[int, int] = (1, 1), **options: Any) -> None:
         places = Place("baseline", 0, *counts).everyone()
         wires = make_wires(len(places))
-        launcher._prepare_forkserver()
+        forkserver.prepare()
         context = torch.multiprocessing.get_context("forkserver")
         options = {"budget": 64 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []
@@ -265,7 +265,7 @@ class Processes:
                 args=(place, Descriptors(wires.segments), wires.size, links, script, theirs, options),
             )
             # Else each rank would import pytest, whose main module this is.
-            with launcher._hidden_main():
+            with forkserver.hidden_main():
                 process.start()
             theirs.close()
             self.lines.append(ours)
