@@ -146,4 +146,4 @@ def _append(session: gl.Session, line: bytes, first: int, count: int) -> None:
     """Give the session rows as the thread that hears the ranks does, a thousand at once."""
     before, after = line.split(b"%d" % _PLACEHOLDER)
     for start in range(first, first + count, 1000):
-        session.on_rows([b"%s%d%s" % (before, order, after) for order in range(start, start + 1000)])
+        session.reports.on_rows([b"%s%d%s" % (before, order, after) for order in range(start, start + 1000)])

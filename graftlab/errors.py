@@ -13,6 +13,7 @@
     |-- DependencyError(ImportError)      an optional package is needed here and is not installed
     |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
     |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
+    |-- MessageError(ValueError)          what came over a connection is no message that is expected there
     |-- BufferFullError                   a sender's buffer had no room for a tensor within the time limit
     `-- SessionError(RuntimeError)
         |-- LaunchError                   the ranks could not be started
@@ -113,6 +114,10 @@ class GraphError(GraftError, ValueError):
 
 class BufferFullError(GraftError):
     """A sender's buffer stayed full for the whole time limit; the tensor was not published."""
+
+
+class MessageError(GraftError, ValueError):
+    """What came over a connection is no message that is expected there."""
 
 
 class SessionError(GraftError, RuntimeError):

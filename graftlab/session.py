@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graftlab.base import limits
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.launcher import LaunchOptions, StartMethod
+from graftlab.ranks.options import LaunchOptions, StartMethod
 
 if TYPE_CHECKING:
-    from graftlab.control.figures import SessionPlots
     from graftlab.control.replay import Replay
+    from graftlab.control.session_plots import SessionPlots
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.transform_editor import TransformEditor
@@ -26,11 +27,11 @@ def launch(
     device: str | None = None,
     backend: str | None = None,
     plan: GraftPlan | None = None,
-    timeout: float = 60.0,
+    timeout: float = limits.TIMEOUT,
     start_method: StartMethod = "forkserver",
     folder: str | Path | None = None,
-    buffer_budget: int = 256 << 20,
-    keep_budget: int = 256 << 20,
+    buffer_budget: int = limits.BUFFER_BUDGET,
+    keep_budget: int = limits.KEEP_BUDGET,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
 
@@ -43,7 +44,7 @@ def launch(
     Raises :class:`LaunchError`, with the log's tail where a rank died.
     """
     options = LaunchOptions(baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget)
-    return Session(options, plan or GraftPlan(), make_run_folder(folder))
+    return Session.launched(options, plan or GraftPlan(), make_run_folder(folder))
 
 
 class Session(SessionCore):
@@ -92,7 +93,7 @@ class Session(SessionCore):
     @property
     def plot(self) -> SessionPlots:
         """Figures of this session: ``session.plot.divergence()``, ``session.plot.heatmap("attn_out", layer=3)``, ..."""
-        from graftlab.control.figures import SessionPlots
+        from graftlab.control.session_plots import SessionPlots
 
         return SessionPlots(self)
 
@@ -113,6 +114,3 @@ class Session(SessionCore):
         from graftlab.widgets.transform_editor import TransformEditor
 
         return TransformEditor(self)
-
-    def __enter__(self) -> Session:
-        return self

@@ -1,4 +1,4 @@
-"""What every test shares: run folders in a temporary place, no network, where the browser is, and who starts processes."""
+"""What every test shares: run folders in a temporary place, no network, the browser, and who may start processes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import dis
 import functools
 import inspect
 import io
-import linecache
 import logging
 import pickle
 import types
@@ -21,6 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from graftlab.base.sources import install_source, source_of
 from graftlab.base.tensor_bytes import from_bytes, to_bytes
 from graftlab.errors import ShippingError, warn
 
@@ -40,10 +40,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
             filename = obj.__code__.co_filename
-            cached = linecache.cache.get(filename)
-            # Entries with a modification time are files, which the rank can read itself.
-            if cached is not None and len(cached) == 4 and cached[1] is None:
-                self.sources[filename] = "".join(cached[2])
+            source = source_of(filename)
+            if source is not None:
+                self.sources[filename] = source
         return super().reducer_override(obj)
 
 
@@ -69,11 +68,6 @@ def _unpack(blob: bytes) -> Any:
     for filename, source in sources.items():
         install_source(filename, source)
     return pickle.loads(body)
-
-
-def install_source(filename: str, source: str) -> None:
-    """Make tracebacks show the lines of a source that is no file."""
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:

@@ -1,47 +1,38 @@
-"""The session: what a notebook holds while two implementations run side by side."""
+"""What holds a session together, for widgets, replays and whatever else drives one.
+
+Each thing that a session does has a file of its own beside this one; the core joins them and says when it is closed.
+"""
 
 from __future__ import annotations
 
-import atexit
 import html
-import itertools
 import logging
-import os
-import signal
-import sys
 import threading
-import traceback
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from graftlab.base import shipping
 from graftlab.base.html import bundle
-from graftlab.base.world import RunInfo, Side
+from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
-from graftlab.control.kept_pairs import KeptOnRanks
-from graftlab.control.questions import Questions
-from graftlab.control.ranks_table import ranks_table
+from graftlab.control.kept_pairs import PairsOnRanks
+from graftlab.control.plans import Plans
+from graftlab.control.queries import A, Queries
+from graftlab.control.ranks_table import ranks_frame, ranks_table
+from graftlab.control.reports import Reports
 from graftlab.control.run import Run
-from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
+from graftlab.control.runs import Runs
+from graftlab.control.seen_taps import SeenTaps
+from graftlab.control.works import Callee, Works
+from graftlab.errors import SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
-from graftlab.plan.plan import UNSET, GraftPlan, Unset
-from graftlab.ranks.launcher import LaunchOptions, RankProcess, end_ranks, launch_ranks
-from graftlab.ranks.messages import (
-    Output,
-    PlanAdopted,
-    PlanUpdate,
-    Reply,
-    RunDone,
-    RunRequest,
-    RunSettled,
-    TapSeen,
-    Work,
-    pack,
-)
+from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
+from graftlab.ranks.launcher import end_ranks, launch_ranks
+from graftlab.ranks.messages import Question, Work
+from graftlab.ranks.options import LaunchOptions
+from graftlab.ranks.rank_process import RankProcess
 from graftlab.ranks.trial_process import try_in_process
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.store import RowStore
@@ -49,50 +40,54 @@ from graftlab.transforms import Transform, TransformSpec
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self, Unpack
 
     from graftlab.plots import DifferenceMap
 
 logger = logging.getLogger(__name__)
 
-# Tags that tell where and when a tap was reached, not which tap it is.
-_PLACE_TAGS = frozenset({"step", "side", "rank"})
-
-Callee = Callable[..., Any] | str
-_open_sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
-
 
 class SessionCore:
-    """Live ranks of both sides, the plan in force, and every row so far. What a notebook holds,
+    """Ranks of both sides, the plan in force, and every row so far. What a notebook holds,
     :class:`graftlab.Session`, adds what needs more than that.
 
     Methods may be called from any thread (widgets do).
     """
 
-    def __init__(self, options: LaunchOptions, plan: GraftPlan, folder: Path) -> None:
+    def __init__(
+        self, options: LaunchOptions, ranks: Sequence[RankProcess], plan: GraftPlan, rows: RowStore, folder: Path
+    ) -> None:
         self.folder = folder
         self.options = options
+        self._ranks = list(ranks)
+        self._rows = rows
+        # Held where one thing must not come between two others: an edit between a run and its plan.
         self._lock = threading.RLock()
-        self._plans = [plan]
-        self._rows = RowStore(folder)
-        self._runs: list[Run] = []
-        self._cells = itertools.count(1)
-        self._questions = Questions(options.timeout)
-        self._next_step = 0
-        self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._adopted: dict[int, dict[str, int]] = {}
         self._closed = False
-        try:
-            self._ranks = launch_ranks(options, folder)
-        except BaseException:
-            self._rows.close()
-            raise
-        self._kept = KeptOnRanks(self._ranks, self._ask)
-        self._hub = Hub(self._ranks, self)
-        _open_sessions.add(self)
-        self._publish(plan)
+        self._works = Works()
+        self._runs = Runs(self._ranks, rows)
+        self._plans = Plans(self._ranks)
+        self._taps = SeenTaps()
+        self._queries = Queries(options.timeout)
+        self._pairs = PairsOnRanks(self._ranks, self._ask)
+        # Whoever speaks for ranks in their stead reports here too.
+        self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
+        self._hub = Hub(self._ranks, self.reports)
+        open_sessions.add(self)
+        self._plans.publish(plan)
         for rank in self._ranks:
             for note in rank.seat.notes:
                 logger.warning("%s: %s", rank.label, note)
+
+    @classmethod
+    def launched(cls, options: LaunchOptions, plan: GraftPlan, folder: Path) -> Self:
+        """A session of ranks that are started for it. Raises :class:`LaunchError`."""
+        rows = RowStore(folder)
+        try:
+            return cls(options, launch_ranks(options, folder), plan, rows, folder)
+        except BaseException:
+            rows.close()
+            raise
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +126,7 @@ class SessionCore:
                 continue
             # One expression for both sides is one piece of work, so that a mistake in it is told once.
             if not (works and isinstance(callee, str) and callee == baseline):
-                work = self._work_of(side, callee, tuple(args), kwargs or {})
+                work = self._works.of(side, callee, tuple(args), kwargs or {})
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
         return self._begin(works)
 
@@ -140,7 +135,7 @@ class SessionCore:
 
         ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``.
         """
-        work = self._source_work("exec", source, "the cell")
+        work = self._works.of_cell(source)
         return self._begin({rank.place.world_rank: work for rank in self.select(on)}).wait()
 
     def select(self, on: str) -> list[RankProcess]:
@@ -151,60 +146,14 @@ class SessionCore:
             raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
         return chosen
 
-    def _work_of(self, side: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
-        if isinstance(callee, str):
-            if args or kwargs:
-                raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
-            return self._source_work("eval", callee, "the expression")
-        if not callable(callee):
-            raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
-        return Work("call", shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
-
-    def _source_work(self, kind: Literal["eval", "exec"], source: str, what: str) -> Work:
-        filename = f"<graft cell {next(self._cells)}>"
-        try:
-            compile(source.strip() if kind == "eval" else source, filename, kind, dont_inherit=True)
-        except (SyntaxError, ValueError) as error:
-            shown = "".join(traceback.format_exception_only(error)).rstrip()
-            raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
-        return Work(kind, source, filename)
-
-    def _begin(self, works: dict[int, Work]) -> Run:
+    def _begin(self, works: Mapping[int, Work]) -> Run:
         with self._lock:
             self._require_open()
-            if self._runs and not self._runs[-1].done:
-                raise SessionBusyError(
-                    f"run {self._runs[-1].number} is still going on ({self._runs[-1].where()}); wait for it with "
-                    f"run.wait(), or stop its code with session.interrupt()"
-                )
-            ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
-            for rank in ranks:
-                if not rank.alive:
-                    raise SessionClosedError(
-                        f"{rank.label} {rank.how_it_ended()} and cannot run anything; close this session and launch "
-                        f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
-                    )
-            run = Run(
-                number=len(self._runs),
-                ranks=ranks,
-                frame=self.frame_of,
-                write=lambda text: sys.stdout.write(text),
-                count=lambda: len(self._rows),
-                first_step=self._next_step,
-            )
-            self._runs.append(run)
-            info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
-            for rank in ranks:
-                rank.channel.send(pack(RunRequest(info, self.plan, works[rank.place.world_rank])))
-            for rank in ranks:
-                # It may have died before this run was there for its death to be noted in.
-                if not rank.alive:
-                    self.on_gone(rank)
-            return run
+            return self._runs.begin(works, self.plan)
 
     @property
     def runs(self) -> list[Run]:
-        return list(self._runs)
+        return self._runs.all()
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +175,8 @@ class SessionCore:
         """How many rows have arrived."""
         return len(self._rows)
 
+    # ---- kept pairs ---------------------------------------------------------------------------------------------
+
     def tensors(self, name: str, *, rank: int | None = None, **tags: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest pair ``(baseline, target)`` of a tap that the plan's ``keep`` filter held, on the CPU.
 
@@ -233,8 +184,7 @@ class SessionCore:
         :class:`SessionError` that lists what is kept when there is none.
         """
         self._require_open()
-        _, packed = self._kept.find("kept", name, rank, tags)
-        pair: tuple[torch.Tensor, torch.Tensor] = shipping.unpack_result(packed)
+        pair: tuple[torch.Tensor, torch.Tensor] = self._pairs.pair(name, rank, tags)
         return pair
 
     def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
@@ -244,7 +194,7 @@ class SessionCore:
         pair.
         """
         self._require_open()
-        return self._kept.tags(failed)
+        return self._pairs.tags(failed)
 
     def try_transform(
         self,
@@ -266,7 +216,7 @@ class SessionCore:
         kept: bytes | None = None
         process = self._ranks[-1]
         if name is not None:
-            process, kept = self._kept.find("kept_input", name, rank, tags)
+            process, kept = self._pairs.packed_input(name, rank, tags)
         return try_in_process(TransformSpec.draft(transform), kept, process.seat.device, limit)
 
     def difference_map(
@@ -278,32 +228,23 @@ class SessionCore:
         :func:`graftlab.plots.draw_difference_map` draws it.
         """
         self._require_open()
-        _, packed = self._kept.find("kept_map", name, rank, tags, dims)
-        found: DifferenceMap = shipping.unpack_result(packed)
+        found: DifferenceMap = self._pairs.difference_map(name, rank, tags, dims)
         return found
 
-    # ---- the plan -----------------------------------------------------------------------------------------------
+    # ---- plans --------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> GraftPlan:
         """The newest plan: in force at the next step of a run that is going on, at once otherwise."""
-        return self._plans[-1]
+        return self._plans.newest
 
     @property
     def plans(self) -> list[GraftPlan]:
         """Every plan of this session, oldest first."""
-        return list(self._plans)
+        return self._plans.all()
 
-    def edit(
-        self,
-        *,
-        b2t: str | Unset | None = UNSET,
-        t2b: str | Unset | None = UNSET,
-        compare: str | Unset | None = UNSET,
-        keep: str | Unset | None = UNSET,
-        transform: str | Transform | TransformSpec | Unset | None = UNSET,
-        rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
-    ) -> GraftPlan:
+    @takes_plan_edit
+    def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
         """Publish a new plan with what is given changed; see :class:`graftlab.GraftPlan`. Returns it.
 
         A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
@@ -311,24 +252,18 @@ class SessionCore:
         """
         with self._lock:
             self._require_open()
-            plan = self.plan.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transform, rename=rename)
-            self._plans.append(plan)
-            self._publish(plan)
+            plan = self.plan.edit(**changes)
+            self._plans.publish(plan)
             return plan
 
     def adopted(self, version: int) -> dict[str, int]:
         """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out."""
-        return dict(self._adopted.get(version, {}))
+        return self._plans.adopted(version)
 
     @property
     def taps(self) -> list[dict[str, Any]]:
         """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen."""
-        return list(self._seen.values())
-
-    def _publish(self, plan: GraftPlan) -> None:
-        message = pack(PlanUpdate(plan))
-        for rank in self._ranks:
-            rank.channel.send(message)
+        return self._taps.all()
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 
@@ -338,30 +273,11 @@ class SessionCore:
 
     def status(self) -> pd.DataFrame:
         """One line a rank: where it is at this moment, read from shared memory, so that a hanging rank shows too."""
-        lines = []
-        for rank in self._ranks:
-            look = rank.whereabouts()
-            lines.append(
-                {
-                    "side": rank.place.side,
-                    "rank": rank.place.rank,
-                    "pid": rank.pid,
-                    "device": rank.seat.device,
-                    "backend": rank.seat.backend,
-                    "state": look.state if rank.alive else f"gone: {rank.how_it_ended()}",
-                    "step": look.step,
-                    "plan_version": look.plan_version,
-                    "taps": look.taps,
-                    "last_tap": look.tap,
-                    "awaits": ", ".join(self._ranks[other].label for other in look.awaits),
-                    "note": "; ".join(rank.seat.notes),
-                }
-            )
-        return pd.DataFrame(lines)
+        return ranks_frame(self._ranks)
 
     def stacks(self) -> dict[str, str]:
         """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits."""
-        return {rank.label: self._questions.stack_of(rank) for rank in self._ranks if rank.alive}
+        return {rank.label: self._queries.stack_of(rank) for rank in self._ranks if rank.alive}
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.
@@ -369,9 +285,7 @@ class SessionCore:
         Code that waits inside a collective cannot be interrupted: it ends with its group's time limit, or with
         :meth:`close`.
         """
-        for rank in self._ranks:
-            if rank.whereabouts().state in ("running", "waiting"):
-                rank.signal(signal.SIGINT)
+        self._runs.interrupt()
 
     def log(self, on: str, lines: int = 50) -> str:
         """The tail of the logs of these ranks; see :meth:`select`."""
@@ -384,20 +298,20 @@ class SessionCore:
             if self._closed:
                 return
             self._closed = True
-        busy = bool(self._runs) and not self._runs[-1].done
-        end_ranks(self._ranks, patience=0.5 if busy else 2.0)
+            self._runs.close()
+        end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
         self._hub.stop()
         for rank in self._ranks:
-            rank.let_go()
-            self.on_gone(rank)
+            rank.release()
+            self.reports.on_gone(rank)
         self._rows.close()
-        _open_sessions.discard(self)
+        open_sessions.remove(self)
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def __enter__(self) -> SessionCore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -406,7 +320,7 @@ class SessionCore:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{sum(rank.alive for rank in self._ranks)} ranks alive"
         return (
-            f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self._runs)} runs, "
+            f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self.runs)} runs, "
             f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
         )
 
@@ -417,58 +331,9 @@ class SessionCore:
         if self._closed:
             raise SessionClosedError("this session is closed; launch another with gl.launch(...) or %graft up")
 
-    def _ask(self, rank: RankProcess, topic: Any, *arguments: Any) -> Any:
+    def _ask(self, rank: RankProcess, question: Question, expected: type[A]) -> A:
         self._require_open()
-        return self._questions.ask(rank, topic, *arguments)
-
-    # ---- what the hub reports, on its thread --------------------------------------------------------------------
-
-    def on_rows(self, lines: Sequence[bytes]) -> None:
-        self._rows.append(lines)
-
-    def on_message(self, rank: RankProcess, message: object) -> None:
-        if isinstance(message, Output):
-            if self._runs:
-                self._runs[-1].note_output(rank, message.text)
-        elif isinstance(message, RunDone):
-            # What fails while the session closes fails because its peers are ended.
-            if message.failure is None or not self._closed:
-                self._runs[message.run].note_done(rank, message)
-        elif isinstance(message, RunSettled):
-            self._next_step = max(self._next_step, message.next_step)
-            self._runs[message.run].note_settled(rank)
-        elif isinstance(message, TapSeen):
-            tags = message.tags
-            self._seen.setdefault((tags["name"], tuple(v for k, v in tags.items() if k not in _PLACE_TAGS)), tags)
-        elif isinstance(message, PlanAdopted):
-            self._adopted.setdefault(message.version, {})[rank.label] = message.step
-        elif isinstance(message, Reply):
-            self._questions.on_reply(message)
-
-    def on_gone(self, rank: RankProcess) -> None:
-        for run in self._runs[-1:]:
-            if rank in run.participants and not run.done:
-                if self._closed:
-                    run.note_death(rank, "the session was closed")
-                    continue
-                run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
-
-
-@atexit.register
-def _close_all() -> None:
-    for session in list(_open_sessions):
-        session.close()
-
-
-def _leave_to_the_parent() -> None:
-    """In a forked child, such as a data loader's worker: the ranks are the parent's, and end with it alone."""
-    for session in list(_open_sessions):
-        for rank in session.ranks:
-            rank.leave_to_the_parent()
-    _open_sessions.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+        return self._queries.ask(rank, question, expected)
 
 
 def _html(session: SessionCore) -> str:

@@ -1,4 +1,7 @@
-"""The notebook's ear: one thread that reads what every rank sends, and hands it on."""
+"""The notebook's ear: one thread that reads what every rank sends, and hands it on.
+
+A fault in the listener costs what it was told at that moment and no more: what follows is still read, from every rank.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, Protocol
 
-from graftlab.ranks.launcher import RankProcess
-from graftlab.ranks.messages import unpack
+from graftlab.errors import MessageError
+from graftlab.ranks.messages import FromRank, unpack_from_rank
+from graftlab.ranks.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 # After rows, so many milliseconds pass before the next look, unless a bell rings. To wake a thread that listens costs a
 # rank many times what sending a row costs; while nobody listens, rows gather in the socket, which holds a few hundred.
@@ -28,7 +34,7 @@ class Listener(Protocol):
     def on_rows(self, lines: Sequence[bytes]) -> None:
         """Encoded rows, in the order in which their rank sent them."""
 
-    def on_message(self, rank: RankProcess, message: object) -> None: ...
+    def on_message(self, message: FromRank, rank: RankProcess) -> None: ...
 
     def on_gone(self, rank: RankProcess) -> None:
         """The rank's process has ended, or will at once."""
@@ -65,17 +71,13 @@ class Hub:
                 rank = self._ranks.get(descriptor)
                 if rank is None:
                     continue
-                try:
-                    rows += self._read(rank)
-                except Exception:
-                    # A fault in one listener must not make the notebook deaf for all ranks.
-                    logger.exception("graftlab could not handle what %s sent", rank.label)
+                rows += self._read(rank)
                 if rank.channel.closed:
                     poller.unregister(descriptor)
                     bells.remove(rank.bell)
                     del self._ranks[descriptor]
                     rank.alive = False
-                    self._listener.on_gone(rank)
+                    self._tell(rank, self._listener.on_gone, rank)
             if rows:
                 bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
         os.close(self._wake_read)
@@ -86,19 +88,31 @@ class Hub:
         came = 0
         rows: list[bytes] = []
         for frame in rank.channel.receive():
-            message = unpack(frame)
+            try:
+                message = unpack_from_rank(frame)
+            except MessageError as error:
+                # What is lost with it, or whether what follows means what it says, nobody can tell.
+                logger.error("%s is dropped: %s", rank.label, error)
+                rank.drop(str(error))
+                break
             if isinstance(message, bytes):
                 rows.append(message)
                 came += 1
                 continue
             # Order matters: a run is over only when its rows are in.
             if rows:
-                self._listener.on_rows(rows)
+                self._tell(rank, self._listener.on_rows, rows)
                 rows = []
-            self._listener.on_message(rank, message)
+            self._tell(rank, self._listener.on_message, message, rank)
         if rows:
-            self._listener.on_rows(rows)
+            self._tell(rank, self._listener.on_rows, rows)
         return came
+
+    def _tell(self, rank: RankProcess, listen: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            listen(*args, **kwargs)
+        except Exception:
+            logger.exception("graftlab could not handle what %s sent", rank.label)
 
 
 class _Bells:

@@ -2,51 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from graftlab.base.tags import plain
+from graftlab.control.pickles import open_value, require_trusted
+from graftlab.control.queries import A
 from graftlab.errors import SessionError
-from graftlab.ranks.launcher import RankProcess
+from graftlab.ranks.messages import (
+    AskKeptInput,
+    AskKeptMap,
+    AskKeptPair,
+    AskKeptTags,
+    Kept,
+    KeptTags,
+    Pickled,
+    Question,
+)
+from graftlab.ranks.rank_process import RankProcess
 
 
-class KeptOnRanks:
-    """Looks through what the ``keep`` filter held. ``ask(rank, topic, *arguments)`` puts a question to a rank."""
+class Ask(Protocol):
+    """See :meth:`graftlab.control.queries.Queries.ask`."""
 
-    def __init__(self, ranks: Sequence[RankProcess], ask: Callable[..., Any]) -> None:
+    def __call__(self, rank: RankProcess, question: Question, expected: type[A], /) -> A: ...
+
+
+class PairsOnRanks:
+    """Looks through what the ``keep`` filter held.
+
+    ``name``, ``rank`` (the receiving rank's) and ``tags`` choose the newest pair that has them. Methods raise
+    :class:`SessionError` that lists what is kept when there is none.
+    """
+
+    def __init__(self, ranks: Sequence[RankProcess], ask: Ask) -> None:
         self._ranks = ranks
         self._ask = ask
 
     def tags(self, failed: bool) -> list[dict[str, Any]]:
         """Of every pair, oldest first, rank by rank; with ``failed`` of those without a value too."""
-        return [tags for rank in self._receivers() for tags in self._ask(rank, "kept_tags", failed)]
+        return [tags for rank in self._receivers() for tags in self._tags_on(rank, failed)]
 
-    def find(
-        self, topic: str, name: str, rank: int | None, tags: Mapping[str, Any], *more: Any
-    ) -> tuple[RankProcess, bytes]:
-        """The newest pair of this tap and these tags, packed as ``topic`` says, and the rank that has it.
+    def pair(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> Any:
+        """Both tensors, ``(baseline, target)``, on the CPU."""
+        return open_value(*self._find(AskKeptPair(name, _plain(tags)), rank))
 
-        Raises :class:`SessionError` that lists what is kept when there is none.
-        """
-        wanted_tags = {tag: plain(value) for tag, value in tags.items()}
+    def difference_map(self, name: str, rank: int | None, tags: Mapping[str, Any], dims: tuple[int, int] | None) -> Any:
+        """The :class:`graftlab.diffs.maps.DifferenceMap` of the pair."""
+        return open_value(*self._find(AskKeptMap(name, _plain(tags), dims), rank))
+
+    def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankProcess, Pickled]:
+        """The rank that has the pair, and a :class:`graftlab.grafting.kept.KeptPair` that another process may open."""
+        process, packed = self._find(AskKeptInput(name, _plain(tags)), rank)
+        require_trusted(process)
+        return process, packed
+
+    def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankProcess, Pickled]:
+        name, tags = question.name, question.tags
         steps: dict[RankProcess, int] = {}
         for process in self._receivers():
             if rank in (None, process.place.rank):
-                for found in self._ask(process, "kept_tags", topic == "kept_input"):
-                    if found["name"] == name and all(found.get(k) == v for k, v in wanted_tags.items()):
+                for found in self._tags_on(process, isinstance(question, AskKeptInput)):
+                    if found["name"] == name and all(found.get(k) == v for k, v in tags.items()):
                         steps[process] = found["step"]
         # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
         for process in sorted(steps, key=lambda process: -steps[process]):
-            packed = self._ask(process, topic, name, wanted_tags, *more)
+            packed = self._ask(process, question, Kept).packed
             if packed is not None:
                 return process, packed
-        kept = dict.fromkeys(str(tags["name"]) for tags in self.tags(failed=False))
+        kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
         raise SessionError(
             f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. "
             f"Set session.edit(keep=...) to a filter that matches the tap, and run again"
         )
 
+    def _tags_on(self, rank: RankProcess, failed: bool) -> list[dict[str, Any]]:
+        return self._ask(rank, AskKeptTags(failed), KeptTags).tags
+
     def _receivers(self) -> list[RankProcess]:
         # Taps are received by the target's ranks, but for those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
+
+
+def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
+    return {tag: plain(value) for tag, value in tags.items()}

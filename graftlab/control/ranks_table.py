@@ -1,15 +1,41 @@
-"""The strip of ranks that sessions and dashboards show."""
+"""Where every rank is at this moment: as a frame, and as the strip that sessions and dashboards show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pandas as pd
+
 from graftlab.base.html import cell, shortened, table
-from graftlab.ranks.launcher import RankProcess
+from graftlab.ranks.rank_process import RankProcess
+
+
+def ranks_frame(ranks: Sequence[RankProcess]) -> pd.DataFrame:
+    """One line a rank; see :meth:`Session.status`."""
+    lines = []
+    for rank in ranks:
+        look = rank.whereabouts()
+        lines.append(
+            {
+                "side": rank.place.side,
+                "rank": rank.place.rank,
+                "pid": rank.pid,
+                "device": rank.seat.device,
+                "backend": rank.seat.backend,
+                "state": look.state if rank.alive else f"gone: {rank.how_it_ended()}",
+                "step": look.step,
+                "plan_version": look.plan_version,
+                "taps": look.taps,
+                "last_tap": look.tap,
+                "awaits": ", ".join(ranks[other].label for other in look.awaits),
+                "note": "; ".join(rank.seat.notes),
+            }
+        )
+    return pd.DataFrame(lines)
 
 
 def ranks_table(ranks: Sequence[RankProcess], closed: bool) -> str:
-    """The strip of ranks: what :meth:`Session.status` says, in a line each."""
+    """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
         look = rank.whereabouts()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import html
-import pickle
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.errors import GraftError, RunError, WaitInterrupted
-from graftlab.ranks.launcher import RankProcess
+from graftlab.control.pickles import open_exception, open_value
+from graftlab.errors import RunError, WaitInterrupted
 from graftlab.ranks.messages import Failure, RunDone
+from graftlab.ranks.rank_process import RankProcess
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,7 +175,7 @@ class Run:
                 continue
             done = self._done.get(world_rank)
             if done is not None and done.result is not None and world_rank not in self._results:
-                self._results[world_rank] = shipping.unpack_result(done.result)
+                self._results[world_rank] = open_value(rank, done.result)
             results.append(self._results.get(world_rank))
         return results
 
@@ -205,13 +204,14 @@ class Run:
         # Ranks of one side mostly fail alike; what they have in common is said once.
         alike: dict[str, list[str]] = {}
         first = None
+        ranks = {rank.label: rank for rank in self._ranks}
         # Deaths first: what else failed, mostly did because of them.
         for label, failure in sorted(failures.items(), key=lambda item: not isinstance(item[1], str)):
             if isinstance(failure, str):
                 what = f"died: {failure}"
             else:
                 what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
-                first = first or _original(failure)
+                first = first or open_exception(ranks[label], failure)
             alike.setdefault(what, []).append(label)
         parts = [f"{', '.join(labels)} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
@@ -225,17 +225,6 @@ class Run:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), _html(self))
-
-
-def _original(failure: Failure) -> BaseException | None:
-    """The exception itself, where it can travel and is one of graftlab's own or of Python's."""
-    if failure.pickled is None:
-        return None
-    try:
-        error = pickle.loads(failure.pickled)
-    except Exception as problem:
-        return GraftError(f"{failure.kind}: {failure.message} (the exception itself cannot be loaded here: {problem})")
-    return error if isinstance(error, BaseException) else None
 
 
 def _html(run: Run) -> str:

@@ -6,7 +6,6 @@ One grafter lives in each rank. It owns the rank's step and the plan in force, a
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.plan.plan import Action, GraftPlan
+from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.transforms import GraftTransformInput, Transform, compare, dtype_name, run_transform, user_traceback
 
@@ -188,7 +188,7 @@ class Grafter:
             if self.place.world_rank == run.leader:
                 plan = self._offered
                 changed = plan.version != self._plan.version
-                self._exchange.announce(self._step, pickle.dumps(plan if changed else None))
+                self._exchange.announce(self._step, pack_plan(plan) if changed else b"")
                 self._adopt(plan)
                 self._begin_step()
                 return
@@ -201,9 +201,8 @@ class Grafter:
                 return
             # None at all: the leader has ended its run, so whoever goes on does so under the plan in force.
             for message in messages:
-                changed_plan = pickle.loads(message)
-                if changed_plan is not None:
-                    self._adopt(changed_plan)
+                if message:
+                    self._adopt(unpack_plan(message))
             self._begin_step()
 
     def end_run(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import plain
 from graftlab.base.tensor_bytes import copyable
 from graftlab.transforms import GraftTransformInput
@@ -48,7 +49,7 @@ class KeptPair:
 class KeptPairs:
     """Holds pairs until ``budget`` bytes are full, then lets the oldest go. Any thread may ask."""
 
-    def __init__(self, budget: int = 256 << 20) -> None:
+    def __init__(self, budget: int = limits.KEEP_BUDGET) -> None:
         self._budget = budget
         self._bytes = 0
         self._pairs: deque[KeptPair] = deque()

@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-FILTER_OPTIONS = ("--b2t", "--t2b", "--compare", "--keep")
+from graftlab.base import limits
+from graftlab.plan.plan import FILTER_MEANINGS
+
+FILTER_OPTIONS = tuple(f"--{name}" for name in FILTER_MEANINGS)
 CELL_TARGETS = ("baseline", "target", "both", "transform")
 
 _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -100,8 +103,8 @@ def _commands() -> dict[str, Command]:
         "--timeout",
         type=_seconds,
         metavar="SECONDS",
-        default=60.0,
-        help="of the start, and of every wait of a tap or a collective (default 60)",
+        default=limits.TIMEOUT,
+        help=f"of the start, and of every wait of a tap or a collective (default {limits.TIMEOUT:g})",
     )
     up.add_argument("--start-method", choices=("forkserver", "spawn"), default="forkserver", help="of the ranks")
     up.add_argument(
@@ -147,10 +150,8 @@ def _commands() -> dict[str, Command]:
         "  %graft filter --b2t search('attn', name) and layer < 4 --keep \"step == 0\"",
         raw="filters",
     )
-    filter_.add_argument("--b2t", metavar="EXPR", help="taps grafted from the baseline into the target")
-    filter_.add_argument("--t2b", metavar="EXPR", help="taps grafted from the target into the baseline")
-    filter_.add_argument("--compare", metavar="EXPR", help="taps measured, and left alone")
-    filter_.add_argument("--keep", metavar="EXPR", help="taps whose pair of tensors is held for plots")
+    for filter_name, meaning in FILTER_MEANINGS.items():
+        filter_.add_argument(f"--{filter_name}", metavar="EXPR", help=f"taps {meaning}")
 
     transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")

@@ -16,7 +16,7 @@ from IPython.display import display
 
 from graftlab.control.run import Run
 from graftlab.magics import command_line
-from graftlab.ranks.launcher import warm_up
+from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from graftlab.base.html import bundle, cell, table
 from graftlab.base.world import Direction, Side
@@ -16,23 +16,50 @@ from graftlab.errors import PlanError
 from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.transforms import Transform, TransformSpec
 
-_MEANINGS = {
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+FILTER_MEANINGS = {
     "b2t": "grafted from the baseline into the target",
     "t2b": "grafted from the target into the baseline",
     "compare": "measured and left alone",
-    "keep": "both tensors held for plots",
+    "keep": "held for plots, as a pair of tensors",
 }
-FILTERS = tuple(_MEANINGS)
+"""What becomes of the taps that each filter of a plan matches."""
+FILTERS = tuple(FILTER_MEANINGS)
 
-
-class Unset(Enum):
-    """Tells "not given" from None, which means "matches nothing"."""
-
-    UNSET = 0
-
-
-UNSET = Unset.UNSET
 Rename = tuple[tuple[Side, str, str], ...]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class PlanEdit(TypedDict, total=False):
+    """What an edit may change. What is absent stays as it is; None takes it back, so a filter then matches nothing."""
+
+    b2t: str | None
+    t2b: str | None
+    compare: str | None
+    keep: str | None
+    transform: str | Transform | TransformSpec | None
+    rename: Mapping[Side, Mapping[str, str]] | None
+
+
+class _Unchanged:
+    def __repr__(self) -> str:
+        return "<unchanged>"
+
+
+def takes_plan_edit(function: F) -> F:
+    """For a function whose ``**changes`` are a :class:`PlanEdit`: lets help and completion show them one by one."""
+    signature = inspect.signature(function)
+    given = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    changes = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_Unchanged(), annotation=annotation.__forward_arg__
+        )
+        for name, annotation in PlanEdit.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*given, *changes])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -74,27 +101,16 @@ class GraftPlan:
         # Compiled now, so that what cannot be compiled is refused here and not on a rank.
         _ = self._filters, self._renames
 
-    def edit(
-        self,
-        *,
-        b2t: str | Unset | None = UNSET,
-        t2b: str | Unset | None = UNSET,
-        compare: str | Unset | None = UNSET,
-        keep: str | Unset | None = UNSET,
-        transform: str | Transform | TransformSpec | Unset | None = UNSET,
-        rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
-    ) -> GraftPlan:
+    @takes_plan_edit
+    def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
         """The plan that follows this one, with what is given changed and the version one higher."""
-        changes: dict[str, Any] = {
-            name: text
-            for name, text in (("b2t", b2t), ("t2b", t2b), ("compare", compare), ("keep", keep))
-            if text is not UNSET
-        }
-        if transform is not UNSET:
-            changes["transform"] = None if transform is None else TransformSpec.of(transform)
-        if rename is not UNSET:
-            changes["rename"] = _flat_rename(rename or {})
-        return replace(self, **changes, version=self.version + 1)
+        unknown = changes.keys() - PlanEdit.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"edit() got unexpected keywords {sorted(unknown)}; a plan has {', '.join(PlanEdit.__annotations__)}"
+            )
+        parts: dict[str, Any] = {**changes, "version": self.version + 1}
+        return replace(self, **parts)
 
     @cached_property
     def _filters(self) -> dict[str, Filter]:
@@ -113,7 +129,9 @@ class GraftPlan:
                 expression = re.compile(pattern)
                 # Group references are only checked when something matches; a template check refuses them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
-            except (re.error, IndexError) as error:
+                # What UTF-8 cannot express cannot be sent to the ranks.
+                f"{pattern}{replacement}".encode()
+            except (re.error, IndexError, UnicodeEncodeError) as error:
                 raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
             compiled[side].append((expression, replacement))
         return compiled
@@ -169,7 +187,7 @@ def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
 def _html(plan: GraftPlan) -> str:
     """What a notebook shows for a plan: a line for each part."""
     lines = []
-    for name, meaning in _MEANINGS.items():
+    for name, meaning in FILTER_MEANINGS.items():
         text = getattr(plan, name)
         shown = f"<code>{html.escape(text)}</code>" if text and text.strip() else "nothing"
         lines.append(f"<tr>{cell(name)}<td>{shown}</td>{cell(meaning, 'quiet')}</tr>")

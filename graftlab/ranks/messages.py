@@ -1,4 +1,8 @@
-"""What the notebook and a rank say to each other: one frozen dataclass a message, pickled, one frame each.
+"""What the notebook and a rank say to each other: one tagged struct a message, as msgpack, one frame each.
+
+A message is checked against its type when it arrives, and reading one never runs anything. What the notebook's author
+sends to their own ranks, or gets back from them, may be any object and is pickled: those parts are fields of type
+:data:`Pickled`, stay bytes here, and are opened by whoever may trust the sender.
 
 Rows are the exception: they are the many, and travel as the JSON line that is also written to disk. The first byte of
 a frame tells the two apart.
@@ -6,138 +10,289 @@ a frame tells the two apart.
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+import msgspec
+
+from graftlab.base import wire
 from graftlab.base.world import RunInfo
-from graftlab.plan.plan import GraftPlan
+from graftlab.errors import MessageError
+from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
+
+Pickled = bytes
+"""A value that :mod:`graftlab.base.shipping` packed. To open it runs what its sender says."""
+
+M = TypeVar("M", bound=msgspec.Struct)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _MESSAGE = b"m"
 _ROW = b"r"
 
 
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The root of all messages; on the wire each is tagged with its class's name."""
+
+
 # ---- from the notebook to a rank ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a rank is asked to do: call a shipped function, evaluate an expression, or execute a cell.
+class Call(Message, frozen=True):
+    """Call a function with arguments."""
 
-    ``body`` is a shipped function with its arguments for ``"call"``, source text otherwise; ``filename`` is how that
-    source is called in tracebacks.
-    """
-
-    kind: Literal["call", "eval", "exec"]
-    body: bytes | str
-    filename: str = ""
+    packed: Pickled
 
 
-@dataclass(frozen=True)
-class RunRequest:
+class Evaluate(Message, frozen=True):
+    """Evaluate an expression where cells run; ``filename`` is what tracebacks call it."""
+
+    source: str
+    filename: str
+
+
+class Execute(Message, frozen=True):
+    """Execute a cell; ``filename`` is what tracebacks call it."""
+
+    source: str
+    filename: str
+
+
+Work = Call | Evaluate | Execute
+
+
+class RunRequest(Message, frozen=True):
+    """Take part in a run: do this work under this plan."""
+
     info: RunInfo
-    plan: GraftPlan
+    plan: WirePlan
     work: Work
 
 
-@dataclass(frozen=True)
-class PlanUpdate:
-    plan: GraftPlan
+class PlanUpdate(Message, frozen=True):
+    """A newer plan, in force from the next step on."""
+
+    plan: WirePlan
 
 
-@dataclass(frozen=True)
-class Query:
-    """A question that is answered beside a run: ``topic`` names a method of the rank's desk."""
+class Interrupt(Message, frozen=True):
+    """Raise KeyboardInterrupt in the code of this run, even before it begins. For a rank that was seen idle.
 
-    number: int
-    topic: Literal["stacks", "kept", "kept_input", "kept_map", "kept_tags"]
-    arguments: tuple[Any, ...] = ()
+    One that was seen at work gets a signal instead, which also ends waits in C.
+    """
+
+    run: int
 
 
-@dataclass(frozen=True)
-class Shutdown:
-    pass
+class Shutdown(Message, frozen=True):
+    """End."""
 
 
 # ---- from a rank to the notebook ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Hello:
-    """The rank is ready. ``notes`` are things the person should know, such as a backend that was replaced."""
+class Hello(Message, frozen=True):
+    """The rank is ready."""
 
     pid: int
-    device: str
-    backend: str
-    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(Message, frozen=True):
     """Whole lines that the rank printed."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class TapSeen:
+class TapSeen(Message, frozen=True):
     """A tag set that the rank reached for the first time, wanted by some filter or not. Plain values only."""
 
     tags: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        _require_plain(self.tags)
 
-@dataclass(frozen=True)
-class PlanAdopted:
+
+class PlanAdopted(Message, frozen=True):
     """The plan of this version is in force on this rank from this step on."""
 
     version: int
     step: int
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception that ended a rank's work. ``traceback`` starts at the user's own code."""
+class Failure(Message, frozen=True):
+    """An exception that ended a rank's work. ``traceback`` starts at the user's own code.
+
+    ``exception`` is the object itself, where it can travel. It lets the notebook raise the same class, and to open it
+    runs what the rank says: only for ranks that the notebook started itself, never for jobs of others.
+    """
 
     kind: str
     message: str
     traceback: str
-    pickled: bytes | None = None
+    exception: Pickled | None = None
 
 
-@dataclass(frozen=True)
-class RunDone:
-    """This rank's work of the run has ended, with a packed result or a failure."""
+class RunDone(Message, frozen=True):
+    """This rank's work of the run has ended, with a result or a failure."""
 
     run: int
-    result: bytes | None
+    result: Pickled | None
     failure: Failure | None
 
 
-@dataclass(frozen=True)
-class RunSettled:
+class RunSettled(Message, frozen=True):
     """The run has ended everywhere and all rows of it are sent. ``next_step`` is the first unused step number."""
 
     run: int
     next_step: int
 
 
-@dataclass(frozen=True)
-class Reply:
+# ---- questions to a rank, answered while its model computes, and their answers ---------------------------------------
+
+
+class Stacks(Message, frozen=True):
+    """Where the rank's threads are in the code."""
+
+    text: str
+
+
+class KeptTags(Message, frozen=True):
+    """The tags of every pair that is kept, oldest first. Plain values only."""
+
+    tags: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        for tags in self.tags:
+            _require_plain(tags)
+
+
+class Kept(Message, frozen=True):
+    """What was asked of a kept pair; None where no such pair is kept."""
+
+    packed: Pickled | None
+
+
+class Refused(Message, frozen=True):
+    """Why there is no answer."""
+
+    error: str
+
+
+Answer = Stacks | KeptTags | Kept | Refused
+
+
+class AskStacks(Message, frozen=True):
+    """Where are the rank's threads in the code? Answered by :class:`Stacks`."""
+
+
+class AskKeptTags(Message, frozen=True):
+    """Which pairs are kept? With ``failed`` also where the transform failed, which leaves an input but no pair.
+
+    Answered by :class:`KeptTags`; the questions that follow by :class:`Kept`.
+    """
+
+    failed: bool
+
+
+class AskKept(Message, frozen=True):
+    """The root of what can be asked of the newest pair with this name and these plain tags."""
+
+    name: str
+    tags: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _require_plain(self.tags)
+
+
+class AskKeptPair(AskKept, frozen=True):
+    """Both tensors, ``(baseline, target)``."""
+
+
+class AskKeptInput(AskKept, frozen=True):
+    """The :class:`graftlab.grafting.kept.KeptPair`, also of a transform that failed."""
+
+
+class AskKeptMap(AskKept, frozen=True):
+    """The :class:`graftlab.diffs.maps.DifferenceMap` over these two dimensions (None: over two that suit)."""
+
+    dims: tuple[int, int] | None
+
+
+Question = AskStacks | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
+
+
+class Query(Message, frozen=True):
+    """A question, with the number under which its answer is awaited."""
+
     number: int
-    value: Any
-    error: str | None = None
+    question: Question
 
 
-def pack(message: object) -> bytes:
-    return _MESSAGE + pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+class Reply(Message, frozen=True):
+    """The answer to the query of this number."""
+
+    number: int
+    answer: Answer
+
+
+# ---- on the wire ----------------------------------------------------------------------------------------------------
+
+ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown
+FromRank = Hello | Output | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+
+_to_rank = wire.Decoder(ToRank)
+_from_rank = wire.Decoder(FromRank)
+
+
+def pack(message: ToRank | FromRank) -> bytes:
+    return _MESSAGE + wire.encode(message)
 
 
 def pack_row(row: Row) -> bytes:
     return _ROW + encode(row)
 
 
-def unpack(frame: bytes) -> object:
-    """A message, or the bytes of a row's line. Only for frames of this session's own processes."""
-    return frame[1:] if frame[:1] == _ROW else pickle.loads(memoryview(frame)[1:])
+def unpack_to_rank(frame: bytes) -> ToRank:
+    """What the notebook sent. Raises :class:`MessageError` for what is no message to a rank."""
+    message: ToRank = _to_rank.decode(_body(frame))
+    return message
+
+
+def unpack_from_rank(frame: bytes) -> FromRank | bytes:
+    """What a rank sent: a message, or a row's line as bytes. Raises :class:`MessageError` for anything else."""
+    if frame[:1] == _ROW:
+        return frame[1:]
+    message: FromRank = _from_rank.decode(_body(frame))
+    return message
+
+
+def _body(frame: bytes) -> memoryview:
+    if frame[:1] != _MESSAGE:
+        raise MessageError(f"a frame that begins with {frame[:1]!r} is no message")
+    return memoryview(frame)[1:]
+
+
+def _require_plain(tags: dict[str, Any]) -> None:
+    for tag, value in tags.items():
+        if not (value is None or isinstance(value, (str, int, float))):
+            raise ValueError(f"tag {tag!r} has no plain value but a {type(value).__name__}")
+
+
+class Dispatch(Generic[P, R]):
+    """A table from the type of a message to its handler. A handler also gets what the dispatch is called with."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[msgspec.Struct], Callable[..., R]] = {}
+
+    def on(self, kind: type[M], handler: Callable[Concatenate[M, P], R]) -> None:
+        self._handlers[kind] = handler
+
+    def __call__(self, message: msgspec.Struct, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Raises :class:`MessageError` for a message that is not in the table."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            known = ", ".join(kind.__name__ for kind in self._handlers)
+            raise MessageError(f"{type(message).__name__} is not handled here; what is: {known}")
+        return handler(message, *args, **kwargs)

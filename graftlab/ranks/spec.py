@@ -21,7 +21,6 @@ class RankSpec:
     place: Place
     device: str
     backend: str
-    notes: tuple[str, ...]
     store: str
     log: str
     stacks: str

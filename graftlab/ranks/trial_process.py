@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graftlab.base import shipping
 from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
-from graftlab.ranks.launcher import start_process
+from graftlab.ranks.forkserver import start_process
 from graftlab.ranks.lifeline import die_with_the_notebook
 from graftlab.transforms import TransformSpec
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import linecache
 import types
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from graftlab.base.sources import install_source
 from graftlab.errors import TransformError
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Transform
 from graftlab.transforms.running import user_traceback
@@ -105,7 +105,7 @@ def _load_source(source: str, filename: str) -> Transform:
         line = getattr(error, "lineno", None)
         raise TransformError(f"the transform's source does not compile, line {line}: {error}") from error
     # With this entry a traceback shows the user's own lines although no such file exists.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    install_source(filename, source)
     import graftlab
 
     namespace: dict[str, Any] = {"__name__": "graftlab_transform", "torch": torch, "gl": graftlab}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -424,6 +425,22 @@ def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Sess
     again = session.run(tap_x, tap_x)
     assert again.target == [[20.0, 20.0], [21.0, 21.0]]
     assert again.frame["status"].tolist() == ["compared", "compared"]
+
+
+def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
+    (late,) = session.select("target[1]")
+    wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")
+    os.kill(late.pid, signal.SIGSTOP)
+    try:
+        run = session.start(holds, holds, args=(str(tmp_path),))
+        wait_for_file(tmp_path / "target[0] began")
+        session.interrupt()
+    finally:
+        os.kill(late.pid, signal.SIGCONT)
+    with pytest.raises(gl.RunError, match="KeyboardInterrupt") as caught:
+        run.wait(60)
+    assert list(caught.value.failures) == ["baseline[0]", "target[0]", "target[1]"]
+    assert session.run(tap_x, tap_x).target == [[20.0, 20.0], [21.0, 21.0]]
 
 
 def test_an_interrupt_of_idle_ranks_does_nothing(session: gl.Session) -> None:
@@ -866,7 +883,7 @@ def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
 
 def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.launch(1, 1) as session:
-        rank, told, on_gone = session.ranks[1], threading.Event(), session.on_gone
+        rank, told, on_gone = session.ranks[1], threading.Event(), session.reports.on_gone
 
         def dies_first(*args: Any, **kwargs: Any) -> gl.Run:
             """The rank dies after it was seen alive, and before there is a run in which that could be noted."""
@@ -874,8 +891,8 @@ def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch:
             assert told.wait(60)
             return gl.Run(*args, **kwargs)
 
-        monkeypatch.setattr(session, "on_gone", lambda rank: (on_gone(rank), told.set()))
-        monkeypatch.setattr("graftlab.control.core.Run", dies_first)
+        monkeypatch.setattr(session.reports, "on_gone", lambda rank: (on_gone(rank), told.set()))
+        monkeypatch.setattr("graftlab.control.runs.Run", dies_first)
         run = session.start(tap_x, tap_x)
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait(30)

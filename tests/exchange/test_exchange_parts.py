@@ -22,7 +22,7 @@ from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
-from graftlab.ranks import launcher
+from graftlab.ranks import forkserver
 
 SEGMENT = PAGE + 64 * ALIGNMENT
 
@@ -343,11 +343,11 @@ def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(before: int) ->
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     descriptor, size = create_segment()
     page = WhereaboutsPage(Arena(descriptor, size, writable=False).map)
-    launcher._prepare_forkserver()
+    forkserver.prepare()
     context = torch.multiprocessing.get_context("forkserver")
     line, theirs = context.Pipe()
     writer = context.Process(target=write_without_end, args=(Descriptors([descriptor]), size, theirs), daemon=True)
-    with launcher._hidden_main():
+    with forkserver.hidden_main():
         writer.start()
     try:
         assert line.poll(DEADLINE)

@@ -24,7 +24,7 @@ from graftlab.exchange.contract import LiveExchange, Receipt
 from graftlab.exchange.device import Gpu
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.ranks import launcher
+from graftlab.ranks import forkserver
 
 T = TypeVar("T")
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -326,7 +326,7 @@ class Processes:
     ) -> None:
         places = Place("baseline", 0, *counts).everyone()
         wires = make_wires(len(places))
-        launcher._prepare_forkserver()
+        forkserver.prepare()
         context = torch.multiprocessing.get_context("forkserver")
         options = {"budget": 16 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []
@@ -343,7 +343,7 @@ class Processes:
                 ),
             )
             # Else each rank would import pytest, whose main module this is.
-            with launcher._hidden_main():
+            with forkserver.hidden_main():
                 process.start()
             theirs.close()
             self.lines.append(ours)

@@ -160,7 +160,7 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
     read: list[int] = []
     look = board._live._read
     monkeypatch.setattr(board._live, "_read", lambda a, b: read.append(b - a) or look(a, b))
-    session.on_rows([line(index) for index in range(20_000)])
+    session.reports.on_rows([line(index) for index in range(20_000)])
     board.refresh()
     assert sum(read) <= module._ROWS_A_TICK
     shown = {cells[0]: cells[2] for cells in lines(board._table.value)}

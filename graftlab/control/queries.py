@@ -1,4 +1,4 @@
-"""Questions to a rank that are answered while its model computes."""
+"""Queries to a rank, which its desk answers while its model computes."""
 
 from __future__ import annotations
 
@@ -6,50 +6,58 @@ import itertools
 import queue
 import signal
 import time
-from typing import Any
+from typing import TypeVar
 
 from graftlab.errors import SessionError
-from graftlab.ranks.launcher import RankProcess
-from graftlab.ranks.messages import Query, Reply, pack
+from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refused, Reply, Stacks, pack
+from graftlab.ranks.rank_process import RankProcess
+
+A = TypeVar("A", bound=Answer)
 
 # How long a rank may take to answer a question that needs no waiting.
 _ANSWER_TIMEOUT = 5.0
 
 
-class Questions:
+class Queries:
     """Asks, and brings each answer to whoever asked. Any thread may ask; ``timeout``, in seconds, bounds the wait."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._numbers = itertools.count(1)
-        self._answers: dict[int, queue.SimpleQueue[Reply]] = {}
+        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
 
-    def ask(self, rank: RankProcess, topic: Any, *arguments: Any) -> Any:
-        """The answer of the rank's desk. Raises :class:`SessionError` when there is none in time, or it is an error."""
+    def ask(self, rank: RankProcess, question: Question, expected: type[A]) -> A:
+        """The answer of the rank's desk, which is of the type ``expected``.
+
+        Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
+        """
         number = next(self._numbers)
-        answer = self._answers[number] = queue.SimpleQueue()
+        waiting = self._answers[number] = queue.SimpleQueue()
         # Tensors may take their time; a rank that is asked for its stack alone hangs if it does.
-        limit = _ANSWER_TIMEOUT if topic == "stacks" else max(_ANSWER_TIMEOUT, self._timeout)
+        limit = _ANSWER_TIMEOUT if isinstance(question, AskStacks) else max(_ANSWER_TIMEOUT, self._timeout)
         try:
-            rank.channel.send(pack(Query(number, topic, arguments)))
-            reply = answer.get(timeout=limit)
+            rank.channel.send(pack(Query(number, question)))
+            answer = waiting.get(timeout=limit)
         except queue.Empty:
             raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.whereabouts()})") from None
         finally:
             del self._answers[number]
-        if reply.error is not None:
-            raise SessionError(f"{rank.label}: {reply.error}")
-        return reply.value
+        if isinstance(answer, Refused):
+            raise SessionError(f"{rank.label}: {answer.error}")
+        if not isinstance(answer, expected):
+            asked = type(question).__name__
+            raise SessionError(f"{rank.label} answered {asked} with {type(answer).__name__}, not {expected.__name__}")
+        return answer
 
     def on_reply(self, reply: Reply) -> None:
         waiting = self._answers.get(reply.number)
         if waiting is not None:
-            waiting.put(reply)
+            waiting.put(reply.answer)
 
     def stack_of(self, rank: RankProcess) -> str:
         """Where the rank's threads are in the code, also if none of them lets go of the interpreter."""
         try:
-            return str(self.ask(rank, "stacks"))
+            return self.ask(rank, AskStacks(), Stacks).text
         except SessionError:
             # Its desk gets no turn, so some C code holds the interpreter: ask the signal handler, which needs none.
             before = rank.stacks_file.stat().st_size

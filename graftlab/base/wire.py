@@ -1,0 +1,78 @@
+"""msgpack for what processes tell each other: plain data, checked against its type on arrival, and never executed.
+
+Two things that Python has and msgpack lacks travel as extensions, so that a tag's value arrives as it was: integers of
+more than 64 bits, and text with lone surrogates, which UTF-8 cannot express.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from graftlab.errors import MessageError
+
+_INTEGER, _TEXT = 1, 2
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(value: object) -> bytes:
+    """A :class:`msgspec.Struct` or plain data as bytes.
+
+    Values in dicts arrive exactly. In text that is only to be read (a field of type ``str``, a dict's key) lone
+    surrogates become escapes.
+    """
+    try:
+        return _encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return _encode(_expressible(value))
+
+
+class Decoder:
+    """Reads values of one type, which may be a union of structs."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(kind, ext_hook=_from_extension).decode
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """Raises :class:`MessageError` for bytes that are no value of the type."""
+        try:
+            return self._decode(data)
+        # Beside what msgspec itself refuses: extensions that are damaged, and lists in lists without end.
+        except (ValueError, RecursionError) as error:
+            raise MessageError(f"{len(data)} bytes are not what is expected here: {error}") from error
+
+
+def _expressible(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _expressible(getattr(value, name)) for name in value.__struct_fields__}
+        config = value.__struct_config__
+        return fields if config.tag is None else {str(config.tag_field): config.tag, **fields}
+    if isinstance(value, dict):
+        return {_expressible(key): _exact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_expressible(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return msgspec.msgpack.Ext(_TEXT, value.encode("utf-8", "surrogatepass"))
+        return value
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    return _expressible(value)
+
+
+def _from_extension(code: int, data: memoryview) -> int | str:
+    if code == _INTEGER:
+        return int.from_bytes(data, "little", signed=True)
+    if code == _TEXT:
+        return bytes(data).decode("utf-8", "surrogatepass")
+    raise ValueError(f"extension {code} is none that graftlab sends")

@@ -1,0 +1,37 @@
+"""What ranks send pickled, opened here: only from processes that this one started, for it runs what the sender says."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from graftlab.base import shipping
+from graftlab.errors import GraftError, SessionError
+from graftlab.ranks.messages import Failure, Pickled
+from graftlab.ranks.rank_process import RankProcess
+
+
+def require_trusted(rank: RankProcess) -> None:
+    """Raises :class:`SessionError` for a rank that is not trusted."""
+    if not rank.trusted:
+        raise SessionError(
+            f"{rank.label} was not started by this notebook, so what it sends is not unpickled: that would run "
+            f"whatever it says"
+        )
+
+
+def open_value(rank: RankProcess, packed: Pickled) -> Any:
+    """A result, or what a rank keeps. Raises :class:`SessionError` for a rank that is not trusted."""
+    require_trusted(rank)
+    return shipping.unpack_result(packed)
+
+
+def open_exception(rank: RankProcess, failure: Failure) -> BaseException | None:
+    """The exception itself, where it can travel and the rank is trusted; None otherwise."""
+    if failure.exception is None or not rank.trusted:
+        return None
+    try:
+        error = pickle.loads(failure.exception)
+    except Exception as problem:
+        return GraftError(f"{failure.kind}: {failure.message} (the exception itself cannot be loaded here: {problem})")
+    return error if isinstance(error, BaseException) else None

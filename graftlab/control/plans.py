@@ -1,0 +1,40 @@
+"""The plans of a session: every one that was published, and from which step on each rank uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.messages import PlanAdopted, PlanUpdate, pack
+from graftlab.ranks.rank_process import RankProcess
+
+
+class Plans:
+    """Oldest first, and never empty after the first :meth:`publish`."""
+
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self._ranks = ranks
+        self._published: list[GraftPlan] = []
+        self._adopted: dict[int, dict[str, int]] = {}
+
+    @property
+    def newest(self) -> GraftPlan:
+        return self._published[-1]
+
+    def all(self) -> list[GraftPlan]:
+        return list(self._published)
+
+    def publish(self, plan: GraftPlan) -> None:
+        """Send a plan to every rank; it is the newest from now on."""
+        frame = pack(PlanUpdate(to_wire(plan)))
+        self._published.append(plan)
+        for rank in self._ranks:
+            rank.channel.send(frame)
+
+    def note_adopted(self, message: PlanAdopted, rank: RankProcess) -> None:
+        self._adopted.setdefault(message.version, {})[rank.label] = message.step
+
+    def adopted(self, version: int) -> dict[str, int]:
+        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out."""
+        return dict(self._adopted.get(version, {}))

@@ -1,0 +1,46 @@
+"""What the ranks report, brought to the part of the session that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graftlab.control.plans import Plans
+from graftlab.control.queries import Queries
+from graftlab.control.runs import Runs
+from graftlab.control.seen_taps import SeenTaps
+from graftlab.ranks.messages import (
+    Dispatch,
+    FromRank,
+    Output,
+    PlanAdopted,
+    Reply,
+    RunDone,
+    RunSettled,
+    TapSeen,
+)
+from graftlab.ranks.rank_process import RankProcess
+from graftlab.rows.store import RowStore
+
+
+class Reports:
+    """The hub's listener. A new message to the notebook is a line here."""
+
+    def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: SeenTaps, queries: Queries) -> None:
+        self._rows = rows
+        self._runs = runs
+        self._handle = Dispatch[[RankProcess], None]()
+        self._handle.on(Output, runs.note_output)
+        self._handle.on(RunDone, runs.note_done)
+        self._handle.on(RunSettled, runs.note_settled)
+        self._handle.on(TapSeen, taps.note)
+        self._handle.on(PlanAdopted, plans.note_adopted)
+        self._handle.on(Reply, lambda reply, rank: queries.on_reply(reply))
+
+    def on_rows(self, lines: Sequence[bytes]) -> None:
+        self._rows.append(lines)
+
+    def on_message(self, message: FromRank, rank: RankProcess) -> None:
+        self._handle(message, rank)
+
+    def on_gone(self, rank: RankProcess) -> None:
+        self._runs.note_death(rank)

@@ -1,0 +1,50 @@
+"""What ranks are asked to do, made of what a person gave: a function, an expression, or a cell."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from graftlab.base import shipping
+from graftlab.errors import SessionError
+from graftlab.ranks.messages import Call, Evaluate, Execute
+
+Callee = Callable[..., Any] | str
+
+
+class Works:
+    """Makes works, and gives each source a name of its own for tracebacks.
+
+    What is not Python, or cannot travel, is refused here, so that no rank begins.
+    """
+
+    def __init__(self) -> None:
+        self._cells = itertools.count(1)
+
+    def of(self, side: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | Evaluate:
+        """Call a function, or evaluate an expression.
+
+        Raises :class:`SessionError` for anything else, and :class:`ShippingError` for what cannot be sent.
+        """
+        if isinstance(callee, str):
+            if args or kwargs:
+                raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
+            return Evaluate(callee, self._named(callee, "eval", "the expression"))
+        if not callable(callee):
+            raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
+        return Call(shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
+
+    def of_cell(self, source: str) -> Execute:
+        """Execute a cell. Raises :class:`SessionError` for what is not Python."""
+        return Execute(source, self._named(source, "exec", "the cell"))
+
+    def _named(self, source: str, mode: Literal["eval", "exec"], what: str) -> str:
+        filename = f"<graft cell {next(self._cells)}>"
+        try:
+            compile(source.strip() if mode == "eval" else source, filename, mode, dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            shown = "".join(traceback.format_exception_only(error)).rstrip()
+            raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+        return filename

@@ -1,0 +1,80 @@
+"""A plan as plain data, for the ranks and whoever else is told of it: checked on arrival, and never executed by that.
+
+A transform that was given as a function is the one part that is pickled. It stays bytes until somebody loads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from graftlab.base import wire
+from graftlab.base.world import Side
+from graftlab.errors import PlanError
+from graftlab.plan.plan import GraftPlan
+from graftlab.transforms import TransformSpec
+
+
+class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See :class:`graftlab.transforms.TransformSpec`."""
+
+    kind: Literal["path", "source", "function"]
+    text: str
+    blob: bytes
+
+
+class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See :class:`graftlab.plan.plan.GraftPlan`. Nothing has a default: a plan says all that it is."""
+
+    b2t: str | None
+    t2b: str | None
+    compare: str | None
+    keep: str | None
+    transform: WireTransform | None
+    rename: tuple[tuple[Side, str, str], ...]
+    version: Annotated[int, msgspec.Meta(ge=0)]
+
+
+_decoder = wire.Decoder(WirePlan)
+
+
+def to_wire(plan: GraftPlan) -> WirePlan:
+    """What :func:`from_wire` makes an equal plan of."""
+    made = plan.transform
+    transform = None if made is None else WireTransform(made.kind, made.text, made.blob)
+    return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, plan.version)
+
+
+def from_wire(received: WirePlan) -> GraftPlan:
+    """The plan itself.
+
+    Raises :class:`FilterError` or :class:`PlanError` where it is not usable. Whether its transform loads is only seen
+    when somebody loads it.
+    """
+    sent = received.transform
+    transform = None
+    if sent is not None:
+        if (sent.kind == "function") != bool(sent.blob):
+            raise PlanError(f"a transform of kind {sent.kind!r} came with {len(sent.blob)} bytes of a function")
+        transform = TransformSpec(sent.kind, sent.text, sent.blob)
+    return GraftPlan(
+        b2t=received.b2t,
+        t2b=received.t2b,
+        compare=received.compare,
+        keep=received.keep,
+        transform=transform,
+        rename=received.rename,
+        version=received.version,
+    )
+
+
+def pack_plan(plan: GraftPlan) -> bytes:
+    """The plan as bytes; see :func:`to_wire`."""
+    return wire.encode(to_wire(plan))
+
+
+def unpack_plan(data: bytes) -> GraftPlan:
+    """The inverse of :func:`pack_plan`. Raises :class:`MessageError` for other bytes, or as :func:`from_wire`."""
+    received: WirePlan = _decoder.decode(data)
+    return from_wire(received)

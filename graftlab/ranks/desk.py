@@ -1,0 +1,134 @@
+"""The desk: the rank's second thread, which talks to the notebook while the model computes.
+
+It takes plans, hands on what is to be done, answers questions, and ends the process at once when the notebook is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from graftlab.base import shipping
+from graftlab.diffs.maps import difference_map
+from graftlab.errors import GraftError
+from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.kept import KeptPair, KeptPairs
+from graftlab.plan.wire import from_wire
+from graftlab.ranks.line import Line
+from graftlab.ranks.messages import (
+    Answer,
+    AskKeptInput,
+    AskKeptMap,
+    AskKeptPair,
+    AskKeptTags,
+    AskStacks,
+    Dispatch,
+    Interrupt,
+    Kept,
+    KeptTags,
+    PlanUpdate,
+    Query,
+    Refused,
+    Reply,
+    RunRequest,
+    Shutdown,
+    Stacks,
+    unpack_to_rank,
+)
+from graftlab.ranks.stacks import stacks_of_other_threads
+
+logger = logging.getLogger(__name__)
+
+Job = RunRequest | PlanUpdate | Shutdown
+
+
+class Desk:
+    """What is for the main thread waits in ``jobs``. ``stop`` becomes readable when the rank shall end.
+
+    ``interrupt`` is called with the number of a run that is not to go on.
+    """
+
+    def __init__(self, line: Line, grafter: Grafter, kept: KeptPairs, interrupt: Callable[[int], None]) -> None:
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.stop, self._stop_write = os.pipe()
+        self.stopping = False
+        self._line = line
+        self._grafter = grafter
+        self._kept = kept
+        self._handle = Dispatch[[], None]()
+        self._handle.on(PlanUpdate, self._on_plan)
+        self._handle.on(RunRequest, self.jobs.put)
+        self._handle.on(Query, self._on_query)
+        self._handle.on(Interrupt, lambda message: interrupt(message.run))
+        self._handle.on(Shutdown, self._on_shutdown)
+        self._answer = Dispatch[[], Answer]()
+        self._answer.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
+        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed)))
+        self._answer.on(AskKeptPair, self._kept_pair)
+        self._answer.on(AskKeptInput, self._kept_input)
+        self._answer.on(AskKeptMap, self._kept_map)
+
+    def open(self) -> None:
+        threading.Thread(target=self._serve, name="graftlab-desk", daemon=True).start()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._line.channel.fileno(), select.POLLIN)
+        while True:
+            poller.poll()
+            for frame in self._line.channel.receive():
+                try:
+                    self._handle(unpack_to_rank(frame))
+                except GraftError:
+                    # The notebook would wait for ever for what this was about. As a death it hears of it, log and all.
+                    logger.critical("this rank ends, because it cannot read what the notebook sends", exc_info=True)
+                    os._exit(1)
+            if self._line.channel.closed:
+                # The notebook is gone, by whatever death: nobody would ever collect what this rank computes.
+                os._exit(1)
+
+    def _on_plan(self, update: PlanUpdate) -> None:
+        self._grafter.offer_plan(from_wire(update.plan))
+        self.jobs.put(update)
+
+    def _on_shutdown(self, shutdown: Shutdown) -> None:
+        self.stopping = True
+        os.write(self._stop_write, b"x")
+        self.jobs.put(shutdown)
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+
+    def _on_query(self, query: Query) -> None:
+        try:
+            answer = self._answer(query.question)
+        except Exception as error:
+            answer = Refused(f"{type(error).__name__}: {error}")
+        self._line.send(Reply(query.number, answer))
+
+    def _kept_pair(self, question: AskKeptPair) -> Kept:
+        pair = self._kept.find(question.name, question.tags)
+        return _packed(None if pair is None else _both(pair))
+
+    def _kept_input(self, question: AskKeptInput) -> Kept:
+        return _packed(self._kept.find(question.name, question.tags, failed=True))
+
+    def _kept_map(self, question: AskKeptMap) -> Kept:
+        # Reduced here, so that only what is drawn travels, however large the tensors are.
+        pair = self._kept.find(question.name, question.tags)
+        return _packed(None if pair is None else difference_map(*_both(pair), dims=question.dims))
+
+
+def _both(pair: KeptPair) -> tuple[Any, Any]:
+    # A pair whose transform failed has only one of them, and is only found for AskKeptInput.
+    assert pair.baseline is not None
+    assert pair.target is not None
+    return pair.baseline, pair.target
+
+
+def _packed(value: Any) -> Kept:
+    return Kept(None if value is None else shipping.pack_result(value))

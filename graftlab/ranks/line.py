@@ -1,0 +1,54 @@
+"""The rank's end of its line to the notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+from graftlab.exchange.channel import Channel
+from graftlab.ranks.messages import FromRank, PlanAdopted, TapSeen, pack, pack_row
+from graftlab.rows.schema import Row
+
+
+class Line:
+    """Sends messages and rows, from any thread; also what a grafter reports to.
+
+    The notebook lets rows gather for a moment before it looks again; the bell asks it to look now.
+    """
+
+    def __init__(self, channel: Channel, bell: socket.socket) -> None:
+        self.channel = channel
+        bell.setblocking(False)
+        self._bell = bell
+        self._rung = False
+
+    def send(self, message: FromRank) -> None:
+        """Send what somebody may wait for."""
+        self.channel.send(pack(message))
+        self._ring()
+
+    # ---- what the grafter reports -------------------------------------------------------------------------------
+
+    def row(self, row: Row) -> None:
+        self._post(pack_row(row))
+
+    def seen(self, tags: dict[str, Any]) -> None:
+        self._post(pack(TapSeen(tags)))
+
+    def adopted(self, version: int, step: int) -> None:
+        self.send(PlanAdopted(version, step))
+
+    def _post(self, frame: bytes) -> None:
+        """Send what may wait with others of its kind."""
+        self.channel.send(frame)
+        # More than the socket holds: once is enough to be looked at.
+        backed_up = self.channel.backed_up
+        if backed_up and not self._rung:
+            self._ring()
+        self._rung = backed_up
+
+    def _ring(self) -> None:
+        # A bell that is full rings already; one without a notebook has nobody to hear it.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")

@@ -1,0 +1,43 @@
+"""How to start the ranks of a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from graftlab.base import limits
+from graftlab.base.world import MAX_RANKS
+from graftlab.errors import LaunchError
+
+StartMethod = Literal["forkserver", "spawn"]
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to start the ranks; budgets are in bytes a rank, ``timeout`` in seconds.
+
+    Raises :class:`LaunchError` for what cannot be meant.
+    """
+
+    baseline: int
+    target: int
+    device: str | None = None
+    backend: str | None = None
+    timeout: float = limits.TIMEOUT
+    start_method: StartMethod = "forkserver"
+    buffer_budget: int = limits.BUFFER_BUDGET
+    keep_budget: int = limits.KEEP_BUDGET
+
+    def __post_init__(self) -> None:
+        for side, count in (("baseline", self.baseline), ("target", self.target)):
+            if not isinstance(count, int) or count < 1:
+                raise LaunchError(f"{side}={count!r}: each side needs a whole number of ranks, at least one")
+        if self.baseline + self.target > MAX_RANKS:
+            raise LaunchError(
+                f"baseline={self.baseline}, target={self.target}: a graft world has at most {MAX_RANKS} ranks, both "
+                f"sides together"
+            )
+        if self.start_method not in get_args(StartMethod):
+            raise LaunchError(f"start_method={self.start_method!r}: ranks start by 'forkserver' or 'spawn'")
+        if not self.timeout > 0:
+            raise LaunchError(f"timeout={self.timeout!r}: give seconds, more than 0")
