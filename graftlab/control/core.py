@@ -20,6 +20,7 @@ import pandas as pd
 
 from graftlab.base import shipping
 from graftlab.base.html import bundle
+from graftlab.base.tags import identity, rank_tags
 from graftlab.base.world import RunInfo, Side
 from graftlab.control.hub import Hub
 from graftlab.control.kept_pairs import KeptOnRanks
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from graftlab.plots import DifferenceMap
 
 logger = logging.getLogger(__name__)
-
-# Tags that tell where and when a tap was reached, not which tap it is.
-_PLACE_TAGS = frozenset({"step", "side", "rank"})
 
 Callee = Callable[..., Any] | str
 _open_sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
@@ -438,8 +436,9 @@ class SessionCore:
             self._next_step = max(self._next_step, message.next_step)
             self._runs[message.run].note_settled(rank)
         elif isinstance(message, TapSeen):
+            # Filters can tell apart what differs in a rank tag alone.
             tags = message.tags
-            self._seen.setdefault((tags["name"], tuple(v for k, v in tags.items() if k not in _PLACE_TAGS)), tags)
+            self._seen.setdefault((*identity(tags), rank_tags(tags)), tags)
         elif isinstance(message, PlanAdopted):
             self._adopted.setdefault(message.version, {})[rank.label] = message.step
         elif isinstance(message, Reply):
