@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,34 +89,40 @@ Asked = tuple[Any, ...]
 """How a call of a tap is looked up: its name, the tags around it, and each of its own as a pair."""
 
 
-class Decisions(dict[Asked, Decision | None]):
+class Decisions:
     """One plan's decisions on this rank, each made when it is first asked for; None for a tap that is left alone.
 
     Good for as long as the plan is in force and, where a filter looks at the step, for one step.
     """
 
     def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags) -> None:
-        super().__init__()
         self.plan = plan
         self.step = step
+        self.known: dict[Asked, Decision | None] = {}
         self._place = place
         self._seen = seen
         # What changes from call to call cannot be remembered.
         self._remembers = "recompute_status" not in plan.mentions
 
-    def __missing__(self, asked: Asked) -> Decision | None:
-        decision = self.decide(asked)
-        if self._remembers:
-            if len(self) >= _DECISIONS_LIMIT:
-                self.clear()
-            self[asked] = decision
-        return decision
+    def of(self, asked: Asked) -> Decision | None:
+        """What the plan says of a tap. Raises :class:`TagError` for a name or tags that it cannot have."""
+        try:
+            return self.known[asked]
+        except (KeyError, TypeError):
+            return self.decide(asked)
 
     def decide(self, asked: Asked) -> Decision | None:
-        """What the plan says of a tap, worked out anew.
+        """The same, worked out anew."""
+        decision = self._worked_out(asked)
+        if self._remembers:
+            if len(self.known) >= _DECISIONS_LIMIT:
+                self.known.clear()
+            # Some tag's value may be one that cannot be hashed.
+            with contextlib.suppress(TypeError):
+                self.known[asked] = decision
+        return decision
 
-        Raises :class:`TagError` for a name or tags that it cannot have.
-        """
+    def _worked_out(self, asked: Asked) -> Decision | None:
         name, around, *own = asked
         if not isinstance(name, str) or not name:
             raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")

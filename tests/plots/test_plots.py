@@ -425,10 +425,10 @@ def test_the_row_found_and_the_tap_annotated_are_the_same(rows: list[Any], floor
     expected = [
         at
         for at, one in enumerate(made)
-        if one["status"] == "failed"
+        if one.status == "failed"
         or (
-            one["status"] in ("compared", "grafted")
-            and (one["nonfinite_differ"] > 0 or (floor is not None and one["rel_l2"] > floor))
+            one.status in ("compared", "grafted")
+            and (one.nonfinite_differ > 0 or (floor is not None and one.rel_l2 > floor))
         )
     ]
     found = plots.first_divergent(data, noise_floor=floor)
