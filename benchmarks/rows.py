@@ -14,7 +14,7 @@ from benchmarks.lines import Budget, Line, Setup, Spread, quantity
 from graftlab.diffs import measure as diffs
 from graftlab.grafting import active
 from graftlab.rows.encoding import encode
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.schema import Row
 
 _TICK = 1e-3
 # A number that no other column of an encoded row holds.
@@ -90,19 +90,32 @@ def _send_rows_of(count: int, run: int) -> Callable[[], None]:
         assert grafter is not None
         template = _row()
         for order in range(count):
-            grafter._reporter.row({**template, "run": run, "order": order})
+            grafter._reporter.row(template._replace(run=run, order=order))
 
     return send_rows
 
 
 def _row() -> Row:
     value = torch.randn(16)
-    row: Row = dict.fromkeys(COLUMNS)
-    row.update(asdict(diffs.measure(value, value + 1e-3)))
-    tags = {"name": "model.layers.3.mlp", "step": 0, "side": "target", "rank": 0, "layer": 3}
-    row.update(step=0, order=0, name=tags["name"], tags=tags, direction="b2t", side="target", rank=0)
-    row.update(status="compared", senders=[0], shape=[16], dtype="float32", plan_version=0, occurrence=0, seconds=1e-4)
-    return row
+    name = "model.layers.3.mlp"
+    tags = {"name": name, "step": 0, "side": "target", "rank": 0, "layer": 3}
+    statistics = asdict(diffs.measure(value, value + 1e-3))
+    return Row(
+        run=0,
+        step=0,
+        order=0,
+        name=name,
+        tags=tags,
+        direction="b2t",
+        side="target",
+        rank=0,
+        status="compared",
+        senders=[0],
+        shape=[16],
+        dtype="float32",
+        seconds=1e-4,
+        **statistics,
+    )
 
 
 def _longest_pause(session: gl.Session, wanted: int, limit: float = 600.0) -> float:
@@ -121,7 +134,7 @@ def _large_frames(setup: Setup) -> list[Line]:
     """The frame of a session with very many rows, and the next one after some more have come."""
     count, more = (10_000, 1000) if setup.quick else (1_000_000, 10_000)
     with worlds.session(setup) as session:
-        line = encode({**_row(), "order": _PLACEHOLDER})
+        line = encode(_row()._replace(order=_PLACEHOLDER))
         _append(session, line, 0, count)
         began = time.perf_counter()
         frame = session.frame

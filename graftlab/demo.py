@@ -16,9 +16,8 @@ import pandas as pd
 import graftlab as gl
 from graftlab import plots
 from graftlab.errors import DependencyError, GraftError, RunError
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
-# A correct target in the quickstart stays below 2e-6 at every tap; with its mistake it comes to 6e-2.
-NOISE_FLOOR = 1e-5
 QUICKSTART = Path(__file__).resolve().parent.parent / "notebooks" / "quickstart.ipynb"
 
 
@@ -50,7 +49,7 @@ def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index("name").reset_index(drop=True)
 
 
-def report(frame: pd.DataFrame, noise_floor: float = NOISE_FLOOR) -> str:
+def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str:
     """What ``python -m graftlab.demo`` prints, made from the rows of all runs of one session.
 
     The table and the suspect are those of the first run; a last part has one line a run, which shows what a
@@ -147,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("notebook", nargs="?", type=Path, default=QUICKSTART, help="default: the quickstart")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where results go (%(default)s)")
     parser.add_argument(
-        "--noise-floor", type=float, default=NOISE_FLOOR, help="rel_l2 up to which taps agree (%(default)g)"
+        "--noise-floor", type=float, default=DEFAULT_NOISE_FLOOR, help="rel_l2 up to which taps agree (%(default)g)"
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a cell may take (%(default)g)")
     options = parser.parse_args(argv)

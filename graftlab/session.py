@@ -11,6 +11,7 @@ from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions, StartMethod
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     from graftlab.control.replay import Replay
@@ -61,7 +62,7 @@ class Session(SessionCore):
         *,
         batch_size: int = 1,
         limit: int | None = None,
-        noise_floor: float = 1e-5,
+        noise_floor: float = DEFAULT_NOISE_FLOOR,
         trusted: bool = False,
     ) -> Replay:
         """Feed recorded requests to both sides, a step a batch, and tell which diverge, the worst first.

@@ -1,11 +1,23 @@
-"""Tags: what describes one call of a tap, and the address under which its tensor travels."""
+"""Tags: what describes one call of a tap, and which of them say which tap it is.
+
+Every tag is of one of four kinds:
+
+* ``name``, and the **own tags** that the caller gave (``layer=3``, or :func:`graftlab.tags` around the tap);
+* ``recompute_status``, which tells a forward that activation checkpointing runs again from the original;
+* **place tags** (``step``, ``side``, ``rank``): when and where the tap was reached;
+* **rank tags**, own tags that end in ``_rank``: they differ between the ranks that hold parts of one value.
+
+:func:`identity` is the one definition of "the same tap", on every rank, on both sides, in rows and in what is shown.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 Plain = str | int | float | bool | None
 """What a tag's value becomes where it leaves the rank: see :func:`plain`."""
@@ -13,10 +25,15 @@ Plain = str | int | float | bool | None
 TagItems = tuple[tuple[str, Any], ...]
 """Tags as a value that can be hashed: their names and values, in the order in which they were given."""
 
+RecomputeStatus = Literal["original", "recompute"]
+
+PLACE_TAGS = frozenset({"step", "side", "rank"})
+
 # Tags that graftlab sets itself; a caller's tag cannot have these names.
-RESERVED_TAGS = frozenset({"name", "step", "side", "rank", "recompute_status"})
+RESERVED_TAGS = PLACE_TAGS | {"name", "recompute_status"}
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_USUAL = frozenset({str, int, bool})
 
 
 def plain(value: object) -> Plain:
@@ -37,8 +54,79 @@ def plain(value: object) -> Plain:
     return _ADDRESS.sub("", repr(value))
 
 
+def own_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+    """The tags that the caller gave."""
+    return {name: value for name, value in tags.items() if name not in RESERVED_TAGS}
+
+
+def is_rank_tag(name: str) -> bool:
+    """Whether a tag of this name says which part of a value a rank holds, as ``tp_rank`` does, not which value."""
+    return name.endswith("_rank")
+
+
+def rank_tags(tags: Mapping[str, Any]) -> tuple[tuple[str, str | int | float | bool], ...]:
+    """The rank tags among these, as :func:`identity` has the others."""
+    return tuple(sorted((name, _comparable(value)) for name, value in tags.items() if is_rank_tag(name)))
+
+
+class TapIdentity(NamedTuple):
+    """Which tap it is: equal for two calls exactly when they show the same quantity."""
+
+    name: str
+    tags: tuple[tuple[str, str | int | float | bool], ...]
+    recompute_status: str = "original"
+
+
+def identity(tags: Mapping[str, Any]) -> TapIdentity:
+    """Which tap has these tags: its name, its own tags but for rank tags, and its ``recompute_status``.
+
+    * Place tags are left out: a tap is the same in each step, on each rank and on both sides.
+    * Rank tags are left out, as they are where taps are paired: ``tp_rank=0`` and ``tp_rank=1`` hold parts of one
+      value.
+    * ``recompute_status`` is part of it. A recomputed forward may differ from the original (other random numbers, other
+      kernels) and can be grafted by itself, so neither may hide what the other shows.
+    * A tag that is None, or NaN, counts as one that was not given, as it does for filters and in a frame.
+    * The order in which tags were given does not matter, nor whether a value is 1 or 1.0.
+    * Values count as rows hold them, which are JSON: a tuple is a list, and any other object is its repr.
+    """
+    own = []
+    for name, value in tags.items():
+        if name in RESERVED_TAGS or name.endswith("_rank"):
+            continue
+        if type(value) not in _USUAL:
+            value = _comparable(value)
+            if value is None:
+                continue
+        own.append((name, value))
+    own.sort(key=_first)
+    return TapIdentity(tags["name"], tuple(own), tags.get("recompute_status", "original"))
+
+
+def tells_taps_apart(tag: str) -> bool:
+    """Whether :func:`identity` looks at the tag of this name, beside the ``name`` itself."""
+    return tag not in PLACE_TAGS and tag != "name" and not is_rank_tag(tag)
+
+
+def _first(pair: tuple[str, Any]) -> str:
+    return pair[0]
+
+
+def _comparable(value: object) -> Any:
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return repr(json.loads(json.dumps(value, default=plain)))
+        except (TypeError, ValueError, RecursionError):
+            pass  # a dict whose keys are not text, or a value that holds itself
+    value = plain(value)
+    return None if value != value else value
+
+
 class TapKey(NamedTuple):
-    """The address of one tensor: equal on both sides exactly when the two taps mean the same value."""
+    """The address of one tensor: equal on both sides exactly when the two taps mean the same value.
+
+    Its ``tags`` and ``recompute_status`` are those of the tap's :func:`identity`, and ``name`` is that which the plan's
+    rename gives it; the same tap is reached once for each ``step`` and ``occurrence`` in it.
+    """
 
     step: int
     name: str

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tags import own_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
 from graftlab.errors import DumpError, RequestError
@@ -21,6 +22,7 @@ from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
 from graftlab.taps.calls import here, step, tags
 from graftlab.transforms import user_traceback
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,8 +41,6 @@ COLUMNS = (
 # What a file says of a request's own part that is not as it was given.
 _LOST = re.compile(r"(?:the key of )?requests\[(\d+)\]\.request")
 _KEPT_BY_ATTRIBUTES = "kept by its attributes"
-# Tags that say when, where and for whom a tap was reached, not which tap it is.
-_NOT_THE_TAP = frozenset({"name", "step", "side", "rank", "recompute_status", "rid"})
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def replay(
     *,
     batch_size: int = 1,
     limit: int | None = None,
-    noise_floor: float = 1e-5,
+    noise_floor: float = DEFAULT_NOISE_FLOOR,
     trusted: bool = False,
 ) -> Replay:
     """See :meth:`graftlab.session.Session.replay`."""
@@ -272,7 +272,8 @@ def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _tap(row: Any) -> str:
-    given = {tag: value for tag, value in row["tags"].items() if tag not in _NOT_THE_TAP}
+    # The line of a summary has the request's id already.
+    given = {tag: value for tag, value in own_tags(row["tags"]).items() if tag != "rid"}
     return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
 
 

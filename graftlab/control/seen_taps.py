@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from graftlab.base.tags import identity, rank_tags
 from graftlab.ranks.messages import TapSeen
 from graftlab.ranks.rank_process import RankProcess
-
-# Tags that tell where and when a tap was reached, not which tap it is.
-_PLACE_TAGS = frozenset({"step", "side", "rank"})
 
 
 class SeenTaps:
@@ -16,8 +14,9 @@ class SeenTaps:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def note(self, seen: TapSeen, rank: RankProcess) -> None:
+        # Filters can tell apart what differs in a rank tag alone.
         tags = seen.tags
-        self._tags.setdefault((tags["name"], tuple(v for k, v in tags.items() if k not in _PLACE_TAGS)), tags)
+        self._tags.setdefault((*identity(tags), rank_tags(tags)), tags)
 
     def all(self) -> list[dict[str, Any]]:
         """The tags of each, as they were when it was first seen."""

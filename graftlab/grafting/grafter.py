@@ -1,6 +1,6 @@
-"""The grafter: what happens to one tap's tensor, from the plan's decision to the row.
+"""The grafter: one in each rank. It owns the rank's runs and steps and the plan in force, and takes its taps.
 
-One grafter lives in each rank. It owns the rank's step and the plan in force, and is the only user of the exchange.
+It is the only user of the exchange.
 """
 
 from __future__ import annotations
@@ -8,57 +8,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.base.tags import RESERVED_TAGS, TagItems, TapKey, plain
+from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.world import Place, RunInfo
-from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, TagError, TransformError, warn
-from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, warn
+from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
+from graftlab.grafting.decisions import (
+    Addresses,
+    Asked,
+    Decision,
+    Decisions,
+    SeenTags,
+    all_tags,
+    recompute_status,
+    sends,
+)
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.tensors import plain_tensor
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
-from graftlab.rows.schema import COLUMNS, Row
-from graftlab.transforms import GraftTransformInput, Transform, compare, dtype_name, run_transform, user_traceback
+from graftlab.rows.schema import Row
 
 logger = logging.getLogger(__name__)
 
-# Tag sets that never repeat (a request id, say) must not fill the memory.
-_MEMO_LIMIT = 100_000
-_SEEN_LIMIT = 10_000
-
-# Of these it is known without asking that no other tensor is inside; to ask a tensor for what it lacks is slow.
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-# Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
-_tracker = ModuleTracker()
-
-
-def recompute_status() -> str:
-    """``"recompute"`` while activation checkpointing runs a forward again inside the backward pass.
-
-    Hooks and custom backward functions run there too, but without grad mode.
-    """
-    return "recompute" if _tracker.is_bw and torch.is_grad_enabled() else "original"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the plan in force says of one distinct tag set, worked out once."""
-
-    action: Action
-    sends: bool
-    tags: dict[str, Any]
-    name: str
-    key_tags: TagItems
+_UNMATCHED = Arrival("unmatched", [])
 
 
 class Reporter(Protocol):
@@ -75,7 +55,7 @@ class Reporter(Protocol):
 
 
 class Grafter:
-    """Decides, sends, receives, transforms, measures, overwrites and records.
+    """Asks the plan about each tap that this rank reaches, sends or receives, and reports a row.
 
     Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the
     threads that run the model, one at a time.
@@ -101,16 +81,16 @@ class Grafter:
         # Older than any, so that the first plan is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
-        self._transform: Transform | None = None
+        self._arrivals = Arrivals(kept, self._warn_once)
+        self._seen = SeenTags(reporter.seen)
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
         self._last_tap = ""
         # None outside a run that has both sides: then a tap is left alone without a look at the plan.
-        self._decisions: dict[Any, Decision | None] | None = None
-        self._occurrences: Counter[tuple[Any, ...]] = Counter()
+        self._decisions: Decisions | None = None
+        self._addresses = Addresses(self._step)
         self._warned: set[tuple[str, str]] = set()
-        self._seen: set[tuple[str, TagItems]] = set()
         exchange.on_wait = self._on_wait
 
     # ---- runs, steps and plans ----------------------------------------------------------------------------------
@@ -135,24 +115,19 @@ class Grafter:
 
         Raises :class:`TagError` as the tap would.
         """
-        decisions = self._decisions
-        if decisions is None:
+        if self._decisions is None:
             return None
-        memo = (name, self._ambient.get(), *tags.items())
-        try:
-            decision = decisions[memo] if memo in decisions else self._decide(decisions, memo, name, tags)
-        except TypeError:
-            decision = self._decide(None, memo, name, tags)
+        decision = self._decisions.of((name, self._ambient.get(), *tags.items()))
         return None if decision is None else decision.action
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
-        full = self._tags_of(name, tuple({**dict(self._ambient.get()), **tags}.items()))
+        full = all_tags(name, {**dict(self._ambient.get()), **tags}, self.place, self._step)
         return [self._plan.action_for({**full, "rank": rank}) for rank in range(self.place.world_size)]
 
     def sends(self, action: Action) -> bool:
         """Whether this side is the one that gives its tensor away."""
-        return action.direction == ("b2t" if self.place.side == "baseline" else "t2b")
+        return sends(self.place, action.direction)
 
     def offer_plan(self, plan: GraftPlan) -> None:
         """A newer plan, in force from the next step. Any thread; never waits for a tap."""
@@ -175,7 +150,7 @@ class Grafter:
             if plan.version >= self._offered.version:
                 self._offered = plan
             self._adopt(plan)
-            self._begin_step()
+            self._begin_step(run)
 
     def step(self) -> None:
         """One step ends and the next begins, with the plan that the leader says."""
@@ -186,24 +161,21 @@ class Grafter:
             self._end_step()
             self._step += 1
             if self.place.world_rank == run.leader:
-                plan = self._offered
-                changed = plan.version != self._plan.version
-                self._exchange.announce(self._step, pack_plan(plan) if changed else b"")
-                self._adopt(plan)
-                self._begin_step()
+                self._announce_plan()
+                self._begin_step(run)
                 return
             messages = self._exchange.announcements(run.leader, self._step)
             if messages is None:
                 # Filtering with another plan than the other side would pair the wrong taps; better none at all.
                 self._record_timeout_of_leader(run)
-                self._begin_step()
+                self._begin_step(run)
                 self._decisions = None
                 return
             # None at all: the leader has ended its run, so whoever goes on does so under the plan in force.
             for message in messages:
                 if message:
                     self._adopt(unpack_plan(message))
-            self._begin_step()
+            self._begin_step(run)
 
     def end_run(self) -> None:
         """The last step of the run ends. Rows of what nobody asked for may still come: see :meth:`record_unmatched`."""
@@ -221,26 +193,33 @@ class Grafter:
             self._write_page("idle")
 
     def record_unmatched(self) -> None:
-        for memo in self._exchange.take_unmatched():
-            if isinstance(memo, dict):
-                self._emit(memo)
+        """Report the rows of what this rank sent, and nobody asked for."""
+        for row in self._exchange.take_unmatched():
+            if isinstance(row, Row):
+                self._emit(row)
+
+    def _announce_plan(self) -> None:
+        plan = self._offered
+        changed = plan.version != self._plan.version
+        self._exchange.announce(self._step, pack_plan(plan) if changed else b"")
+        self._adopt(plan)
 
     def _adopt(self, plan: GraftPlan) -> None:
         if plan.version != self._plan.version:
             self._plan = plan
-            self._transform = _load(plan)
-            self._decisions = None if self._decisions is None else {}
+            self._arrivals.adopt(plan)
             self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
 
-    def _begin_step(self) -> None:
-        assert self._run is not None
+    def _begin_step(self, run: RunInfo) -> None:
         others = {p.world_rank for p in self.place.everyone() if p.side != self.place.side}
-        two_sided = not others.isdisjoint(self._run.participants)
-        self._occurrences.clear()
-        if not two_sided:
+        decisions = self._decisions
+        if others.isdisjoint(run.participants):
             self._decisions = None
-        elif self._decisions is None or "step" in self._plan.mentions:
-            self._decisions = {}
+        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.mentions:
+            self._decisions = Decisions(self._plan, self.place, self._step, self._seen)
+        else:
+            decisions.step = self._step
+        self._addresses = Addresses(self._step)
         self._write_page("running")
 
     def _end_step(self) -> None:
@@ -249,14 +228,14 @@ class Grafter:
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
         leader = self.place.everyone()[run.leader].label
-        decision = Decision(Action(), False, self._tags_of("gl.step", ()), "gl.step", ())
-        row = self._row(decision, 0, "timeout", time.perf_counter())
-        row["error"] = (
+        error = (
             f"{leader}, which says the plan of each step, did not begin step {self._step} within "
             f"{self._exchange.timeout:g} s; no tap of this step is compared here. {self._exchange.where_peers_are()}"
         )
-        logger.warning("%s: %s", self.place.label, row["error"])
-        self._emit(row)
+        logger.warning("%s: %s", self.place.label, error)
+        tags = all_tags("gl.step", {}, self.place, self._step)
+        call = TapCall(run.run, self._step, self._order, tags, Action(), self.place, self._plan.version, 0, None)
+        self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
 
@@ -265,85 +244,26 @@ class Grafter:
         decisions = self._decisions
         if decisions is None:
             return value
-        memo = (name, self._ambient.get(), *tags.items())
+        asked: Asked = (name, self._ambient.get(), *tags.items())
         try:
-            decision = decisions[memo]
-        except KeyError:
-            decision = self._decide(decisions, memo, name, tags)
-        except TypeError:
-            # Some tag's value cannot be hashed, so the decision cannot be remembered.
-            decision = self._decide(None, memo, name, tags)
+            # As decisions.of, without the call: most taps that a model reaches end here.
+            decision = decisions.known[asked]
+        except (KeyError, TypeError):
+            decision = decisions.decide(asked)
         if decision is None:
             return value
         return self._wanted(decision, name, value, extras, replace)
 
-    def _decide(
-        self, decisions: dict[Any, Decision | None] | None, memo: Any, name: str, tags: Mapping[str, Any]
-    ) -> Decision | None:
-        if not isinstance(name, str) or not name:
-            raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
-        taken = RESERVED_TAGS.intersection(tags)
-        if taken:
-            raise TagError(
-                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
-            )
-        given = tuple({**dict(self._ambient.get()), **tags}.items())
-        full = self._tags_of(name, given)
-        self._report_seen(full, tuple((key, plain(value)) for key, value in given))
-        plan = self._plan
-        action = plan.action_for(full)
-        decision: Decision | None = None
-        # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
-        if action != Action() or plan.rank_dependent:
-            sends = self.sends(action)
-            key_tags = tuple(sorted((k, plain(v)) for k, v in given if not k.endswith("_rank")))
-            decision = Decision(action, sends, full, plan.rewrite(self.place.side, name), key_tags)
-        if decisions is not None and "recompute_status" not in plan.mentions:
-            if len(decisions) >= _MEMO_LIMIT:
-                decisions.clear()
-            decisions[memo] = decision
-        return decision
-
-    def _report_seen(self, full: dict[str, Any], given: TagItems) -> None:
-        # Decisions are forgotten with their plan; what was seen is not, so each tag set is told once.
-        known = (str(full["name"]), (("recompute_status", full["recompute_status"]), *given))
-        if known not in self._seen and len(self._seen) < _SEEN_LIMIT:
-            self._seen.add(known)
-            self._reporter.seen({**full, **dict(given)})
-
-    def _current(self, decision: Decision) -> dict[str, Any]:
-        """The tags of this very call: a decision outlives the step in which it was made."""
-        return {**decision.tags, "step": self._step, "recompute_status": recompute_status()}
-
-    def _tags_of(self, name: str, given: TagItems) -> dict[str, Any]:
-        return {
-            "name": name,
-            "step": self._step,
-            "side": self.place.side,
-            "rank": self.place.rank,
-            "recompute_status": recompute_status(),
-            **dict(given),
-        }
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
-        action = decision.action
-        if action.overlap:
-            raise GraftOverlapError(
-                f"tap {name!r} matches both b2t and t2b on {self.place.label}, tags {self._current(decision)}; "
-                f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
-            )
+        if decision.action.overlap:
+            raise self._overlap(decision, name)
         with self._lock:
             began = time.perf_counter()
-            status = recompute_status()
             self._order += 1
-            counted = (decision.name, decision.key_tags, status)
-            occurrence = self._occurrences[counted]
-            self._occurrences[counted] += 1
-            key = TapKey(self._step, decision.name, decision.key_tags, status, occurrence)
-            if action.direction is None:
-                if self._plan.rank_dependent:
-                    self._exchange.decline(key)
+            key = self._addresses.next(decision)
+            if decision.action.direction is None:
+                self._decline_for_other_ranks(key)
                 return value
             self._last_tap = name
             shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
@@ -352,162 +272,86 @@ class Grafter:
                 self._exchange.decline(key)
                 return value
             self._write_page("running")
-            row = self._row(decision, occurrence, "unmatched", began)
-            row["shape"], row["dtype"] = list(own.shape), dtype_name(own.dtype)
+            call = self._call(decision, key, own)
             if decision.sends:
-                self._publish(key, own, extras, row)
+                self._publish(key, call, extras, began)
                 return value
-            if self._plan.rank_dependent:
-                self._exchange.decline(key)
-            receipt = self._exchange.receive(key, own)
-            try:
-                # A DTensor can only be overwritten through its local shard, in place.
-                replaced = shown if replace and not hasattr(shown, "to_local") else None
-                result = self._take(row, action, own, extras, receipt, replaced)
-            finally:
-                receipt.release()
-            row["seconds"] = time.perf_counter() - began
-            self._emit(row)
+            # A DTensor can only be overwritten through its local shard, in place.
+            replaced = shown if replace and not hasattr(shown, "to_local") else None
+            result = self._receive(key, call, own, extras, replaced, began)
             goes_on = result is not None and result is not own and (own is value or replaced is not None)
             return result if goes_on else value
 
+    def _overlap(self, decision: Decision, name: str) -> GraftOverlapError:
+        tags = decision.tags_at(self._step, recompute_status())
+        return GraftOverlapError(
+            f"tap {name!r} matches both b2t and t2b on {self.place.label}, tags {tags}; "
+            f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
+        )
+
+    def _call(self, decision: Decision, key: TapKey, own: torch.Tensor) -> TapCall:
+        run = self._run
+        assert run is not None
+        return TapCall(
+            run.run,
+            key.step,
+            self._order,
+            decision.tags_at(key.step, key.recompute_status),
+            decision.action,
+            self.place,
+            self._plan.version,
+            key.occurrence,
+            own,
+        )
+
+    def _decline_for_other_ranks(self, key: TapKey) -> None:
+        """Where the plan may have said otherwise on a rank of the other side, it must not wait for this one."""
+        if self._plan.rank_dependent:
+            self._exchange.decline(key)
+
+    def _publish(self, key: TapKey, call: TapCall, extras: Any, began: float) -> None:
+        assert call.tensor is not None
+        row = row_of(call, _UNMATCHED, time.perf_counter() - began)
+        try:
+            self._exchange.publish(key, call.tensor.detach(), extras, memo=row)
+        except BufferFullError as full:
+            logger.warning("%s", full)
+            self._exchange.decline(key)
+            self._emit(row._replace(status="timeout", error=str(full)))
+        except ShippingError:
+            self._exchange.decline(key)
+            raise
+
+    def _receive(
+        self,
+        key: TapKey,
+        call: TapCall,
+        own: torch.Tensor,
+        extras: Any,
+        replaced: torch.Tensor | None,
+        began: float,
+    ) -> torch.Tensor | None:
+        self._decline_for_other_ranks(key)
+        receipt = self._exchange.receive(key, own)
+        try:
+            arrival = self._arrivals.take(call, extras, receipt, replaced)
+        finally:
+            receipt.release()
+        self._emit(row_of(call, arrival, time.perf_counter() - began))
+        return arrival.result
+
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
-        if type(shown) in _PLAIN_TENSORS and shown.layout == torch.strided and not shown.is_meta:
-            plain_tensor: torch.Tensor = shown
-            return plain_tensor
-        if not isinstance(shown, torch.Tensor):
-            self._warn_once(name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
+        found = plain_tensor(shown)
+        if isinstance(found, str):
+            self._warn_once(name, found)
             return None
-        local: Any = shown.to_local() if hasattr(shown, "to_local") else shown
-        if hasattr(local, "trigger_wait"):
-            # The result of a collective that may still be on its way; the plain tensor shares its memory.
-            local = local.wait()
-        if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.device.type == "meta":
-            self._warn_once(name, f"a {shown.layout} tensor on {shown.device} cannot travel; the tap is skipped")
-            return None
-        return local
+        return found
 
     def _warn_once(self, name: str, what: str) -> None:
         if (name, what) not in self._warned:
             self._warned.add((name, what))
             warn(f"gl.tap({name!r}) on {self.place.label}: {what}")
-
-    def _publish(self, key: TapKey, own: torch.Tensor, extras: Any, row: Row) -> None:
-        try:
-            self._exchange.publish(key, own.detach(), extras, memo=row)
-        except BufferFullError as full:
-            row["status"], row["error"] = "timeout", str(full)
-            logger.warning("%s", full)
-            self._exchange.decline(key)
-            self._emit(row)
-        except ShippingError:
-            self._exchange.decline(key)
-            raise
-
-    def _take(
-        self,
-        row: Row,
-        action: Action,
-        own: torch.Tensor,
-        extras: Any,
-        receipt: Receipt,
-        replaced: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """From what was received to the row and the grafted tensor; None leaves the value alone.
-
-        With ``replaced``, the value as the model sees it, a graft makes a new tensor in its place; otherwise it is
-        written into ``own``.
-        """
-        contributions = receipt.contributions
-        row["senders"] = [contribution.rank for contribution in contributions]
-        if receipt.absent and (contributions or receipt.timed_out):
-            row["note"] = "; ".join(receipt.absent.values())
-        if not contributions:
-            row["status"] = "timeout" if receipt.timed_out else "missing"
-            row["error"] = "; ".join(receipt.absent.values())
-            return None
-        if receipt.unreadable:
-            row["status"], row["error"] = "failed", "; ".join(receipt.unreadable.values())
-            logger.error("%s: tap %r failed: %s", self.place.label, row["name"], row["error"])
-            return None
-        assert action.direction is not None
-        graft_input = GraftTransformInput(
-            tags=row["tags"],
-            received_list=[contribution.tensor for contribution in contributions],
-            received_extras_list=[contribution.extras for contribution in contributions],
-            target=own.detach(),
-            direction=action.direction,
-            recv_rank=self.place.rank,
-            recv_world_size=self.place.world_size,
-            senders=row["senders"],
-            send_world_size=self.place.other_world_size,
-            target_extras=extras,
-        )
-        try:
-            outcome = run_transform(self._transform, graft_input)
-            stats = compare(outcome, graft_input)
-        except (Exception, SystemExit) as error:
-            row["status"] = "failed"
-            row["error"] = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
-            logger.error("%s: the transform failed at tap %r: %s", self.place.label, row["name"], row["error"])
-            if action.keep:
-                # To try a better transform on.
-                row["note"] = self.kept.add(graft_input, None) or row["note"]
-            return None
-        row.update(vars(stats))
-        row["aligned_by"], row["cast"] = outcome.aligned_by, outcome.cast
-        mine, theirs = graft_input.target, outcome.value
-        if outcome.rows is not None:
-            row["rows_matched"], row["rows_unmatched"] = len(outcome.rows[0]), outcome.rows_unmatched
-            if outcome.rows_unmatched and not row["rows_matched"]:
-                row["status"], row["error"] = "missing", "the senders have none of the rows of this batch"
-                return None
-        if action.keep:
-            row["note"] = self.kept.add(graft_input, theirs) or row["note"]
-        if not action.graft:
-            row["status"] = "compared"
-            return None
-        row["status"] = "grafted"
-        if replaced is not None:
-            result = replacement_for(replaced, theirs)
-        else:
-            result, note = overwrite(own, theirs)
-            if note:
-                row["note"] = "; ".join(filter(None, (row["note"], note)))
-                self._warn_once(row["name"], note)
-        if logger.isEnabledFor(logging.INFO):
-            self._log_graft(row, mine, theirs)
-        return result
-
-    def _log_graft(self, row: Row, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        ours, others = ("target", "baseline") if row["direction"] == "b2t" else ("baseline", "target")
-        line = (
-            f"{self.place.label} grafted {row['direction']} at tap {row['name']!r} step {row['step']}: "
-            f"{_describe(mine, row, ours)} overridden by {_describe(theirs, row, others)} from ranks {row['senders']}; "
-            f"rel_diff={row['rel_diff']:.3e} max_abs={row['max_abs']:.3e} mean_abs={row['mean_abs']:.3e}"
-        )
-        # As logger.info, but for the search of the stack for this line, which would cost more than all the rest.
-        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
-
-    def _row(self, decision: Decision, occurrence: int, status: str, began: float) -> Row:
-        row: Row = dict.fromkeys(COLUMNS)
-        row.update(
-            run=self._run.run if self._run else None,
-            step=self._step,
-            order=self._order,
-            name=decision.tags["name"],
-            tags=self._current(decision),
-            direction=decision.action.direction,
-            side=self.place.side,
-            rank=self.place.rank,
-            status=status,
-            senders=[],
-            plan_version=self._plan.version,
-            occurrence=occurrence,
-            seconds=time.perf_counter() - began,
-        )
-        return row
 
     # ---- where this rank is -------------------------------------------------------------------------------------
 
@@ -523,25 +367,3 @@ class Grafter:
             tap=self._last_tap,
             awaits=awaits,
         )
-
-
-def _load(plan: GraftPlan) -> Transform | None:
-    """The plan's transform. One that loads in the notebook but not here fails at each tap, not the whole run."""
-    try:
-        return plan.load_transform()
-    except (Exception, SystemExit) as error:
-        cause = error
-
-        def fails(graft_input: GraftTransformInput) -> torch.Tensor:
-            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
-
-        return fails
-
-
-def _describe(tensor: torch.Tensor, row: Row, side: str) -> str:
-    """Shape, dtype, device and what was measured of it, for the log."""
-    nonfinite = f" nonfinite={row[f'nonfinite_{side}']}" if row[f"nonfinite_{side}"] else ""
-    return (
-        f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} (mean={row[f'mean_{side}']:.4g} "
-        f"std={row[f'std_{side}']:.4g} min={row[f'min_{side}']:.4g} max={row[f'max_{side}']:.4g}{nonfinite})"
-    )

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from graftlab.plots import style
 from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, log_image, value_axis
 from graftlab.plots.style import Array
-from graftlab.verdict.order import MEASURED, numbers, require, tag_columns
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.order import numbers, require, tag_columns
 
 _MAX_STRIPS = 200
 _MAX_TEXTS = 72

@@ -16,7 +16,8 @@ from matplotlib.transforms import offset_copy
 from graftlab.plots import style
 from graftlab.plots.scales import ValueAxis, value_axis
 from graftlab.plots.style import Array
-from graftlab.verdict.order import MEASURED, Key, Taps, group, merge
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.order import Key, Taps, group, merge
 
 MAX_LABELS = 60
 MAX_SLANTED = 32
@@ -226,9 +227,9 @@ def _draw_run(ax: Axes, run: _Run, scale: ValueAxis, *, several: bool, size: flo
             mask = mask & ~taps.statuses.get("grafted", nowhere)
         mark(mask & ~exact, y, status)
         mark(mask & exact, y, status, hollow=True)
-    for status, mask in taps.statuses.items():
-        if status not in MEASURED:
-            mark(mask, np.full(len(y), scale.edge(style.look(status).edge)), status)
+    for other, mask in taps.statuses.items():
+        if other not in MEASURED:
+            mark(mask, np.full(len(y), scale.edge(style.look(other).edge)), other)
     odd = measured & (taps.nonfinite > 0)
     style.rings(ax, run.x[odd], y[odd], size=max(size * 4.5, 90.0), gid=f"{run.label}: non-finite")
 

@@ -10,20 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from graftlab.rows.schema import COLUMNS
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
-_INTEGERS = frozenset(
-    {"run", "step", "order", "rank", "numel", "rows_matched", "rows_unmatched", "plan_version", "occurrence"}
-    | {"nonfinite_baseline", "nonfinite_target", "nonfinite_differ"}
-)
-_FLOATS = frozenset(
-    {"rel_l2", "rel_diff", "max_abs", "mean_abs", "cosine", "seconds"}
-    | {f"{what}_{side}" for side in ("baseline", "target") for what in ("mean", "std", "min", "max")}
-)
-_LISTS = frozenset({"senders", "shape"})
-# These differ from row to row, so a table of their values would be as long as the column.
-_OBJECTS = frozenset({"tags", "max_abs_index"})
-_TAGS_WITH_A_COLUMN = frozenset({"name", "step", "side", "rank"})
+_STORAGE = {column.name: column.storage for column in TABLE}
+_TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
 # Rows without a measurement have no counts, and arrays of integers nothing to say so with.
 _NO_INTEGER = np.iinfo(np.int64).max
@@ -49,17 +40,18 @@ class Columns:
         made: Block = {}
         cells: Sequence[Any]
         for name, cells in zip(COLUMNS, zip(*rows, strict=True) if rows else [()] * len(COLUMNS), strict=True):
-            if name in _FLOATS:
+            storage = _STORAGE[name]
+            if storage == "float":
                 made[name] = np.array(cells, dtype=np.float64)
-            elif name in _INTEGERS:
+            elif storage == "integer":
                 known = [_NO_INTEGER if v is None else v for v in cells] if None in cells else cells
                 made[name] = np.array(known, dtype=np.int64)
-            elif name == "tags":
+            elif storage == "tags":
                 made[name] = np.fromiter(cells, object, len(cells))
-            elif name == "max_abs_index":
+            elif storage == "index":
                 # As a tuple it indexes a tensor, and is nothing that the garbage collector has to look at again.
                 made[name] = np.fromiter((None if v is None else tuple(v) for v in cells), object, len(cells))
-            elif name in _LISTS:
+            elif storage == "list":
                 keys = [None if v is None else tuple(v) for v in cells]
                 made[name] = self._table(name).places(cells, keys)
             else:
@@ -72,13 +64,13 @@ class Columns:
         return made
 
     def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
-        """All of these rows by step, execution order, side and rank, which ``ordered`` already is."""
+        """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered`` is in already."""
         # What comes later mostly belongs later, but for the step that the ranks are just in.
         first = min((int(block["step"].min()) for block in more if len(block["step"])), default=_NO_INTEGER)
         stays = int(np.searchsorted(ordered["step"], first))
         rest = [{name: column[stays:] for name, column in ordered.items()}, *more]
-        sides = self._table("side").ranks()[_joined("side", rest)]
-        order = np.lexsort((_joined("rank", rest), sides, _joined("order", rest), _joined("step", rest)))
+        by = [self._sortable(name, _joined(name, rest)) for name in EXECUTION_ORDER]
+        order = np.lexsort(by[::-1])
         merged: Block = {}
         for name in (*COLUMNS, *(name for name in self._tables if name.startswith("."))):
             column = _joined(name, rest)[order]
@@ -99,12 +91,16 @@ class Columns:
         return pd.DataFrame(columns, copy=False)
 
     def _cells(self, name: str, cells: Array) -> Any:
-        if name in _FLOATS or name in _OBJECTS:
+        storage = _STORAGE.get(name)
+        if storage in ("float", "index", "tags"):
             return cells
-        if name in _INTEGERS:
+        if storage == "integer":
             missing = cells == _NO_INTEGER
             return pd.arrays.IntegerArray(np.where(missing, 0, cells) if missing.any() else cells, missing)
         return self._table(name).values(cells)
+
+    def _sortable(self, name: str, cells: Array) -> Array:
+        return self._table(name).ranks()[cells] if _STORAGE[name] == "text" else cells
 
     def _table(self, name: str) -> _Table:
         return self._tables.setdefault(name, _Table())

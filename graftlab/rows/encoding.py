@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from graftlab.base.tags import plain
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.schema import COLUMNS, TABLE, Row
 
 # The first line of a file of rows, so that it can be read by people and by later versions.
 HEADER = json.dumps({"columns": COLUMNS}).encode()
 
 _TAGS = COLUMNS.index("tags")
+_INDICES = [COLUMNS.index(column.name) for column in TABLE if column.storage == "index"]
+_floats_of = itemgetter(*(COLUMNS.index(column.name) for column in TABLE if column.storage == "float"))
 
 # What orjson writes as `json` would; of other values each says something else.
 _USUAL = frozenset({str, int, float, bool, type(None)})
-_FLOATS = tuple(
-    COLUMNS.index(name)
-    for name in (
-        *("rel_l2", "rel_diff", "max_abs", "mean_abs", "cosine", "seconds"),
-        *(f"{what}_{side}" for side in ("baseline", "target") for what in ("mean", "std", "min", "max")),
-    )
-)
 # Made once, for that takes as long as a short row. A value that holds itself is found by the recursion limit.
 _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
@@ -36,8 +32,8 @@ def encode(row: Row) -> bytes:
     What JSON does not have is written as its repr. A line that orjson would read in another way than `json`, because it
     has NaN, infinities, or integers of more than 64 bits, begins with a space.
     """
-    values = list(map(row.get, COLUMNS))
-    if _is_usual(values):
+    values = list(row)
+    if _is_usual(row):
         try:
             return orjson.dumps(values)
         except TypeError:
@@ -45,19 +41,29 @@ def encode(row: Row) -> bytes:
     try:
         line = _to_json(values)
     except (TypeError, ValueError, RecursionError):
-        # A dict whose keys are not text, or a value that holds itself. Only tags, being the caller's, have such.
-        values[_TAGS] = {name: plain(value) for name, value in row["tags"].items()}
+        # Only tags, being the caller's, have what cannot be written.
+        values[_TAGS] = {name: _writable(value) for name, value in row.tags.items()}
         line = _to_json(values)
     return b" " + line.encode("utf-8", "replace")
 
 
-def _is_usual(values: list[Any]) -> bool:
-    if not math.isfinite(sum([value for at in _FLOATS if (value := values[at]) is not None])):
+def _is_usual(row: Row) -> bool:
+    # What has no measurement has no floats; nor can a zero make a sum infinite.
+    if not math.isfinite(sum(filter(None, _floats_of(row)))):
         return False
-    for value in (values[_TAGS] or {}).values():
+    for value in row.tags.values():
         if type(value) not in _USUAL or (type(value) is float and not math.isfinite(value)):
             return False
     return True
+
+
+def _writable(value: object) -> object:
+    """The value itself, or its repr: of a dict whose keys are not text, say, or of a value that holds itself."""
+    try:
+        _to_json(value)
+    except (TypeError, ValueError, RecursionError):
+        return plain(value)
+    return value
 
 
 def decode(line: bytes) -> Row:
@@ -65,7 +71,15 @@ def decode(line: bytes) -> Row:
     rows, _ = decode_all(line + b"\n")
     if not rows:
         raise ValueError("not a row")
-    return dict(zip(COLUMNS, rows[0], strict=True))
+    return record(rows[0])
+
+
+def record(values: list[Any]) -> Row:
+    """A row from its values, as :func:`decode_all` gives them. The list may be changed."""
+    for at in _INDICES:
+        if values[at] is not None:
+            values[at] = tuple(values[at])
+    return Row._make(values)
 
 
 def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[list[Any]], Sequence[str]]:

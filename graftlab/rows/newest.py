@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import attrgetter
 
-from graftlab.rows.schema import Row
+from graftlab.base.tags import TapIdentity, identity
+from graftlab.rows.schema import EXECUTION_ORDER, Row
 from graftlab.rows.store import RowStore
 
-_NOT_THE_TAP = frozenset({"step", "recompute_status"})
+_execution_order = attrgetter(*EXECUTION_ORDER)
 
 
 class LiveTaps:
@@ -19,7 +20,8 @@ class LiveTaps:
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
-        self._newest: dict[tuple[Any, ...], tuple[int, Row]] = {}
+        # Which way its tensor goes is the plan's, not the tap's: a graft the other way makes what was here old.
+        self._newest: dict[tuple[TapIdentity, str, int], tuple[int, Row]] = {}
         self._upto = 0
         self._left_out: list[tuple[int, int]] = []
 
@@ -29,7 +31,10 @@ class LiveTaps:
         return len(self._store) - self._upto + sum(stop - start for start, stop in self._left_out)
 
     def look(self, limit: int = 3000) -> list[Row]:
-        """Read up to ``limit`` more rows; returns the newest row of each tap and receiving rank, in execution order."""
+        """Read up to ``limit`` more rows; returns the newest row of each tap and rank, in execution order.
+
+        Newest is what came last, whichever step and occurrence it is of.
+        """
         total = len(self._store)
         start = max(self._upto, total - limit)
         if start > self._upto:
@@ -44,13 +49,11 @@ class LiveTaps:
             limit -= stop - start
             if start > first:
                 self._left_out.append((first, start))
-        rows = [row for _, row in self._newest.values()]
-        return sorted(rows, key=lambda row: (row["run"], row["step"], row["order"], row["side"], row["rank"]))
+        return sorted((row for _, row in self._newest.values()), key=_execution_order)
 
     def _read(self, start: int, stop: int) -> None:
         for index, row in enumerate(self._store.rows(start, stop), start):
-            tags = ((name, value) for name, value in row["tags"].items() if name not in _NOT_THE_TAP)
-            key = (row["direction"], row["side"], row["rank"], *((n, str(v)) for n, v in tags))
+            key = (identity(row.tags), row.side, row.rank)
             known = self._newest.get(key)
             if known is None or known[0] < index:
                 self._newest[key] = (index, row)

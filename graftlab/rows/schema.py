@@ -1,22 +1,145 @@
-"""The row: what is recorded of one tap on one receiving rank. Everything people look at is a rendering of rows."""
+"""The row: what is recorded of one tap on one receiving rank. Everything people look at is a rendering of rows.
+
+:class:`Row` is the one table of columns. Its fields, in this order, are the columns of a frame and the values of a line
+in a run's file; their annotations say what each holds, and from these follows how it is encoded and stored. A new
+statistic is a field here and one of the same name in :class:`graftlab.diffs.measure.DiffStats`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-STATUSES = ("compared", "grafted", "failed", "missing", "timeout", "unmatched")
-
-STATISTICS = (
-    *("numel", "rel_l2", "rel_diff", "max_abs", "max_abs_index", "mean_abs", "cosine"),
-    *("nonfinite_baseline", "nonfinite_target", "nonfinite_differ"),
-    *("mean_baseline", "std_baseline", "min_baseline", "max_baseline"),
-    *("mean_target", "std_target", "min_target", "max_target"),
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
 )
 
-COLUMNS = (
-    *("run", "step", "order", "name", "tags", "direction", "side", "rank", "status", "senders", "shape", "dtype"),
-    *STATISTICS,
-    *("aligned_by", "rows_matched", "rows_unmatched", "cast", "note", "plan_version", "occurrence", "seconds", "error"),
-)
+from graftlab.base.world import Direction, Side
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from graftlab.diffs.measure import DiffStats
+
+T = TypeVar("T")
+
+Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched"]
+"""What became of a tap: measured; measured and overwritten; the transform failed; nobody sent it; the wait for it took
+too long; or (on the sender) nobody asked for it."""
+
+MEASURED: tuple[Status, ...] = ("compared", "grafted")
+"""The statuses of rows that have statistics."""
+
+_STATISTIC = object()
+Statistic = Annotated[T | None, _STATISTIC]
+
+
+class Row(NamedTuple):
+    """One tap on one receiving rank, or on a sending rank to whose tensor nobody listened. Made once, and complete."""
+
+    run: int
+    step: int
+    order: int
+    """Counts the taps of this rank that some filter wanted."""
+    name: str
+    """The tap's name on this side, before the plan's rename."""
+    tags: dict[str, Any]
+    direction: Direction | None
+    side: Side
+    rank: int
+    status: Status
+    senders: list[int]
+    """The ranks of the other side whose tensors came."""
+    shape: list[int] | None = None
+    dtype: str | None = None
+
+    numel: Statistic[int] = None
+    rel_l2: Statistic[float] = None
+    rel_diff: Statistic[float] = None
+    max_abs: Statistic[float] = None
+    max_abs_index: Statistic[tuple[int, ...]] = None
+    mean_abs: Statistic[float] = None
+    cosine: Statistic[float] = None
+    nonfinite_baseline: Statistic[int] = None
+    nonfinite_target: Statistic[int] = None
+    nonfinite_differ: Statistic[int] = None
+    mean_baseline: Statistic[float] = None
+    std_baseline: Statistic[float] = None
+    min_baseline: Statistic[float] = None
+    max_baseline: Statistic[float] = None
+    mean_target: Statistic[float] = None
+    std_target: Statistic[float] = None
+    min_target: Statistic[float] = None
+    max_target: Statistic[float] = None
+
+    aligned_by: str | None = None
+    rows_matched: int | None = None
+    rows_unmatched: int | None = None
+    cast: str | None = None
+    note: str | None = None
+    """What a reader should know of a row that is otherwise good."""
+    plan_version: int = 0
+    occurrence: int = 0
+    """How often this tap was reached before in this step."""
+    seconds: float = 0.0
+    """How long the model waited at this tap."""
+    error: str | None = None
+    """Why there is no measurement."""
+
+
+Storage = Literal["integer", "float", "text", "list", "index", "tags"]
+"""How a column is held: ``integer`` and ``float`` as numbers of 64 bits; ``text`` and ``list``, which repeat, as places
+in a table of their values; ``index`` and ``tags``, which differ from row to row, as objects."""
+
+_STORAGES: dict[Any, Storage] = {
+    int: "integer",
+    float: "float",
+    str: "text",
+    list: "list",
+    tuple: "index",
+    dict: "tags",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What the table says of one column. ``type`` is what its values are an instance of, where they are not None."""
+
+    name: str
+    type: type
+    is_nullable: bool
+    is_statistic: bool
+    storage: Storage
+
+
+def _column(name: str, annotation: Any) -> Column:
+    is_statistic = get_origin(annotation) is Annotated
+    hint = get_args(annotation)[0] if is_statistic else annotation
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not types.NoneType]
+    if get_origin(kinds[0]) is Literal:
+        kinds = [str]
+    kind = get_origin(kinds[0]) or kinds[0]
+    if len(kinds) != 1 or kind not in _STORAGES:
+        known = ", ".join(known.__name__ for known in _STORAGES)
+        raise TypeError(f"Row.{name}: a column holds one of {known}, perhaps or None, and not {annotation}")
+    return Column(name, kind, is_union, is_statistic, _STORAGES[kind])
+
+
+TABLE = tuple(_column(name, hint) for name, hint in get_type_hints(Row, include_extras=True).items())
+COLUMNS = Row._fields
+STATISTICS = tuple(column.name for column in TABLE if column.is_statistic)
+
+# In this order rows stand in a frame: as they ran. Steps count on over the runs of a session.
+EXECUTION_ORDER = ("step", "order", "side", "rank")
+
+statistics_of: Callable[[DiffStats], tuple[Any, ...]] = attrgetter(*STATISTICS)
+"""The statistics in the order in which a row has them, next to each other."""

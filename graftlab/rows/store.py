@@ -14,7 +14,7 @@ import pandas as pd
 
 from graftlab.errors import SessionError
 from graftlab.rows.columns import Block, Columns
-from graftlab.rows.encoding import HEADER, decode_all
+from graftlab.rows.encoding import HEADER, decode_all, record
 from graftlab.rows.schema import COLUMNS, Row
 
 ROWS_FILE = "rows.jsonl"
@@ -35,7 +35,7 @@ def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
     tensor as they are. Sorted by step and execution order.
     """
     columns = Columns()
-    block = columns.block([list(map(row.get, COLUMNS)) for row in rows])
+    block = columns.block(list(rows))
     return columns.frame(columns.merge(columns.block([]), [block]))
 
 
@@ -90,7 +90,7 @@ class RowStore:
             end = self._marked_places[last] if last < len(self._marked_places) else self._end
         lines = b"".join(_pieces(self._path, begin, end)).split(b"\n")[skipped : skipped + max(0, stop - start)]
         return [
-            dict(zip(COLUMNS, values, strict=True))
+            record(values)
             for at in range(0, len(lines), _STRIDE)
             for values in decode_all(b"\n".join(lines[at : at + _STRIDE]) + b"\n")[0]
         ]

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.rows.schema import COLUMNS
+from graftlab.base.tags import tells_taps_apart
+from graftlab.rows.schema import COLUMNS, MEASURED
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Key = tuple[Hashable, ...]
-
-MEASURED = ("compared", "grafted")
-# Tags that every tap has; they say who and when, not which tap.
-_SESSION_TAGS = frozenset({"name", "step", "side", "rank"})
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,20 @@ class Taps:
         return mask
 
     def suspects(self, noise_floor: float | None) -> Array:
-        """Mask of the taps that diverge: above the floor, a non-finite difference, or a failed transform."""
-        above = np.zeros(len(self.keys), dtype=bool) if noise_floor is None else self.value > noise_floor
+        """Mask of the taps that diverge; see :func:`divergent`."""
         failed = self.statuses.get("failed", np.zeros(len(self.keys), dtype=bool))
-        return (self.measured & (above | (self.nonfinite > 0))) | failed
+        return divergent(self.measured, failed, self.value, self.nonfinite, noise_floor)
+
+
+def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, noise_floor: float | None) -> Array:
+    """Mask of what a noise floor does not explain, of rows as of taps.
+
+    That is what was measured and is above the floor, or has pairs of which one alone is not finite; and each transform
+    that failed. NaN is above nothing. Without a floor the value is left out of it.
+    """
+    above = np.zeros(len(value), dtype=bool) if noise_floor is None else value > noise_floor
+    mask: Array = (measured & (above | (nonfinite > 0))) | failed
+    return mask
 
 
 def require(frame: pd.DataFrame, *columns: str) -> None:
@@ -78,21 +86,21 @@ def numbers(frame: pd.DataFrame, column: str) -> Array:
 
 
 def tag_columns(frame: pd.DataFrame) -> list[str]:
-    """The columns of callers' tags, without those that name a rank: they differ between a tap's receivers."""
+    """The columns of the tags that tell taps apart; see :func:`graftlab.base.tags.identity`."""
     if "tags" in frame.columns:
         names: dict[str, None] = {}
         for tags in frame["tags"]:
             if isinstance(tags, Mapping):
-                names.update(dict.fromkeys(str(key) for key in tags if key not in _SESSION_TAGS))
+                names.update(dict.fromkeys(filter(tells_taps_apart, map(str, tags))))
         # A tag whose name is a row's own column is kept as tag_<name>.
         columns = [f"tag_{name}" if f"tag_{name}" in frame.columns else name for name in names]
     else:  # a frame made by hand
-        columns = [str(column) for column in frame.columns if column not in COLUMNS]
-    return [column for column in columns if column in frame.columns and not column.endswith("_rank")]
+        columns = [str(column) for column in frame.columns if column not in COLUMNS and tells_taps_apart(str(column))]
+    return [column for column in columns if column in frame.columns]
 
 
 def _plain(value: Any) -> Hashable:
-    """A tag's value as it compares equal across frames: NaN is None, 3.0 is 3, a list is its text."""
+    """A cell's value as :func:`graftlab.base.tags.identity` has it: NaN is None, 3.0 is 3, a list its text."""
     if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)) or value is pd.NA:
         return None
     if isinstance(value, np.generic):
@@ -150,8 +158,7 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     worst = np.full(count, np.nan)
     np.fmax.at(worst, row_tap, np.where(is_measured, numbers(frame, value), np.nan))
     nonfinite = np.zeros(count)
-    if "nonfinite_differ" in frame.columns:
-        np.fmax.at(nonfinite, row_tap, np.where(is_measured, numbers(frame, "nonfinite_differ"), np.nan))
+    np.fmax.at(nonfinite, row_tap, np.where(is_measured, _nonfinite(frame), np.nan))
     statuses = {}
     for one in pd.unique(status):
         statuses[str(one)] = np.zeros(count, dtype=bool)
@@ -163,6 +170,11 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     columns += [frame[column].iloc[at].tolist() for column in tags]
     keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
     return Taps(keys, tags, steps, worst, nonfinite, statuses, row_tap, order)
+
+
+def _nonfinite(frame: pd.DataFrame) -> Array:
+    """How many pairs of each row differ in being finite; in a frame made by hand that may not be told."""
+    return numbers(frame, "nonfinite_differ") if "nonfinite_differ" in frame.columns else np.zeros(len(frame))
 
 
 def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
@@ -184,7 +196,7 @@ def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
 
 
 def first_divergent(
-    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = 1e-5
+    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = DEFAULT_NOISE_FLOOR
 ) -> pd.Series[Any] | None:
     """The first row, in execution order, that a noise floor does not explain: where to start looking.
 
@@ -192,8 +204,8 @@ def first_divergent(
     ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
     nothing. ``noise_floor=None`` leaves the value out of it. Taps are ordered by step, then by the smallest
     ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
-    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; about 1e-5
-    suits float32 against float32, 2e-2 bfloat16 against float32.
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; about 2e-2 suits
+    bfloat16 against float32.
 
     Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
     ValueError naming a column (name, order, status, ``value``) that the frame lacks.
@@ -202,13 +214,10 @@ def first_divergent(
         return None
     taps = group(frame, value)
     status = frame["status"].astype(str).to_numpy()
-    divergent = np.zeros(len(frame), dtype=bool)
-    if noise_floor is not None:
-        divergent |= numbers(frame, value) > noise_floor
-    if "nonfinite_differ" in frame.columns:
-        divergent |= numbers(frame, "nonfinite_differ") > 0
-    divergent = (divergent & np.isin(status, MEASURED)) | (status == "failed")
-    if not divergent.any():
+    mask = divergent(
+        np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), noise_floor
+    )
+    if not mask.any():
         return None
     sequence = np.lexsort((taps.row_order, taps.row_tap))
-    return frame.iloc[int(sequence[divergent[sequence]][0])]
+    return frame.iloc[int(sequence[mask[sequence]][0])]

@@ -18,6 +18,7 @@ import ipywidgets as widgets
 
 from graftlab import plots
 from graftlab.base.html import cell, number, shortened, table
+from graftlab.base.tags import TapIdentity, identity
 from graftlab.control.core import SessionCore
 from graftlab.control.ranks_table import ranks_table
 from graftlab.errors import GraftError
@@ -114,8 +115,8 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
         with self._lock:
             if self._live.behind or not self._rows:
                 rows = self._live.look(_ROWS_A_TICK)
-                newest = max((row["run"] for row in rows), default=None)
-                self._rows = self._in_tap_order([row for row in rows if row["run"] == newest])
+                newest = max((row.run for row in rows), default=None)
+                self._rows = self._in_tap_order([row for row in rows if row.run == newest])
             self._set(self._ranks, ranks_table(self.session.ranks, self.session.closed))
             self._show_taps()
             self._set(self._log, self._log_text())
@@ -123,12 +124,11 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
 
     def _in_tap_order(self, rows: list[Row]) -> list[Row]:
         """The newest row of each tap comes from one step or the next; put them in the order of one step."""
-        places = {_tap_of(tags): place for place, tags in enumerate(self.session.taps)}
+        places: dict[TapIdentity, int] = {}
+        for place, tags in enumerate(self.session.taps):
+            places.setdefault(identity(tags), place)
         last = len(places)
-        ordered = [
-            {**row, "step": 0, "order": places.get(_tap_of(row["tags"]), last), "at": row["step"]} for row in rows
-        ]
-        return sorted(ordered, key=lambda row: (row["order"], row["side"], row["rank"]))
+        return sorted(rows, key=lambda row: (places.get(identity(row.tags), last), row.side, row.rank))
 
     def show_error(self, text: str) -> None:
         """Show why a callback or a tick failed; the empty text says that it works again."""
@@ -183,7 +183,9 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]
     def _paint(self, rows: list[Row]) -> None:
         began = time.monotonic()
         try:
-            picture = plots.to_png(plots.divergence(to_frame(rows)))
+            # In the order in which they stand, as if all had run in one step.
+            in_one_step = [row._replace(step=0, order=place) for place, row in enumerate(rows)]
+            picture = plots.to_png(plots.divergence(to_frame(in_one_step)))
             self._set(self._figure, picture)
         except Exception as error:
             logger.exception("the divergence figure could not be drawn")
@@ -211,10 +213,12 @@ def _taps(rows: list[Row]) -> list[dict[str, Any]]:
     """The newest rows, one entry a tap: the worst of its receiving ranks stands for all."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        tags = {k: v for k, v in row["tags"].items() if k not in ("name", "step", "side", "rank", "recompute_status")}
-        shown = [row["name"], *(f"{name}={value}" for name, value in tags.items())]
+        tap = identity(row.tags)
+        shown = [tap.name, *(f"{name}={value}" for name, value in tap.tags)]
+        if tap.recompute_status == "recompute":
+            shown.append("recompute")
         badness = _badness(row)
-        key = (row["direction"], *shown)
+        key = (row.direction, tap)
         known = found.get(key)
         if known is None or badness > known["badness"]:
             entry = {"row": row, "badness": badness, "shown": " ".join(shown), "text": " ".join(shown).lower()}
@@ -222,18 +226,12 @@ def _taps(rows: list[Row]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _tap_of(tags: dict[str, Any]) -> tuple[str, ...]:
-    """What tells taps apart, wherever and whenever they are reached."""
-    own = (f"{name}={value}" for name, value in tags.items() if name not in ("step", "side", "rank"))
-    return tuple(own)
-
-
 def _badness(row: Row) -> float:
-    if row["status"] in ("failed", "timeout", "missing"):
+    if row.status in ("failed", "timeout", "missing"):
         return math.inf
-    if row["nonfinite_differ"]:
+    if row.nonfinite_differ:
         return 1e300
-    value = row["rel_l2"]
+    value = row.rel_l2
     return -1.0 if value is None or math.isnan(value) else float(value)
 
 
@@ -242,19 +240,19 @@ def _taps_table(taps: list[dict[str, Any]]) -> str:
         return '<div class="quiet">no tap to show: nothing was compared yet, or the filter box leaves none</div>'
     lines = []
     for tap in taps:
-        row = tap["row"]
-        bad = row["status"] in ("failed", "timeout", "missing")
-        nonfinite = row["nonfinite_differ"] or 0
+        row: Row = tap["row"]
+        bad = row.status in ("failed", "timeout", "missing")
+        nonfinite = row.nonfinite_differ or 0
         cells = [
             cell(shortened(tap["shown"], 90)),
-            cell(row["status"], "bad" if bad else ""),
-            cell(number(row["rel_l2"]), "number"),
-            cell(number(row["max_abs"]), "number"),
+            cell(row.status, "bad" if bad else ""),
+            cell(number(row.rel_l2), "number"),
+            cell(number(row.max_abs), "number"),
             cell(nonfinite or "", "number bad" if nonfinite else "number"),
-            cell(f"{row['side']}[{row['rank']}]"),
-            cell(row["at"], "number"),
-            cell(row["direction"] or ""),
-            cell(shortened((row["error"] or row["note"] or row["aligned_by"] or "").partition("\n")[0], 80)),
+            cell(f"{row.side}[{row.rank}]"),
+            cell(row.step, "number"),
+            cell(row.direction or ""),
+            cell(shortened((row.error or row.note or row.aligned_by or "").partition("\n")[0], 80)),
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")

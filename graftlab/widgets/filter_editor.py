@@ -19,6 +19,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from graftlab.base.tags import PLACE_TAGS
 from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
 from graftlab.errors import FilterError, GraftError
@@ -36,8 +37,6 @@ TAP_LIMIT = 10_000
 _PLANS_LISTED = 30
 # A text may mention any number of tags that nobody has.
 _REMARKS = 3
-# Their values are those of the moment in which a tap was first seen.
-_MOMENT_TAGS = frozenset({"step", "side", "rank"})
 _MEANINGS = {
     "b2t": "baseline → target",
     "t2b": "target → baseline",
@@ -354,7 +353,8 @@ class FilterEditor(widgets.VBox):  # type: ignore[misc]
             return []
         unknown = sorted(filter_.names - self._tags_seen)[:_REMARKS]
         remarks = [view.unknown_tag(name, get_close_matches(name, self._tags_seen, n=1)) for name in unknown]
-        moment = sorted(filter_.names & _MOMENT_TAGS)
+        # Their values are those of the moment in which a tap was first seen.
+        moment = sorted(filter_.names & PLACE_TAGS)
         if moment:
             remarks.append(view.quiet(f"judged by the {' and '.join(moment)} at which each tap was first seen"))
         return remarks

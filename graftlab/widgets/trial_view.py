@@ -148,13 +148,13 @@ def in_force(version: Version, applied: bool) -> str:
 
 def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
     """Whether the transform in force fails, going by the newest row of each tap and rank; empty if it does not."""
-    of_plan = [row for row in rows if row["plan_version"] == plan.version]
-    failed = [row for row in of_plan if row["status"] == "failed"]
+    of_plan = [row for row in rows if row.plan_version == plan.version]
+    failed = [row for row in of_plan if row.status == "failed"]
     if not failed:
         return ""
     row = failed[-1]
-    why = html.escape(shortened(str(row["error"]).partition("\n\n")[0], _ERROR_SHOWN))
-    place = html.escape(f"{row['name']} on {row['side']}[{row['rank']}], step {row['step']}")
+    why = html.escape(shortened(str(row.error).partition("\n\n")[0], _ERROR_SHOWN))
+    place = html.escape(f"{row.name} on {row.side}[{row.rank}], step {row.step}")
     return (
         f'<div class="failing"><span class="bad" role="status">✗ fails in {len(failed)} of the newest {len(of_plan)} '
         f'rows: {why}</span> <span class="quiet">({place}; the run goes on with the tensor as it was)</span></div>'

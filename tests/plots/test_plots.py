@@ -25,6 +25,7 @@ from matplotlib.text import Annotation
 from graftlab import plots
 from graftlab.diffs import samples
 from graftlab.plots import style
+from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
@@ -40,19 +41,19 @@ REAL_DTYPES = [
 ]
 
 
-def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> dict[str, Any]:
+def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> Row:
     """A row as a rank writes it; what is no column of its own becomes a tag."""
     own = {"run", "step", "order", "side", "rank", "senders", "nonfinite_differ", "occurrence", "max_abs", "cosine"}
     tags = {key: more.pop(key) for key in list(more) if key not in own}
     base = {"run": 1, "step": 0, "order": 0, "side": "target", "rank": 0, "senders": [0], "occurrence": 0, **more}
     base["tags"] = {"name": name, "step": base["step"], "side": "target", "rank": base["rank"], **tags}
     base.setdefault("nonfinite_differ", 0 if status in ("compared", "grafted") else None)
-    return {"name": name, "rel_l2": value, "status": status, "direction": "b2t", **base}
+    return Row(name=name, rel_l2=value, status=status, direction="b2t", **base)
 
 
-def frame(*rows: dict[str, Any]) -> pd.DataFrame:
+def frame(*rows: Row) -> pd.DataFrame:
     """Rows in execution order, unless they say otherwise."""
-    return to_frame([{**one, "order": one["order"] or at} for at, one in enumerate(rows)])
+    return to_frame([one._replace(order=one.order or at) for at, one in enumerate(rows)])
 
 
 def by_gid(figure: Figure, gid: str) -> Any:
@@ -420,14 +421,14 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
 )
 def test_the_row_found_and_the_tap_annotated_are_the_same(rows: list[Any], floor: float | None) -> None:
     made = [row(n, v, s, step=step, nonfinite_differ=bad) for step, n, v, s, bad in sorted(rows, key=lambda r: r[0])]
-    data = to_frame([{**one, "order": at, "occurrence": at} for at, one in enumerate(made)])
+    data = to_frame([one._replace(order=at, occurrence=at) for at, one in enumerate(made)])
     expected = [
         at
         for at, one in enumerate(made)
-        if one["status"] == "failed"
+        if one.status == "failed"
         or (
-            one["status"] in ("compared", "grafted")
-            and (one["nonfinite_differ"] > 0 or (floor is not None and one["rel_l2"] > floor))
+            one.status in ("compared", "grafted")
+            and (one.nonfinite_differ > 0 or (floor is not None and one.rel_l2 > floor))
         )
     ]
     found = plots.first_divergent(data, noise_floor=floor)

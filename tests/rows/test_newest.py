@@ -16,8 +16,8 @@ from graftlab.rows.store import RowStore
 
 def row(tap: int, index: int, rank: int = 0) -> Row:
     tags = {"name": f"tap{tap}", "step": index, "side": "target", "rank": rank, "recompute_status": "original"}
-    place = {"side": "target", "rank": rank, "direction": "b2t"}
-    return {"run": 0, "step": index, "order": index, "name": f"tap{tap}", "tags": tags, "rel_l2": float(index), **place}
+    place = ("b2t", "target", rank)
+    return Row(0, index, index, f"tap{tap}", tags, *place, status="compared", senders=[0], rel_l2=float(index))
 
 
 class CountingStore(RowStore):
@@ -62,8 +62,8 @@ def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
             live.look(limit)
         assert live.behind == 0
         shown = live.look(limit)
-        assert {found["name"]: found["step"] for found in shown} == expected
-        assert [found["order"] for found in shown] == sorted(found["order"] for found in shown)
+        assert {found.name: found.step for found in shown} == expected
+        assert [found.order for found in shown] == sorted(found.order for found in shown)
         # Nothing is read twice: looking at all of it costs as many rows as there are.
         assert store.read == index
         store.close()
@@ -73,7 +73,7 @@ def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: P
     store = RowStore(tmp_path)
     store.append([encode(row(index % 3, index)) for index in range(10_000)])
     live = LiveTaps(store)
-    assert [found["step"] for found in live.look(10)] == [9997, 9998, 9999]
+    assert [found.step for found in live.look(10)] == [9997, 9998, 9999]
     assert live.behind == 9990
     store.close()
 
@@ -81,5 +81,5 @@ def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: P
 def test_ranks_of_one_tap_are_kept_apart(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(0, 0, rank)) for rank in range(3)])
-    assert [found["rank"] for found in LiveTaps(store).look()] == [0, 1, 2]
+    assert [found.rank for found in LiveTaps(store).look()] == [0, 1, 2]
     store.close()

@@ -25,16 +25,14 @@ from graftlab.rows.store import ROWS_FILE, RowStore, to_frame
 
 
 def row(**changes: Any) -> Row:
-    made: Row = dict.fromkeys(COLUMNS)
-    made.update(run=0, step=0, order=1, name="x", side="target", rank=0, status="compared", senders=[0], occurrence=0)
-    made["tags"] = {"name": "x", "step": 0, "side": "target", "rank": 0, "recompute_status": "original"}
-    made.update(plan_version=0, seconds=0.25, shape=[2], dtype="float32", numel=2, rel_l2=0.5, max_abs=1.0)
-    return {**made, **changes}
+    tags = {"name": "x", "step": 0, "side": "target", "rank": 0, "recompute_status": "original"}
+    made = Row(0, 0, 1, "x", tags, None, "target", 0, "compared", [0], [2], "float32", seconds=0.25)
+    return made._replace(numel=2, rel_l2=0.5, max_abs=1.0)._replace(**changes)
 
 
 def tagged(**tags: Any) -> Row:
     made = row()
-    return {**made, "tags": {**made["tags"], **tags}}
+    return made._replace(tags={**made.tags, **tags})
 
 
 def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
@@ -98,9 +96,9 @@ def test_rows_stand_in_execution_order_whatever_order_they_came_in() -> None:
 
 def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     """A frame of these rows made by pandas alone, from a list of objects a column."""
-    columns = {name: [row.get(name) for row in rows] for name in COLUMNS}
-    for tag in dict.fromkeys(tag for row in rows for tag in row["tags"] if tag not in ("name", "step", "side", "rank")):
-        columns[f"tag_{tag}" if tag in COLUMNS else tag] = [row["tags"].get(tag) for row in rows]
+    columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+    for tag in dict.fromkeys(tag for row in rows for tag in row.tags if tag not in ("name", "step", "side", "rank")):
+        columns[f"tag_{tag}" if tag in COLUMNS else tag] = [row.tags.get(tag) for row in rows]
     empty = to_frame([])
     numbers = {name: empty[name].dtype for name in COLUMNS if empty[name].dtype != object}
     frame = pd.DataFrame(columns, dtype=None if rows else object).astype(numbers)
@@ -121,7 +119,7 @@ measured = st.fixed_dictionaries(
 )
 some_rows = st.lists(
     st.builds(
-        lambda more, tags, place, statistics: {**row(**more, **place, **statistics), "tags": {**place, **tags}},
+        lambda more, tags, place, statistics: row(**more, **place, **statistics, tags={**place, **tags}),
         more=st.fixed_dictionaries(
             {"name": st.sampled_from("abc"), "note": st.none() | st.sampled_from("xy"), "run": few},
             optional={"shape": st.lists(few, max_size=2), "error": st.none() | st.just("planted")},
@@ -159,7 +157,7 @@ def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for
         same(gl.load_run(name), frame)
         for run in range(4):
             # Which tags are columns, and of what type, depends on the run's own rows alone.
-            of_run = as_pandas_has_it([made for made in rows if made["run"] == run])
+            of_run = as_pandas_has_it([made for made in rows if made.run == run])
             pd.testing.assert_frame_equal(store.frame(run), of_run, check_like=True)
         store.close()
 
@@ -168,7 +166,7 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
     store = RowStore(tmp_path)
     store.append([encode(row(order=1))])
     assert "layer" not in store.frame()
-    store.append([encode({**tagged(layer=7), "order": 2})])
+    store.append([encode(tagged(layer=7)._replace(order=2))])
     frame = store.frame()
     assert frame["layer"].isna().tolist() == [True, False]
     assert frame["layer"].tolist()[1] == 7
@@ -177,7 +175,7 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
 
 def test_what_is_done_to_a_frame_is_not_seen_in_another(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
-    store.append([encode({**tagged(layer=order), "order": order, "run": 0}) for order in range(4)])
+    store.append([encode(tagged(layer=order)._replace(order=order)) for order in range(4)])
     before = to_frame(store.rows())
     for _ in range(2):
         for frame in (store.frame(), store.frame(0)):
@@ -191,7 +189,7 @@ def test_what_is_done_to_a_frame_is_not_seen_in_another(tmp_path: Path) -> None:
             del frame["status"]
         same(store.frame(), before)
         same(store.frame(0), before)
-    store.append([encode({**tagged(layer=4), "order": 4})])
+    store.append([encode(tagged(layer=4)._replace(order=4))])
     same(store.frame().head(4), before)
     store.close()
 
@@ -226,19 +224,19 @@ def test_what_json_has_survives_the_line_unchanged(tags: dict[str, Any]) -> None
     ids=str,
 )
 def test_what_json_does_not_have_is_written_as_its_repr(value: Any, expected: Any) -> None:
-    assert decode(encode(tagged(kind=value)))["tags"]["kind"] == expected
+    assert decode(encode(tagged(kind=value))).tags["kind"] == expected
 
 
 def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert decode(encode(tagged(kind=loop)))["tags"]["kind"] == "[[...]]"
-    assert decode(encode(tagged(kind="\ud800")))["tags"]["kind"] == "?"
+    assert decode(encode(tagged(kind=loop))).tags["kind"] == "[[...]]"
+    assert decode(encode(tagged(kind="\ud800"))).tags["kind"] == "?"
 
 
 def test_numbers_of_other_libraries_stay_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5))))["tags"]
+    tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5)))).tags
     assert (tags["layer"], tags["scale"]) == (3, 0.5)
 
 
@@ -269,7 +267,7 @@ def test_rows_on_disk_are_the_rows_in_memory(
         if step % 2:
             store.frame()  # what was read once is not read again, and not lost either
     everything = store.rows()
-    assert [made["order"] for made in everything] == list(range(1, order + 1))
+    assert [made.order for made in everything] == list(range(1, order + 1))
     assert store.rows(start) == everything[start:]
     assert store.rows(start, start + 3) == everything[start : start + 3]
     store.close()
@@ -281,7 +279,7 @@ def test_a_store_keeps_what_it_has_after_it_was_closed(tmp_path: Path) -> None:
     store.append([encode(row())])
     store.close()
     store.append([encode(row(order=2))])
-    assert [made["order"] for made in store.rows()] == [1, 2]
+    assert [made.order for made in store.rows()] == [1, 2]
     assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2]
 
 
@@ -330,7 +328,7 @@ def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
             while not seen or len(seen[-1]) < total:
                 seen.append(store.frame()["order"].tolist())
                 count = len(store)
-                assert [made["order"] for made in store.rows(max(0, count - 5), count)] == list(range(count))[-5:]
+                assert [made.order for made in store.rows(max(0, count - 5), count)] == list(range(count))[-5:]
         except BaseException as fault:
             faults.append(fault)
 
@@ -399,16 +397,16 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
     store._file = file
     store.append([encode(row(order=3))])
     assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 3]
-    assert [made["order"] for made in store.rows()] == [1, 3]
+    assert [made.order for made in store.rows()] == [1, 3]
     store.close()
 
 
 def test_files_of_earlier_and_of_later_versions_are_read(tmp_path: Path) -> None:
     rows = [tagged(layer=layer) for layer in range(3)]
-    by_name = [json.dumps(made) for made in rows]
+    by_name = [json.dumps(made._asdict()) for made in rows]
     names = [name for name in reversed(COLUMNS) if name != "note"] + ["of_later"]
     header = json.dumps({"columns": names})
-    otherwise = [json.dumps([made.get(name) for name in names]) for made in rows]
+    otherwise = [json.dumps([getattr(made, name, None) for name in names]) for made in rows]
     for lines in (by_name, [header, *otherwise], [by_name[0], header, *otherwise[1:]], [header, *by_name]):
         (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
         same(gl.load_run(tmp_path), to_frame(rows))
@@ -419,7 +417,7 @@ def test_a_file_says_what_its_columns_are(tmp_path: Path) -> None:
     store.append([encode(row(order=5))])
     store.close()
     header, line = (json.loads(line) for line in (tmp_path / ROWS_FILE).read_text().splitlines())
-    assert dict(zip(header["columns"], line, strict=True)) == row(order=5)
+    assert dict(zip(header["columns"], line, strict=True)) == row(order=5)._asdict()
 
 
 def test_a_session_whose_file_was_deleted_says_which(tmp_path: Path) -> None:

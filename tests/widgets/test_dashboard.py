@@ -14,7 +14,6 @@ from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
 from graftlab.rows.encoding import encode
-from graftlab.rows.schema import Row
 from graftlab.widgets import dashboard as module
 from graftlab.widgets.dashboard import Dashboard
 from graftlab.widgets.refresher import refresher_of
@@ -152,10 +151,9 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
     template = session._rows.rows()[-1]
 
     def line(index: int) -> bytes:
-        row: Row = {**template, "order": 10_000 + index, "rel_l2": float(index), "nonfinite_differ": 0}
-        row["tags"] = {**template["tags"], "name": f"flood{index % 5}"}
-        row["name"] = f"flood{index % 5}"
-        return encode(row)
+        name = f"flood{index % 5}"
+        row = template._replace(order=10_000 + index, rel_l2=float(index), nonfinite_differ=0)
+        return encode(row._replace(name=name, tags={**template.tags, "name": name}))
 
     read: list[int] = []
     look = board._live._read

@@ -1,0 +1,257 @@
+"""An arrival: from what one receipt brought to the row. Transform, measure, keep, overwrite, log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from graftlab.base.world import Place
+from graftlab.diffs.measure import DiffStats
+from graftlab.errors import TransformError
+from graftlab.exchange.contract import Receipt
+from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.plan.plan import Action, GraftPlan
+from graftlab.rows.schema import STATISTICS, Row, Status, statistics_of
+from graftlab.transforms import (
+    GraftTransformInput,
+    Outcome,
+    Transform,
+    compare,
+    dtype_name,
+    run_transform,
+    user_traceback,
+)
+
+logger = logging.getLogger(__name__)
+
+_NO_STATISTICS = (None,) * len(STATISTICS)
+
+
+class TapCall(NamedTuple):
+    """One call of a tap that some filter wants: all that its row says before anything was sent or received.
+
+    ``tensor`` is the rank's own; None where there is none to speak of.
+    """
+
+    run: int
+    step: int
+    order: int
+    tags: dict[str, Any]
+    action: Action
+    place: Place
+    plan_version: int
+    occurrence: int
+    tensor: torch.Tensor | None
+
+    @property
+    def name(self) -> str:
+        name: str = self.tags["name"]
+        return name
+
+
+class Arrival(NamedTuple):
+    """What came of a call. ``result`` is the tensor to go on with; None leaves the model's value alone."""
+
+    status: Status
+    senders: list[int]
+    stats: DiffStats | None = None
+    aligned_by: str | None = None
+    rows_matched: int | None = None
+    rows_unmatched: int | None = None
+    cast: str | None = None
+    note: str | None = None
+    error: str | None = None
+    result: torch.Tensor | None = None
+
+
+def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
+    """The row of a call. This is where every row of a rank is made."""
+    own, place = call.tensor, call.place
+    # How many statistics there are is the table's business, and nothing that a type checker can know.
+    return Row(  # type: ignore[call-arg]
+        call.run,
+        call.step,
+        call.order,
+        call.tags["name"],
+        call.tags,
+        call.action.direction,
+        place.side,
+        place.rank,
+        arrival.status,
+        arrival.senders,
+        None if own is None else list(own.shape),
+        None if own is None else dtype_name(own.dtype),
+        *(_NO_STATISTICS if arrival.stats is None else statistics_of(arrival.stats)),
+        arrival.aligned_by,
+        arrival.rows_matched,
+        arrival.rows_unmatched,
+        arrival.cast,
+        arrival.note,
+        call.plan_version,
+        call.occurrence,
+        seconds,
+        arrival.error,
+    )
+
+
+class Arrivals:
+    """Makes of each receipt what the plan in force says. ``warn_once(name, what)`` tells the user of a tap."""
+
+    def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
+        self._kept = kept
+        self._warn_once = warn_once
+        self._transform: Transform | None = None
+
+    def adopt(self, plan: GraftPlan) -> None:
+        """This plan's transform is in force from now on."""
+        self._transform = _load(plan)
+
+    def take(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None = None) -> Arrival:
+        """What comes of a call that this rank receives at. The receipt is not released here.
+
+        A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
+        in its place.
+        """
+        if not receipt.contributions:
+            return _nothing_came(receipt)
+        if receipt.unreadable:
+            return _unreadable(call, receipt)
+        graft_input = _input(call, extras, receipt)
+        note = _absent(receipt)
+        try:
+            outcome = run_transform(self._transform, graft_input)
+            stats = compare(outcome, graft_input)
+        except (Exception, SystemExit) as error:
+            return self._transform_failed(call, graft_input, note, error)
+        matched, unmatched = None, None
+        if outcome.rows is not None:
+            matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
+            if unmatched and not matched:
+                return _no_rows_came(graft_input, outcome, note)
+        if call.action.keep:
+            note = _joined(note, self._kept.add(graft_input, outcome.value))
+        status: Status = "compared"
+        result = None
+        if call.action.graft:
+            status = "grafted"
+            result, overwrite_note = self._overwrite(call, outcome.value, replaced)
+            note = _joined(note, overwrite_note)
+            if logger.isEnabledFor(logging.INFO):
+                _log_graft(call, outcome.value, stats, graft_input.senders)
+        senders, aligned_by, cast = graft_input.senders, outcome.aligned_by, outcome.cast
+        return Arrival(status, senders, stats, aligned_by, matched, unmatched, cast, note, None, result)
+
+    def _transform_failed(
+        self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
+    ) -> Arrival:
+        text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
+        logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
+        if call.action.keep:
+            # To try a better transform on.
+            note = _joined(note, self._kept.add(graft_input, None))
+        return Arrival("failed", graft_input.senders, note=note, error=text)
+
+    def _overwrite(
+        self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
+    ) -> tuple[torch.Tensor, str | None]:
+        if replaced is not None:
+            return replacement_for(replaced, value), None
+        assert call.tensor is not None
+        result, note = overwrite(call.tensor, value)
+        if note:
+            self._warn_once(call.name, note)
+        return result, note
+
+
+def _load(plan: GraftPlan) -> Transform | None:
+    """The plan's transform. One that loads in the notebook but not here fails at each tap, not the whole run."""
+    try:
+        return plan.load_transform()
+    except (Exception, SystemExit) as error:
+        cause = error
+
+        def fails(graft_input: GraftTransformInput) -> torch.Tensor:
+            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
+
+        return fails
+
+
+def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
+    assert call.action.direction is not None
+    assert call.tensor is not None
+    return GraftTransformInput(
+        tags=call.tags,
+        received_list=[contribution.tensor for contribution in receipt.contributions],
+        received_extras_list=[contribution.extras for contribution in receipt.contributions],
+        target=call.tensor.detach(),
+        direction=call.action.direction,
+        recv_rank=call.place.rank,
+        recv_world_size=call.place.world_size,
+        senders=_senders(receipt),
+        send_world_size=call.place.other_world_size,
+        target_extras=extras,
+    )
+
+
+def _senders(receipt: Receipt) -> list[int]:
+    return [contribution.rank for contribution in receipt.contributions]
+
+
+def _absent(receipt: Receipt) -> str | None:
+    """Why some senders' contributions are not there, where others' are."""
+    return "; ".join(receipt.absent.values()) or None
+
+
+def _joined(*notes: str | None) -> str | None:
+    return "; ".join(filter(None, notes)) or None
+
+
+def _nothing_came(receipt: Receipt) -> Arrival:
+    return Arrival("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
+
+
+def _unreadable(call: TapCall, receipt: Receipt) -> Arrival:
+    error = "; ".join(receipt.unreadable.values())
+    logger.error("%s: tap %r failed: %s", call.place.label, call.name, error)
+    return Arrival("failed", _senders(receipt), note=_absent(receipt), error=error)
+
+
+def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str | None) -> Arrival:
+    """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
+    return Arrival(
+        "missing",
+        graft_input.senders,
+        aligned_by=outcome.aligned_by,
+        rows_matched=0,
+        rows_unmatched=outcome.rows_unmatched,
+        note=note,
+        error="the senders have none of the rows of this batch",
+    )
+
+
+def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
+    assert call.tensor is not None
+    direction = call.action.direction
+    ours, others = ("target", "baseline") if direction == "b2t" else ("baseline", "target")
+    line = (
+        f"{call.place.label} grafted {direction} at tap {call.name!r} step {call.step}: "
+        f"{_described(call.tensor, stats, ours)} overridden by {_described(theirs, stats, others)} from ranks "
+        f"{senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
+    )
+    # As logger.info, but for the search of the stack for this line, which would cost more than all the rest.
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
+
+
+def _described(tensor: torch.Tensor, stats: DiffStats, side: str) -> str:
+    """Shape, dtype, device and what was measured of it, for the log."""
+    nonfinite, mean, std, low, high = (
+        getattr(stats, f"{what}_{side}") for what in ("nonfinite", "mean", "std", "min", "max")
+    )
+    return (
+        f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} (mean={mean:.4g} std={std:.4g} "
+        f"min={low:.4g} max={high:.4g}{f' nonfinite={nonfinite}' if nonfinite else ''})"
+    )

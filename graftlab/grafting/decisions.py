@@ -1,0 +1,158 @@
+"""Decisions: what the plan in force says of each distinct tag set on this rank, and the address of each call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.module_tracker import ModuleTracker
+
+from graftlab.base.tags import RESERVED_TAGS, Plain, RecomputeStatus, TagItems, TapKey, identity, plain
+from graftlab.base.world import Direction, Place
+from graftlab.errors import TagError
+from graftlab.plan.plan import Action, GraftPlan
+
+# Tag sets that never repeat (a request id, say) must not fill the memory.
+_DECISIONS_LIMIT = 100_000
+_SEEN_LIMIT = 10_000
+
+# Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
+_tracker = ModuleTracker()
+
+
+def recompute_status() -> RecomputeStatus:
+    """``"recompute"`` while activation checkpointing runs a forward again inside the backward pass.
+
+    Hooks and custom backward functions run there too, but without grad mode.
+    """
+    return "recompute" if _tracker.is_bw and torch.is_grad_enabled() else "original"
+
+
+def sends(place: Place, direction: Direction | None) -> bool:
+    """Whether the side of this place gives its tensors away, where they go this way."""
+    return direction == ("b2t" if place.side == "baseline" else "t2b")
+
+
+def all_tags(name: str, given: Mapping[str, Any], place: Place, step: int) -> dict[str, Any]:
+    """The tags of a tap that is reached now, as filters see them: those that graftlab sets, and those given."""
+    return {
+        "name": name,
+        "step": step,
+        "side": place.side,
+        "rank": place.rank,
+        "recompute_status": recompute_status(),
+        **given,
+    }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the plan says of one distinct tag set, worked out once: what is done, and under which address.
+
+    ``tags`` are those that the filters saw; of a later call its step and ``recompute_status`` may be others. ``name``
+    is that under which the tap is paired.
+    """
+
+    action: Action
+    sends: bool
+    tags: dict[str, Any]
+    name: str
+    key_tags: tuple[tuple[str, Plain], ...]
+
+    def tags_at(self, step: int, status: str) -> dict[str, Any]:
+        """The tags of a call in this step."""
+        return {**self.tags, "step": step, "recompute_status": status}
+
+
+class SeenTags:
+    """Reports each tag set that is reached for the first time, whether or not some filter wants it.
+
+    It outlives plans, and knows a limited number of tag sets.
+    """
+
+    def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
+        self._report = report
+        self._known: set[tuple[str, str, TagItems]] = set()
+
+    def note(self, tags: Mapping[str, Any], own: TagItems) -> None:
+        shown = tuple((tag, plain(value)) for tag, value in own)
+        known = (str(tags["name"]), str(tags["recompute_status"]), shown)
+        if known not in self._known and len(self._known) < _SEEN_LIMIT:
+            self._known.add(known)
+            self._report({**tags, **dict(shown)})
+
+
+Asked = tuple[Any, ...]
+"""How a call of a tap is looked up: its name, the tags around it, and each of its own as a pair."""
+
+
+class Decisions:
+    """One plan's decisions on this rank, each made when it is first asked for; None for a tap that is left alone.
+
+    Good for as long as the plan is in force and, where a filter looks at the step, for one step.
+    """
+
+    def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags) -> None:
+        self.plan = plan
+        self.step = step
+        self.known: dict[Asked, Decision | None] = {}
+        self._place = place
+        self._seen = seen
+        # What changes from call to call cannot be remembered.
+        self._remembers = "recompute_status" not in plan.mentions
+
+    def of(self, asked: Asked) -> Decision | None:
+        """What the plan says of a tap. Raises :class:`TagError` for a name or tags that it cannot have."""
+        try:
+            return self.known[asked]
+        except (KeyError, TypeError):
+            return self.decide(asked)
+
+    def decide(self, asked: Asked) -> Decision | None:
+        """The same, worked out anew."""
+        decision = self._worked_out(asked)
+        if self._remembers:
+            if len(self.known) >= _DECISIONS_LIMIT:
+                self.known.clear()
+            # Some tag's value may be one that cannot be hashed.
+            with contextlib.suppress(TypeError):
+                self.known[asked] = decision
+        return decision
+
+    def _worked_out(self, asked: Asked) -> Decision | None:
+        name, around, *own = asked
+        if not isinstance(name, str) or not name:
+            raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
+        taken = RESERVED_TAGS.intersection(tag for tag, _ in own)
+        if taken:
+            raise TagError(
+                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
+            )
+        given = {**dict(around), **dict(own)}
+        tags = all_tags(name, given, self._place, self.step)
+        self._seen.note(tags, tuple(given.items()))
+        action = self.plan.action_for(tags)
+        # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
+        if action == Action() and not self.plan.rank_dependent:
+            return None
+        key_name = self.plan.rewrite(self._place.side, name)
+        return Decision(action, sends(self._place, action.direction), tags, key_name, identity(tags).tags)
+
+
+class Addresses:
+    """The address of each call of a tap that some filter wants, within one step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._reached: dict[tuple[str, tuple[tuple[str, Plain], ...], str], int] = {}
+
+    def next(self, decision: Decision) -> TapKey:
+        """The address of the call that is made now; each further call of one tap has another occurrence."""
+        status = recompute_status()
+        tap = (decision.name, decision.key_tags, status)
+        occurrence = self._reached.get(tap, 0)
+        self._reached[tap] = occurrence + 1
+        return TapKey(self._step, *tap, occurrence)

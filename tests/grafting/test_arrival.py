@@ -1,0 +1,325 @@
+"""From one receipt to the row and the tensor that goes on: every way in which it can end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graftlab as gl
+from graftlab.base.world import Place
+from graftlab.diffs.measure import measure
+from graftlab.exchange.contract import Contribution, Receipt
+from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
+from graftlab.grafting.kept import KeptPairs
+from graftlab.plan.plan import Action, GraftPlan
+from graftlab.rows.schema import STATISTICS, Row
+from graftlab.transforms import GraftTransformInput, Outcome
+
+TARGET = Place("target", 0, 1, 2)
+COMPARE, GRAFT = Action("b2t"), Action("b2t", graft=True)
+KEEP, GRAFT_AND_KEEP = Action("b2t", keep=True), Action("b2t", graft=True, keep=True)
+
+
+def call(own: torch.Tensor, action: Action = COMPARE, place: Place = TARGET) -> TapCall:
+    tags = {"name": "h", "step": 4, "side": place.side, "rank": place.rank, "recompute_status": "original", "layer": 3}
+    return TapCall(2, 4, 9, tags, action, place, plan_version=5, occurrence=1, tensor=own)
+
+
+def receipt(*sent: Any, **more: Any) -> Receipt:
+    """What each of the ranks sent, in rank order; None for one that sent nothing."""
+    tensors = [(rank, torch.as_tensor(value)) for rank, value in enumerate(sent) if value is not None]
+    return Receipt([Contribution(rank, tensor, None) for rank, tensor in tensors], **more)
+
+
+class Taker:
+    """Arrivals, with what they keep and what they tell the user."""
+
+    def __init__(self, transform: Callable[..., Any] | None = None, budget: int = 1 << 20) -> None:
+        self.kept = KeptPairs(budget)
+        self.told: list[tuple[str, str]] = []
+        self.arrivals = Arrivals(self.kept, lambda name, what: self.told.append((name, what)))
+        self.arrivals.adopt(GraftPlan(transform=transform))
+
+    def take(self, call: TapCall, came: Receipt, **more: Any) -> Arrival:
+        return self.arrivals.take(call, None, came, **more)
+
+
+def first(graft_input: GraftTransformInput) -> torch.Tensor:
+    return graft_input.received_list[0]
+
+
+def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: Any) -> tuple[Arrival, Row]:
+    taker = Taker(**more)
+    made = call(own, action)
+    arrival = taker.take(made, came)
+    return arrival, row_of(made, arrival, 0.5)
+
+
+# ---- compared and grafted -------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_measures_and_touches_nothing() -> None:
+    own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+    arrival, row = taken(own, receipt(theirs))
+    assert (row.status, arrival.result, own.tolist()) == ("compared", None, [1.0, 2.0])
+    assert {name: getattr(row, name) for name in STATISTICS} == vars(measure(theirs, own))
+    assert (row.senders, row.note, row.error) == ([0], None, None)
+
+
+def test_a_row_says_which_tap_where_and_when() -> None:
+    _, row = taken(torch.ones(2, 3, dtype=torch.float16), receipt(torch.ones(2, 3)))
+    assert (row.run, row.step, row.order, row.name, row.plan_version, row.occurrence) == (2, 4, 9, "h", 5, 1)
+    assert (row.direction, row.side, row.rank, row.seconds) == ("b2t", "target", 0, 0.5)
+    assert (row.shape, row.dtype, row.tags["layer"]) == ([2, 3], "float16", 3)
+
+
+def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before() -> None:
+    own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+    before = vars(measure(theirs, own.clone()))
+    arrival, row = taken(own, receipt(theirs), GRAFT)
+    assert (row.status, own.tolist()) == ("grafted", [1.0, 4.0])
+    assert arrival.result is own
+    assert {name: getattr(row, name) for name in STATISTICS} == before
+
+
+def test_a_graft_of_what_is_replaced_leaves_the_tensor_alone() -> None:
+    own = torch.tensor([1.0, 2.0])
+    arrival = Taker().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)
+    assert own.tolist() == [1.0, 2.0]
+    assert arrival.result is not own
+    assert arrival.result is not None
+    assert arrival.result.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(("direction", "rel_l2"), [("b2t", 1.0), ("t2b", 0.5)])
+def test_the_difference_is_relative_to_the_baseline_whoever_receives(direction: Any, rel_l2: float) -> None:
+    place = TARGET if direction == "b2t" else Place("baseline", 0, 1, 1)
+    made = call(torch.tensor([2.0]), Action(direction), place)
+    arrival = Taker().take(made, receipt(torch.tensor([1.0])))
+    row = row_of(made, arrival, 0.0)
+    assert (row.direction, row.side, row.rel_l2) == (direction, place.side, rel_l2)
+
+
+def test_what_the_transform_made_is_converted_and_the_row_says_so() -> None:
+    own = torch.zeros(2)
+    _, row = taken(own, receipt(torch.tensor([1, 2])), GRAFT, transform=first)
+    assert (row.status, row.cast, row.dtype) == ("grafted", "int64 -> float32", "float32")
+    assert own.tolist() == [1.0, 2.0]
+
+
+def test_shards_are_joined_and_the_row_says_how() -> None:
+    own = torch.zeros(4)
+    _, row = taken(own, receipt(torch.ones(2), torch.full((2,), 3.0)), GRAFT)
+    assert own.tolist() == [1.0, 1.0, 3.0, 3.0]
+    assert row.senders == [0, 1]
+    assert row.aligned_by is not None
+
+
+def test_rows_that_are_paired_are_counted() -> None:
+    def two_rows(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.received_list[0], rows=(torch.tensor([0, 2]),), rows_unmatched=1)
+
+    _, row = taken(torch.zeros(3, 2), receipt(torch.ones(3, 2)), transform=two_rows)
+    assert (row.status, row.rows_matched, row.rows_unmatched, row.numel) == ("compared", 2, 1, 4)
+
+
+# ---- nothing to measure ---------------------------------------------------------------------------------------------
+
+
+def unmeasured(row: Row) -> bool:
+    return all(getattr(row, name) is None for name in STATISTICS)
+
+
+@pytest.mark.parametrize(("timed_out", "status"), [(False, "missing"), (True, "timeout")])
+def test_where_nothing_came_the_row_says_why(timed_out: bool, status: str) -> None:
+    own = torch.ones(2)
+    came = receipt(absent={0: "baseline[0] died", 1: "baseline[1] is late"}, timed_out=timed_out)
+    arrival, row = taken(own, came, GRAFT_AND_KEEP)
+    assert (row.status, row.error) == (status, "baseline[0] died; baseline[1] is late")
+    assert (row.senders, row.note, row.shape, own.tolist()) == ([], None, [2], [1.0, 1.0])
+    assert arrival.result is None
+    assert unmeasured(row)
+
+
+def test_who_did_not_send_is_noted_where_others_did() -> None:
+    came = receipt(None, torch.ones(2), absent={0: "baseline[0] died"})
+    _, row = taken(torch.ones(2), came, transform=first)
+    assert (row.status, row.senders, row.note, row.error) == ("compared", [1], "baseline[0] died", None)
+
+
+def test_extras_that_cannot_be_loaded_fail_the_tap(caplog: pytest.LogCaptureFixture) -> None:
+    own = torch.zeros(2)
+    came = receipt(torch.ones(2), unreadable={0: "the extras of baseline[0] cannot be loaded here"})
+    with caplog.at_level(logging.ERROR):
+        arrival, row = taken(own, came, GRAFT)
+    assert (row.status, row.senders, arrival.result, own.tolist()) == ("failed", [0], None, [0.0, 0.0])
+    assert row.error == "the extras of baseline[0] cannot be loaded here"
+    assert "target[0]: tap 'h' failed: the extras of" in caplog.text
+    assert unmeasured(row)
+
+
+def test_where_the_senders_have_none_of_the_rows_it_is_missing_and_nothing_is_measured() -> None:
+    def none_of_them(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.target, rows=(torch.tensor([], dtype=torch.int64),), rows_unmatched=3)
+
+    taker = Taker(none_of_them)
+    made = call(torch.zeros(3), GRAFT_AND_KEEP)
+    row = row_of(made, taker.take(made, receipt(torch.ones(3))), 0.0)
+    assert (row.status, row.rows_matched, row.rows_unmatched) == ("missing", 0, 3)
+    assert row.error == "the senders have none of the rows of this batch"
+    assert unmeasured(row), "a difference of zero would read as agreement"
+    assert not taker.kept.tags(failed=True)
+
+
+# ---- transforms that fail -------------------------------------------------------------------------------------------
+
+
+def raises(graft_input: GraftTransformInput) -> torch.Tensor:
+    raise ValueError("the wrong layout")
+
+
+def leaves(graft_input: GraftTransformInput) -> torch.Tensor:
+    raise SystemExit(3)
+
+
+def writes(graft_input: GraftTransformInput) -> torch.Tensor:
+    return graft_input.target.zero_()
+
+
+def misshapen(graft_input: GraftTransformInput) -> torch.Tensor:
+    return graft_input.target[:1]
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (raises, "ValueError: the wrong layout"),
+        (leaves, "SystemExit: 3"),
+        (writes, "TransformError: the transform changed its input `target` in place"),
+        (misshapen, "TransformError: the transform returned shape [1]"),
+    ],
+)
+def test_a_transform_that_fails_leaves_the_tensor_and_the_row_says_how(
+    transform: Callable[..., Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = torch.ones(2)
+    came = receipt(None, torch.zeros(2), absent={0: "baseline[0] died"})
+    with caplog.at_level(logging.ERROR):
+        arrival, row = taken(own, came, GRAFT, transform=transform)
+    assert (row.status, arrival.result, own.tolist()) == ("failed", None, [1.0, 1.0])
+    assert row.error is not None
+    assert row.error.startswith(says)
+    assert (row.senders, row.note) == ([1], "baseline[0] died")
+    assert "target[0]: the transform failed at tap 'h'" in caplog.text
+    assert unmeasured(row)
+
+
+def test_the_traceback_begins_at_the_users_own_line() -> None:
+    _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=raises)
+    assert row.error is not None
+    _, _, traceback = row.error.partition("\n\n")
+    assert "graftlab/" not in traceback
+    assert 'raise ValueError("the wrong layout")' in traceback
+
+
+def test_an_interrupt_is_not_a_failure_of_the_transform() -> None:
+    def interrupted(graft_input: GraftTransformInput) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        taken(torch.ones(2), receipt(torch.zeros(2)), transform=interrupted)
+
+
+def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(plan: GraftPlan) -> None:
+        raise gl.TransformError("no module named 'mine'")
+
+    monkeypatch.setattr(GraftPlan, "load_transform", cannot)
+    _, row = taken(torch.ones(2), receipt(torch.zeros(2)))
+    assert row.status == "failed"
+    assert "the plan's transform cannot be loaded on this rank: no module named 'mine'" in str(row.error)
+
+
+# ---- keep, notes and the log ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", [KEEP, GRAFT_AND_KEEP], ids=["compared", "grafted"])
+def test_both_values_are_kept_as_they_were_before_the_graft(action: Action) -> None:
+    taker = Taker()
+    taker.take(call(torch.tensor([1.0]), action), receipt(torch.tensor([2.0])))
+    pair = taker.kept.find("h", {"layer": 3, "step": 4})
+    assert pair is not None
+    assert pair.baseline is not None
+    assert pair.target is not None
+    assert (pair.baseline.tolist(), pair.target.tolist()) == ([2.0], [1.0])
+
+
+def test_nothing_is_kept_that_the_plan_does_not_keep() -> None:
+    taker = Taker()
+    taker.take(call(torch.tensor([1.0]), GRAFT), receipt(torch.tensor([2.0])))
+    assert not taker.kept.tags(failed=True)
+
+
+def test_what_a_failed_transform_was_given_is_kept_to_try_another_on() -> None:
+    taker = Taker(raises)
+    taker.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
+    assert not taker.kept.tags()
+    pair = taker.kept.find("h", {}, failed=True)
+    assert pair is not None
+    assert pair.graft_input.received_list[0].tolist() == [2.0]
+
+
+def test_a_row_has_every_note_there_is() -> None:
+    """Who did not send, why nothing was kept, and why the tensor itself could not be written."""
+    own = torch.zeros(1).expand(2)
+    came = receipt(None, torch.tensor([1.0, 2.0]), absent={0: "baseline[0] died"})
+    taker = Taker(first, budget=4)
+    made = call(own, GRAFT_AND_KEEP)
+    arrival = taker.take(made, came)
+    note = str(row_of(made, arrival, 0.0).note)
+    assert note.startswith("baseline[0] died; not kept: ")
+    assert "; the tensor is expanded or overlaps itself" in note
+    assert taker.told == [("h", note.rpartition("; ")[2])]
+    assert arrival.result is not None
+    assert arrival.result.tolist() == [1.0, 2.0]
+
+
+def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        taken(torch.tensor([1.0, 3.0]), receipt(torch.tensor([2.0, torch.nan])))
+        assert not caplog.records
+        taken(torch.tensor([1.0, 3.0]), receipt(torch.tensor([2.0, torch.nan])), GRAFT)
+    (line,) = caplog.messages
+    before, after = line.split(" overridden by ")
+    assert before == "target[0] grafted b2t at tap 'h' step 4: float32[2] cpu (mean=1 std=0 min=1 max=1)"
+    assert after.startswith("float32[2] cpu (mean=2 std=0 min=2 max=2 nonfinite=1) from ranks [0]; rel_diff=2.000e-01")
+
+
+def test_the_log_is_not_written_where_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    described: list[torch.Tensor] = []
+    monkeypatch.setattr("graftlab.grafting.arrival._described", lambda *given: described.append(given[0]) or "")
+    with caplog.at_level(logging.WARNING, logger="graftlab"):
+        taken(torch.ones(2), receipt(torch.zeros(2)), GRAFT)
+    assert not described
+
+
+# ---- what the transform is given ------------------------------------------------------------------------------------
+
+
+def test_the_transform_knows_who_receives_and_who_sent() -> None:
+    def checks(given: GraftTransformInput) -> torch.Tensor:
+        assert (given.senders, given.received_extras_list, given.target_extras) == ([1], [{"scale": 2.0}], "mine")
+        assert (given.direction, given.recv_rank, given.recv_world_size, given.send_world_size) == ("b2t", 0, 1, 2)
+        assert (given.tags["name"], given.tags["step"], given.tags["layer"]) == ("h", 4, 3)
+        assert not given.target.requires_grad
+        return given.received_list[0]
+
+    came = Receipt([Contribution(1, torch.ones(2), {"scale": 2.0})], absent={0: "baseline[0] died"})
+    arrival = Taker(checks).arrivals.take(call(torch.zeros(2, requires_grad=True)), "mine", came)
+    assert (arrival.status, arrival.error) == ("compared", None)

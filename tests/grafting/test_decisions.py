@@ -1,0 +1,238 @@
+"""What the plan in force says of a tap on one rank, when that is worked out anew, and how the tap is addressed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import graftlab as gl
+from graftlab.base.tags import identity
+from graftlab.base.world import Place
+from graftlab.grafting import decisions as module
+from graftlab.grafting.decisions import Addresses, Asked, Decisions, SeenTags, all_tags, recompute_status
+from graftlab.plan.plan import Action, GraftPlan
+
+BASELINE, TARGET = Place("baseline", 0, 1, 2), Place("target", 1, 2, 1)
+
+
+def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: Any) -> Asked:
+    """A tap as the grafter asks about it."""
+    return (name, tuple((around or {}).items()), *own.items())
+
+
+def made(place: Place = TARGET, step: int = 0, seen: SeenTags | None = None, **plan: Any) -> Decisions:
+    return Decisions(GraftPlan(**plan), place, step, seen or SeenTags(lambda tags: None))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each tap's filters are evaluated."""
+    count: Counter[str] = Counter()
+    original = GraftPlan.action_for
+
+    def counting(plan: GraftPlan, tags: Mapping[str, object]) -> Action:
+        count[str(tags["name"])] += 1
+        return original(plan, tags)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraftPlan, "action_for", counting)
+        yield count
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "action", "baseline_sends"),
+    [
+        ({}, Action("b2t"), True),
+        ({"b2t": "layer == 3"}, Action("b2t", graft=True), True),
+        ({"t2b": "layer == 3"}, Action("t2b", graft=True), False),
+        ({"compare": None, "keep": "True"}, Action("b2t", keep=True), True),
+        ({"b2t": "True", "t2b": "True"}, Action(overlap=True), False),
+    ],
+    ids=["compare", "b2t", "t2b", "keep", "overlap"],
+)
+def test_a_decision_is_the_plans_action_and_who_sends(
+    plan: dict[str, Any], action: Action, baseline_sends: bool
+) -> None:
+    for place in (BASELINE, TARGET):
+        decision = made(place, **plan).of(asked(layer=3))
+        assert decision is not None
+        assert decision.action == action
+        sends = action.direction is not None and (place.side == "baseline") is baseline_sends
+        assert decision.sends is sends
+
+
+def test_a_tap_that_no_filter_wants_is_left_alone() -> None:
+    assert made(compare="name == 'other'").of(asked()) is None
+
+
+def test_a_tap_that_another_rank_may_want_is_told_apart_from_one_that_is_left_alone() -> None:
+    decision = made(compare="rank == 0").of(asked())
+    assert decision is not None
+    assert decision.action == Action()
+    assert made(compare="tp_rank == 0").of(asked(tp_rank=1)) is not None
+
+
+def test_filters_see_the_tags_of_the_tap_and_those_around_it_the_taps_own_first() -> None:
+    decision = made(step=7, compare="layer == 3 and phase == 'decode' and step == 7 and side == 'target'").of(
+        asked("h", {"phase": "decode", "layer": 1}, layer=3)
+    )
+    assert decision is not None
+    assert decision.tags == {
+        **{"name": "h", "step": 7, "side": "target", "rank": 1, "recompute_status": "original"},
+        **{"phase": "decode", "layer": 3},
+    }
+    assert decision.tags_at(9, "recompute") == {**decision.tags, "step": 9, "recompute_status": "recompute"}
+
+
+def test_the_address_has_the_plans_name_and_the_row_the_sides_own() -> None:
+    decisions = made(rename={"target": {r"^model\.": ""}})
+    decision = decisions.of(asked("model.h", layer=1))
+    assert decision is not None
+    assert (decision.name, decision.tags["name"]) == ("h", "model.h")
+    baseline = made(BASELINE, rename={"target": {r"^model\.": ""}}).of(asked("model.h"))
+    assert baseline is not None
+    assert baseline.name == "model.h"
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"h", ["h"]], ids=repr)
+def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
+    with pytest.raises(gl.TagError, match="the name must be a non-empty string"):
+        made().of(asked(name))
+
+
+@pytest.mark.parametrize("tag", ["name", "step", "side", "rank", "recompute_status"])
+def test_a_tag_that_graftlab_sets_is_refused(tag: str) -> None:
+    with pytest.raises(gl.TagError, match=rf"gl.tap\('h'\): the tags \['{tag}'\] are set by graftlab itself"):
+        made().of(("h", (), (tag, 1)))
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def test_each_tag_set_is_decided_once() -> None:
+    decisions = made(b2t="layer == 3", compare=None)
+    with counted() as count:
+        first = [decisions.of(asked(layer=layer)) for layer in (3, 4)]
+        again = [decisions.of(asked(layer=layer)) for layer in (3, 4)]
+    assert count["h"] == 2
+    assert again[0] is first[0]
+    assert again[1] is first[1] is None
+
+
+def test_the_tags_around_a_tap_are_part_of_what_is_remembered() -> None:
+    decisions = made(compare="phase == 'decode'")
+    assert decisions.of(asked("h", {"phase": "prefill"})) is None
+    assert decisions.of(asked("h", {"phase": "decode"})) is not None
+
+
+def test_tags_that_cannot_be_hashed_are_decided_each_time() -> None:
+    decisions = made(compare="2 in heads")
+    with counted() as count:
+        answers = [decisions.of(asked(heads=heads)) for heads in ([1, 2], [1], [1, 2])]
+    assert [answer is not None for answer in answers] == [True, False, True]
+    assert count["h"] == 3
+
+
+def test_a_filter_that_looks_at_the_recomputation_is_asked_at_each_call() -> None:
+    """One tag set is then decided in two ways."""
+    decisions = made(compare="recompute_status == 'recompute'")
+    found: list[bool] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        found.append(decisions.of(asked()) is not None)
+        return x.sin()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert found == [False, True]
+    assert not decisions.known
+
+
+def test_tag_sets_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DECISIONS_LIMIT", 5)
+    decisions = made()
+    for number in range(23):
+        assert decisions.of(asked(rid=number)) is not None
+        assert 1 <= len(decisions.known) <= 5
+
+
+# ---- what is seen ---------------------------------------------------------------------------------------------------
+
+
+def test_each_tag_set_is_reported_once_wanted_or_not_and_whatever_the_plan() -> None:
+    reported: list[dict[str, Any]] = []
+    seen = SeenTags(reported.append)
+    for compare in (None, "layer == 3", "recompute_status == 'original'"):
+        decisions = made(seen=seen, compare=compare)
+        for layer in (3, 4, 3):
+            decisions.of(asked("h", {"dtype": torch.float16}, layer=layer))
+    own = {"dtype": "torch.float16"}
+    tags = {"name": "h", "step": 0, "side": "target", "rank": 1, "recompute_status": "original"}
+    assert reported == [{**tags, **own, "layer": 3}, {**tags, **own, "layer": 4}]
+
+
+def test_a_limited_number_of_tag_sets_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SEEN_LIMIT", 3)
+    reported: list[dict[str, Any]] = []
+    decisions = made(seen=SeenTags(reported.append))
+    for number in range(9):
+        decisions.of(asked(rid=number))
+    assert [tags["rid"] for tags in reported] == [0, 1, 2]
+
+
+# ---- addresses ------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_one_tap_are_numbered_within_the_step() -> None:
+    decisions = made()
+    addresses = Addresses(4)
+    calls = [asked(layer=1), asked(layer=2), asked(layer=1), asked("k"), asked(layer=1)]
+    keys = [addresses.next(decision) for call in calls if (decision := decisions.of(call))]
+    assert [(key.name, key.occurrence) for key in keys] == [("h", 0), ("h", 0), ("h", 1), ("k", 0), ("h", 2)]
+    assert {key.step for key in keys} == {4}
+    decision = decisions.of(asked(layer=1))
+    assert decision is not None
+    assert Addresses(5).next(decision).occurrence == 0
+
+
+def test_a_recomputed_forward_is_numbered_by_itself() -> None:
+    decision, addresses = made().of(asked()), Addresses(0)
+    assert decision is not None
+    found: list[tuple[str, int]] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            key = addresses.next(decision)
+            assert key.recompute_status == recompute_status()
+            found.append((key.recompute_status, key.occurrence))
+        return x.sin()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert found == [("original", 0), ("original", 1), ("recompute", 0), ("recompute", 1)]
+
+
+own_tags = st.dictionaries(
+    st.sampled_from(["layer", "phase", "tp_rank", "pp_rank"]),
+    st.sampled_from([None, 0, 1, 1.0, True, "1", "decode", (1, 2), [1, 2], float("nan")]),
+)
+
+
+@given(own_tags, own_tags)
+def test_two_calls_have_one_address_exactly_when_they_are_one_tap(one: dict[str, Any], other: dict[str, Any]) -> None:
+    keys = []
+    for place, own in ((BASELINE, one), (TARGET, other)):
+        decision = made(place).of(asked(**own))
+        assert decision is not None
+        keys.append(Addresses(0).next(decision))
+    are_one = identity(all_tags("h", one, BASELINE, 0)) == identity(all_tags("h", other, TARGET, 0))
+    assert (keys[0] == keys[1]) is are_one

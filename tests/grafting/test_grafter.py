@@ -1,0 +1,379 @@
+"""A rank's grafter between its taps: runs, steps and plans, who sends, who declines, and which row comes of it.
+
+All ranks are in this process, over an exchange in which nobody waits; ``test_pairing.py`` has real processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import GrafterWorld, Unpackable
+from torch.utils.checkpoint import checkpoint
+
+import graftlab as gl
+from graftlab.rows.schema import Row
+
+
+def told(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """Who says what of which tap."""
+    return [(f"{row.side}[{row.rank}]", row.name, row.status) for row in rows]
+
+
+# ---- both sides reach a tap -----------------------------------------------------------------------------------------
+
+
+def test_a_tap_of_both_sides_is_compared_and_one_row_says_so() -> None:
+    world = GrafterWorld()
+    sent = torch.ones(2)
+    assert world.baseline.tap("h", sent, layer=3) is sent
+    own = torch.full((2,), 2.0)
+    assert world.target.tap("h", own, layer=3) is own
+    world.end()
+    assert told(world.rows) == [("target[0]", "h", "compared")]
+    (row,) = world.rows
+    assert (row.run, row.step, row.order, row.occurrence, row.plan_version) == (0, 0, 1, 0, 0)
+    assert (row.rel_l2, row.senders, row.tags["layer"]) == (1.0, [0], 3)
+    assert row.seconds > 0
+
+
+@pytest.mark.parametrize(("way", "receiver"), [("b2t", "target"), ("t2b", "baseline")])
+def test_a_graft_goes_one_way_and_only_its_receiver_is_overwritten(way: str, receiver: str) -> None:
+    world = GrafterWorld(**{way: "layer == 3"})
+    sides = {"baseline": (world.baseline, 1.0), "target": (world.target, 2.0)}
+    sending, receiving = sorted(sides, key=lambda side: side == receiver)
+    went_on = {}
+    for side in (sending, receiving):
+        rank, value = sides[side]
+        own = torch.full((2,), value)
+        assert rank.tap("h", own, layer=3) is own
+        went_on[side] = own.tolist()[0]
+    assert went_on == {sending: sides[sending][1], receiving: sides[sending][1]}
+    assert told(world.rows) == [(f"{receiver}[0]", "h", "grafted")]
+    assert world.rows[0].direction == way
+
+
+def test_a_replaced_value_is_another_tensor() -> None:
+    world = GrafterWorld(b2t="True")
+    world.baseline.tap("h", 1.0)
+    own = torch.full((2,), 2.0)
+    result = world.target.tap("h", own, replace=True)
+    assert (result.tolist(), own.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_a_callable_value_is_made_for_a_wanted_tap_alone_and_given_back_itself() -> None:
+    world = GrafterWorld(compare="name == 'wanted'")
+    made: list[str] = []
+
+    def value(name: str) -> torch.Tensor:
+        made.append(name)
+        return torch.ones(2)
+
+    for name in ("wanted", "other"):
+        lazy = lambda name=name: value(name)  # noqa: E731 - two distinct callables
+        assert world.baseline.tap(name, lazy) is lazy
+    assert made == ["wanted"]
+
+
+def test_repeated_taps_meet_by_occurrence() -> None:
+    world = GrafterWorld(b2t="True")
+    for value in (1.0, 2.0, 3.0):
+        world.baseline.tap("h", value)
+    assert [world.target.tap("h", 0.0)[0].item() for _ in range(2)] == [1.0, 2.0]
+    world.end()
+    assert [(row.status, row.occurrence) for row in world.rows] == [("unmatched", 2), ("grafted", 0), ("grafted", 1)]
+
+
+def test_an_overlap_raises_and_names_the_tags_and_both_filters() -> None:
+    world = GrafterWorld(b2t="layer == 3", t2b="name == 'h'")
+    with pytest.raises(gl.GraftOverlapError, match=r"on target\[0\], tags .*'step': 0.*'layer': 3.*b2t='layer == 3'"):
+        world.target.tap("h", 1.0, layer=3)
+    assert not world.rows
+
+
+# ---- one side alone reaches it --------------------------------------------------------------------------------------
+
+
+def test_what_nobody_asks_for_is_unmatched_once_the_step_is_over() -> None:
+    world = GrafterWorld()
+    world.baseline.tap("only here", 1.0)
+    world.baseline.grafter.step()
+    assert not world.rows, "the target may still come to it"
+    world.target.grafter.step()
+    world.end()
+    assert told(world.rows) == [("baseline[0]", "only here", "unmatched")]
+    (row,) = world.rows
+    assert (row.step, row.direction, row.shape, row.rel_l2) == (0, "b2t", [2], None)
+
+
+def test_what_nobody_sent_is_missing_or_timed_out() -> None:
+    world = GrafterWorld(b2t="True")
+    assert world.target.tap("late", 2.0).tolist() == [2.0, 2.0]
+    world.baseline.grafter.end_run()
+    world.target.tap("never", 2.0)
+    assert told(world.rows) == [("target[0]", "late", "timeout"), ("target[0]", "never", "missing")]
+    assert [row.error for row in world.rows] == [
+        "baseline[0] did not reach this tap within 5 s",
+        "baseline[0] ended the step without this tap",
+    ]
+
+
+def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GrafterWorld()
+    for name in ("fine", "failed", "interrupted"):
+        world.baseline.tap(name, torch.ones(3) if name == "failed" else 1.0)
+    world.target.tap("fine", 1.0)
+    world.target.tap("failed", 1.0)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graftlab.grafting.arrival.compare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.target.tap("interrupted", 1.0)
+    assert world.target.exchange.released == 3
+
+
+def test_a_full_buffer_is_a_row_and_nobody_waits_for_the_tap() -> None:
+    world = GrafterWorld()
+    world.post.is_full = True
+    assert world.baseline.tap("h", 1.0).tolist() == [1.0, 1.0]
+    assert told(world.rows) == [("baseline[0]", "h", "timeout")]
+    assert "could not publish tap 'h'" in str(world.rows[0].error)
+    world.target.tap("h", 1.0)
+    assert told(world.target.rows) == [("target[0]", "h", "missing")]
+
+
+def test_extras_that_cannot_travel_raise_at_their_tap_and_nobody_waits_for_it() -> None:
+    world = GrafterWorld()
+    with pytest.raises(gl.ShippingError, match="the extras cannot be pickled"):
+        world.baseline.tap("h", 1.0, extras=Unpackable())
+    world.target.tap("h", 1.0)
+    assert told(world.rows) == [("target[0]", "h", "missing")]
+    assert world.rows[0].error == "baseline[0] did not send this tap"
+
+
+@pytest.mark.parametrize("value", ["text", None, 7j, torch.ones(2).to_sparse(), torch.ones(2, device="meta")], ids=str)
+def test_what_cannot_travel_is_skipped_with_one_warning_and_nobody_waits_for_it(value: Any) -> None:
+    world = GrafterWorld()
+    with pytest.warns(gl.GraftWarning, match=r"gl.tap\('h'\) on baseline\[0\]: .*the tap is skipped"):
+        assert world.baseline.tap("h", value) is value
+    # A second warning would be an error here.
+    assert world.baseline.tap("h", value) is value
+    world.target.tap("h", 1.0)
+    assert told(world.rows) == [("target[0]", "h", "missing")]
+
+
+# ---- filters that look at the rank ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_the_plan_leaves_out_declines_and_its_tap_still_counts() -> None:
+    world = GrafterWorld(2, 2, b2t="rank == 0 or layer == 1", compare=None)
+    for rank in world.baselines:
+        for layer in (0, 0, 1):
+            rank.tap("h", 10.0 + rank.place.rank, layer=layer)
+    went_on = [[rank.tap("h", 20.0, layer=layer)[0].item() for layer in (0, 0, 1)] for rank in world.targets]
+    # Of layer 0 rank 1 neither sends nor receives.
+    assert went_on == [[10.0, 10.0, 10.0], [20.0, 20.0, 11.0]]
+    assert [key.occurrence for key in world.baselines[1].exchange.declined] == [0, 1]
+    assert [(row.rank, row.senders, row.occurrence) for row in world.rows] == [
+        *[(0, [0], 0), (0, [0], 1), (0, [0, 1], 0)],
+        (1, [0, 1], 0),
+    ]
+    assert world.rows[0].note == "baseline[1] did not send this tap"
+
+
+def test_where_ranks_decide_alike_nothing_is_declined() -> None:
+    world = GrafterWorld(2, 2, compare="layer == 1")
+    for rank in world.ranks:
+        for layer in (0, 1):
+            rank.tap("h", 1.0, layer=layer)
+    assert not any(rank.exchange.declined for rank in world.ranks)
+
+
+def test_taps_of_one_value_in_parts_meet_whatever_their_rank_tags() -> None:
+    world = GrafterWorld(2, 1)
+    for rank in world.baselines:
+        rank.tap("h", 1.0, tp_rank=rank.place.rank)
+    world.target.tap("h", torch.ones(4), tp_rank=0)
+    assert [(row.status, row.senders, row.tags["tp_rank"]) for row in world.rows] == [("compared", [0, 1], 0)]
+
+
+def test_a_tag_that_is_none_on_one_side_and_absent_on_the_other_is_no_difference() -> None:
+    world = GrafterWorld()
+    world.baseline.tap("h", 1.0, layer=None, phase="decode")
+    world.target.tap("h", 1.0, phase="decode")
+    assert told(world.rows) == [("target[0]", "h", "compared")]
+
+
+# ---- what is asked without reaching a tap ---------------------------------------------------------------------------
+
+
+def test_what_a_tap_would_do_can_be_asked_without_reaching_it() -> None:
+    world = GrafterWorld(2, 2, b2t="rank == 1", compare=None)
+    grafter = world.target.grafter
+    action = grafter.action("h", {"layer": 3})
+    assert action is not None
+    assert action.direction is None
+    everywhere = grafter.actions_of_side("h", {"layer": 3})
+    assert [(each.graft, grafter.sends(each)) for each in everywhere] == [(False, False), (True, False)]
+    assert world.baseline.grafter.sends(everywhere[1])
+    assert not world.target.rows
+    world.end()
+    assert grafter.action("h", {}) is None
+
+
+def test_an_era_lasts_as_long_as_actions_stay_as_they_are() -> None:
+    world = GrafterWorld()
+    grafter = world.target.grafter
+    first = grafter.era
+    world.target.tap("h", 1.0)
+    world.step()
+    assert grafter.era is first is not None
+    world.edit(b2t="layer == 3")
+    assert grafter.era is first
+    world.step()
+    second = grafter.era
+    assert second is not first
+    world.edit(compare="step == 3")
+    world.step()
+    third = grafter.era
+    world.step()
+    assert len({id(era) for era in (second, third, grafter.era)}) == 3
+    world.end()
+    assert grafter.era is None
+
+
+# ---- runs, steps and plans ------------------------------------------------------------------------------------------
+
+
+def test_outside_a_run_and_in_one_of_one_side_taps_are_left_alone() -> None:
+    world = GrafterWorld()
+    world.end()
+    for participants in (None, [0]):
+        if participants:
+            world.begin(1, 1, participants)
+        value = torch.ones(2)
+        assert world.baseline.tap("h", value, layer=[]) is value
+    world.baseline.grafter.step()
+    assert not world.rows
+    assert not world.baseline.tags_seen
+
+
+def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
+    world = GrafterWorld()
+    for run in (0, 1):
+        if run:
+            world.begin(run, first_step=world.target.grafter.next_step)
+        for _ in range(2):
+            world.baseline.tap("h", 1.0)
+            world.target.tap("h", 1.0)
+            world.step()
+        world.end()
+    rows = world.target.rows
+    assert [(row.run, row.step, row.order, row.occurrence) for row in rows] == [
+        *[(0, 0, 1, 0), (0, 1, 2, 0)],
+        *[(1, 3, 3, 0), (1, 4, 4, 0)],
+    ]
+    assert [row.tags["step"] for row in rows] == [0, 1, 3, 4]
+
+
+def test_a_plan_is_in_force_from_the_next_step_on_and_on_all_ranks_alike() -> None:
+    world = GrafterWorld()
+    for rank in (world.baseline, world.target):
+        rank.tap("h", 1.0)
+    world.edit(b2t="True")
+    for rank in (world.baseline, world.target):
+        rank.tap("h", 1.0)
+    world.step()
+    for rank in (world.baseline, world.target):
+        rank.tap("h", 1.0)
+    assert [(row.status, row.plan_version) for row in world.rows] == [("compared", 0), ("compared", 0), ("grafted", 1)]
+    assert [rank.plans for rank in world.ranks] == [[(0, 0), (1, 1)]] * 2
+
+
+def test_a_plan_that_reached_the_leader_alone_reaches_the_others_with_the_step() -> None:
+    world = GrafterWorld()
+    plan = world.plan.edit(b2t="True")
+    world.baseline.grafter.offer_plan(plan)
+    world.step()
+    assert [rank.grafter.plan.version for rank in world.ranks] == [1, 1]
+
+
+def test_a_plan_that_reached_a_follower_alone_waits_for_the_leader() -> None:
+    world = GrafterWorld()
+    world.target.grafter.offer_plan(world.plan.edit(b2t="True"))
+    world.step()
+    assert [rank.grafter.plan.version for rank in world.ranks] == [0, 0]
+    world.end()
+    # Between runs there is nothing to agree upon.
+    assert world.target.grafter.plan.version == 1
+
+
+def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_so() -> None:
+    world = GrafterWorld()
+    world.target.grafter.step()
+    value = torch.ones(2)
+    assert world.target.tap("h", value) is value
+    assert told(world.rows) == [("target[0]", "gl.step", "timeout")]
+    (row,) = world.rows
+    assert (row.step, row.direction, row.shape, row.senders) == (1, None, None, [])
+    assert "baseline[0], which says the plan of each step, did not begin step 1 within 5 s" in str(row.error)
+    assert "baseline[0]: idle" in str(row.error)
+
+
+def test_a_side_with_more_steps_goes_on_under_the_plan_in_force() -> None:
+    world = GrafterWorld(b2t="True")
+    world.baseline.grafter.end_run()
+    world.target.grafter.step()
+    world.target.tap("h", 1.0)
+    assert [(row.status, row.step) for row in world.rows] == [("missing", 1)]
+
+
+def test_the_page_says_where_the_rank_is() -> None:
+    world = GrafterWorld()
+    page = world.target.page
+    assert page.read().state == "running"
+    world.baseline.tap("h", 1.0)
+    world.target.tap("h", 1.0)
+    look = page.read()
+    assert (look.state, look.step, look.taps, look.tap, look.plan_version) == ("running", 0, 1, "h", 0)
+    world.target.exchange.on_wait([0])
+    assert (page.read().state, page.read().awaits) == ("waiting", (0,))
+    world.end()
+    assert page.read().state == "idle"
+
+
+# ---- activation checkpointing ---------------------------------------------------------------------------------------
+
+
+def forward(world: GrafterWorld, side: str, scale: float) -> None:
+    rank = world.baseline if side == "baseline" else world.target
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return rank.tap("h", x * scale).sin()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+def test_a_recomputed_forward_meets_the_other_sides_recomputed_one() -> None:
+    world = GrafterWorld(compare="True", b2t="recompute_status == 'recompute'")
+    forward(world, "baseline", 1.0)
+    forward(world, "target", 2.0)
+    world.end()
+    assert [(row.status, row.tags["recompute_status"], row.occurrence) for row in world.rows] == [
+        ("compared", "original", 0),
+        ("grafted", "recompute", 0),
+    ]
+
+
+def test_a_forward_that_only_one_side_recomputes_is_missing_or_unmatched() -> None:
+    world = GrafterWorld()
+    forward(world, "baseline", 1.0)
+    world.target.tap("h", 1.0)
+    world.end()
+    assert [(row.status, row.tags["recompute_status"]) for row in world.rows] == [
+        ("unmatched", "recompute"),
+        ("compared", "original"),
+    ]

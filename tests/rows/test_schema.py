@@ -1,0 +1,103 @@
+"""The one table of columns: rows, statistics, encoding and frames follow from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import pytest
+import torch
+from kit.grafters import GrafterWorld
+
+import graftlab as gl
+from graftlab.diffs.measure import DiffStats, measure
+from graftlab.rows import schema
+from graftlab.rows.encoding import HEADER, decode, encode
+from graftlab.rows.schema import COLUMNS, MEASURED, STATISTICS, TABLE, Column, Row, Status, statistics_of
+from graftlab.rows.store import ROWS_FILE, to_frame
+
+
+def test_the_statistics_are_what_a_measurement_has() -> None:
+    """A new one is a field of each: nothing else names them all."""
+    measured = get_type_hints(DiffStats)
+    recorded = {column.name: get_type_hints(Row)[column.name] for column in TABLE if column.is_statistic}
+    assert [field.name for field in fields(DiffStats)] == list(STATISTICS)
+    for name, hint in recorded.items():
+        nullable = get_args(measured[name]) or (measured[name],)
+        assert set(get_args(hint)) == {*nullable, type(None)}, name
+
+
+def test_statistics_stand_next_to_each_other_because_rows_are_made_so() -> None:
+    first = COLUMNS.index(STATISTICS[0])
+    assert COLUMNS[first : first + len(STATISTICS)] == STATISTICS
+    assert COLUMNS[first - 1] == "dtype"
+
+
+def test_every_statistic_gets_into_its_own_column() -> None:
+    world = GrafterWorld()
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    x[0, 0], y[0, 1] = torch.nan, torch.inf
+    world.baseline.tap("h", x.clone())
+    world.target.tap("h", y.clone())
+    (row,) = world.target.rows
+    stats = measure(x, y)
+    assert {name: getattr(row, name) for name in STATISTICS} == {name: getattr(stats, name) for name in STATISTICS}
+    assert len(set(map(repr, statistics_of(stats)))) >= 14, "so many differ that none can be taken for another"
+
+
+def holds(column: Column, value: Any) -> bool:
+    return column.is_nullable if value is None else type(value) is column.type
+
+
+def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_written() -> None:
+    world = GrafterWorld(b2t="name == 'grafted'", keep="True")
+    for name in ("grafted", "compared", "unmatched"):
+        world.baseline.tap(name, 1.0, layer=3)
+    for name in ("grafted", "compared"):
+        world.target.tap(name, 2.0, layer=3)
+    world.baseline.tap("failed", torch.ones(2, 2))
+    world.target.tap("failed", 1.0)
+    world.target.tap("timeout", 1.0)
+    world.baseline.grafter.end_run()
+    world.target.tap("missing", 1.0)
+    world.end()
+    assert {row.status for row in world.rows} == set(get_args(Status)) == {*map(str, (row.name for row in world.rows))}
+    for row in world.rows:
+        for made in (row, decode(encode(row))):
+            wrong = [c.name for c in TABLE if not holds(c, getattr(made, c.name))]
+            assert not wrong, f"{made.status}: {wrong}"
+        # None of them says something of a tensor that was not measured.
+        assert (row.rel_l2 is not None) == (row.status in MEASURED)
+
+
+def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
+    assert tuple(json.loads(HEADER)["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
+    assert tuple(to_frame([]).columns) == COLUMNS
+
+
+def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
+    class Wrong(NamedTuple):
+        name: str
+        when: complex
+
+    with pytest.raises(TypeError, match=r"Row\.when: a column holds one of int, float, str, list, tuple, dict"):
+        [schema._column(name, hint) for name, hint in get_type_hints(Wrong).items()]
+
+
+def test_rows_that_an_older_version_wrote_as_objects_are_read(tmp_path: Path) -> None:
+    """With columns that are gone, and without those that came later."""
+    old = {"run": 0, "step": 4, "order": 9, "name": "h", "side": "target", "rank": 1, "status": "grafted"}
+    old |= {"tags": {"name": "h", "layer": 2}, "senders": [0], "max_abs_index": [1, 2], "rel_l2": 0.5, "gone": "x"}
+    (tmp_path / ROWS_FILE).write_text(json.dumps(old) + "\n")
+    frame = gl.load_run(tmp_path)
+    assert tuple(frame.columns[: len(COLUMNS)]) == COLUMNS
+    found = SimpleNamespace(**frame.iloc[0])
+    assert (found.name, found.step, found.rank, found.rel_l2, found.layer) == ("h", 4, 1, 0.5, 2)
+    assert found.max_abs_index == (1, 2)
+    assert found.error is None
+    row = decode(json.dumps(old).encode())
+    assert (row.name, row.status, row.max_abs_index, row.error) == ("h", "grafted", (1, 2), None)
+    assert decode(encode(row)) == row

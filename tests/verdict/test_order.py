@@ -1,0 +1,138 @@
+"""Rows in order: the same taps and the same order wherever rows are shown, and one notion of what diverges."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab import demo, plots
+from graftlab.base.tags import RESERVED_TAGS, identity
+from graftlab.control import replay
+from graftlab.rows.encoding import encode
+from graftlab.rows.newest import LiveTaps
+from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.store import RowStore, to_frame
+from graftlab.session import Session
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
+from graftlab.verdict.order import first_divergent, group, tag_columns
+
+
+def row(name: str = "h", /, *, order: int = 1, rank: int = 0, **more: Any) -> Row:
+    own = more.pop("own", {})
+    status = more.pop("recompute_status", "original")
+    tags = {"name": name, "step": 0, "side": "target", "rank": rank, "recompute_status": status, **own}
+    return Row(0, 0, order, name, tags, "b2t", "target", rank, "compared", [0], **more)
+
+
+own_tags = st.dictionaries(
+    st.sampled_from(["layer", "phase", "tp_rank", "error"]),
+    st.sampled_from([None, 0, 1, 1.0, True, "1", "decode", [1, 2], [2], {"a": 1}, 0.5]),
+)
+some_rows = st.lists(
+    st.builds(
+        lambda name, order, rank, own, status: row(name, order=order, rank=rank, own=own, recompute_status=status),
+        st.sampled_from("ab"),
+        st.integers(0, 9),
+        st.integers(0, 1),
+        own_tags,
+        st.sampled_from(["original", "recompute"]),
+    ),
+    max_size=12,
+)
+
+
+@given(some_rows)
+def test_a_frame_and_the_newest_rows_tell_the_same_taps_apart(rows: list[Row]) -> None:
+    """Of one occurrence in one step; ranks of one tap are one tap, and have a newest row each."""
+    frame = to_frame(rows)
+    taps = group(frame, "rel_l2")
+    assert len(taps.keys) == len({identity(one.tags) for one in rows})
+    of_place = {int(place): identity(tags) for place, tags in zip(taps.row_tap, frame["tags"], strict=True)}
+    assert all(of_place[int(p)] == identity(t) for p, t in zip(taps.row_tap, frame["tags"], strict=True))
+    with TemporaryDirectory() as folder:
+        store = RowStore(Path(folder))
+        if rows:
+            store.append([encode(one) for one in rows])
+        newest = LiveTaps(store).look()
+        store.close()
+    assert {(identity(one.tags), one.rank) for one in newest} == {(identity(one.tags), one.rank) for one in rows}
+    # And both stand as they ran.
+    places = list(zip(frame["step"], frame["order"], frame["side"], frame["rank"], strict=True))
+    assert places == sorted(places)
+    assert [(one.order, one.rank) for one in newest] == sorted((one.order, one.rank) for one in newest)
+
+
+def test_an_original_and_a_recomputed_forward_are_two_taps() -> None:
+    frame = to_frame([row(order=1), row(order=2, recompute_status="recompute")])
+    assert len(group(frame, "rel_l2").keys) == 2
+    assert tag_columns(frame) == ["recompute_status"]
+
+
+def test_a_graft_the_other_way_is_a_newer_row_of_the_same_tap(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1)), encode(row(order=2)._replace(direction="t2b", status="unmatched"))])
+    assert [one.status for one in LiveTaps(store).look()] == ["unmatched"]
+    store.close()
+
+
+def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
+    frame = pd.DataFrame({"name": ["h", "h"], "order": [1, 2], "status": ["compared"] * 2, "rel_l2": [0.0, 1.0]})
+    assert tag_columns(frame.assign(layer=3, tp_rank=[0, 1], recompute_status="original")) == [
+        "layer",
+        "recompute_status",
+    ]
+    assert not {"step", "side", "rank"} & set(tag_columns(frame.assign(step=0, side="target", rank=0)))
+    assert RESERVED_TAGS & set(COLUMNS) == {"name", "step", "side", "rank"}
+
+
+# ---- what diverges --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from([None, 0.0, 1e-6, 1e-4, math.nan, math.inf]),
+            st.sampled_from(["compared", "grafted", "failed", "missing", "timeout", "unmatched"]),
+            st.sampled_from([None, 0, 3]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([None, 1e-5]),
+)
+def test_taps_diverge_exactly_where_a_row_of_theirs_does(rows: list[Any], floor: float | None) -> None:
+    made = [
+        row(name, order=order, rel_l2=value, nonfinite_differ=odd)._replace(status=status)
+        for order, (name, value, status, odd) in enumerate(rows)
+    ]
+    frame = to_frame(made)
+    found = first_divergent(frame, noise_floor=floor)
+    taps = group(frame, "rel_l2")
+    suspects = taps.suspects(floor)
+    assert (found is None) is (not suspects.any())
+    if found is not None:
+        first = next(key for key, suspect in zip(taps.keys, suspects, strict=True) if suspect)
+        assert found["name"] == first[0]
+
+
+def test_a_pair_of_which_one_alone_is_not_finite_diverges_whatever_the_value() -> None:
+    frame = to_frame([row("fine", rel_l2=0.0, nonfinite_differ=0), row("odd", order=2, rel_l2=0.0, nonfinite_differ=1)])
+    found = first_divergent(frame)
+    assert found is not None
+    assert found["name"] == "odd"
+
+
+@pytest.mark.parametrize(
+    "function", [plots.first_divergent, replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__
+)
+def test_the_noise_floor_is_one_number(function: Any) -> None:
+    assert inspect.signature(function).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
