@@ -117,8 +117,9 @@ def _comparable(value: object) -> Any:
             return repr(json.loads(json.dumps(value, default=plain)))
         except (TypeError, ValueError, RecursionError):
             pass  # a dict whose keys are not text, or a value that holds itself
-    value = plain(value)
-    return None if value != value else value
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return plain(value)
 
 
 class TapKey(NamedTuple):
