@@ -23,11 +23,10 @@ from graftlab.exchange.contract import Receipt
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import forkserver
+from kit.deadline import DEADLINE
 
 T = TypeVar("T")
 
-# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
-DEADLINE = 60.0
 MIB = 1 << 20
 
 
