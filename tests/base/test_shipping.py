@@ -21,6 +21,7 @@ from kit.support import run_cell
 import graftlab as gl
 from graftlab.base import shipping
 from graftlab.base.shipping import LARGE, pack_call, pack_function, pack_result, unpack_call, unpack_result
+from graftlab.base.sources import install_source
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -185,7 +186,7 @@ def test_an_importable_function_travels_by_name() -> None:
 
 
 def test_installed_sources_show_in_tracebacks_and_survive_checkcache() -> None:
-    shipping.install_source("<a cell>", "def f():\n    raise ValueError('planted')\n")
+    install_source("<a cell>", "def f():\n    raise ValueError('planted')\n")
     namespace: dict[str, Callable[[], None]] = {}
     exec(compile("def f():\n    raise ValueError('planted')\n", "<a cell>", "exec"), namespace)
     linecache.checkcache()

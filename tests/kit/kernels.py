@@ -14,8 +14,8 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-# Only bounds how long a broken promise can hang.
-DEADLINE = 60.0
+from kit.deadline import DEADLINE
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -25,12 +25,11 @@ from graftlab.exchange.device import Gpu
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import forkserver
+from kit.deadline import DEADLINE
 
 T = TypeVar("T")
 Put = Callable[[torch.Tensor], torch.Tensor]
 
-# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
-DEADLINE = 60.0
 MIB = 1 << 20
 
 

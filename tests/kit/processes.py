@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-# Only bounds how long a broken promise can hang.
-DEADLINE = 30.0
+from kit.deadline import DEADLINE
 
 
 def family(pid: int) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import os
 import textwrap
 import threading
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import graftlab as gl
+from graftlab.base.sources import install_source
 from graftlab.grafting import active
 from graftlab.models import ModelConfig
-
-# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
-DEADLINE = 60.0
+from kit.deadline import DEADLINE
 
 # Query heads that share key/value heads, sizes that all differ, and a vocabulary that is no power of two.
 SMALL_MODEL = ModelConfig(
@@ -37,7 +35,7 @@ def run_cell(source: str, **variables: Any) -> dict[str, Any]:
     """Execute a cell as IPython does, in ``__main__``, its lines known to linecache alone; returns the namespace."""
     source = textwrap.dedent(source).strip() + "\n"
     filename = f"/nonexistent/ipykernel_{os.getpid()}/cell_{next(_cells)}.py"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    install_source(filename, source)
     namespace: dict[str, Any] = {"__name__": "__main__", **variables}
     exec(compile(source, filename, "exec"), namespace)
     return namespace

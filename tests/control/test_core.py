@@ -1,0 +1,489 @@
+"""The parts of a session's core, and the core itself, with ranks that the test speaks for: no process is started."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.in_process import TalkingRank, a_row, talking_ranks
+from kit.mailboxes import in_background
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.base import shipping
+from graftlab.base.world import Place
+from graftlab.control import queries as queries_module
+from graftlab.control.core import SessionCore
+from graftlab.control.kept_pairs import PairsOnRanks
+from graftlab.control.pickles import open_exception, open_value
+from graftlab.control.plans import Plans
+from graftlab.control.queries import Queries
+from graftlab.control.runs import Runs
+from graftlab.control.seen_taps import SeenTaps
+from graftlab.control.works import Works
+from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.messages import (
+    AskKeptPair,
+    AskKeptTags,
+    AskStacks,
+    Call,
+    Evaluate,
+    Execute,
+    Failure,
+    Interrupt,
+    Kept,
+    KeptTags,
+    Output,
+    PlanAdopted,
+    PlanUpdate,
+    Query,
+    Refused,
+    Reply,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    Shutdown,
+    Stacks,
+    TapSeen,
+)
+from graftlab.ranks.options import LaunchOptions
+from graftlab.rows.store import RowStore
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[TalkingRank]]:
+    with talking_ranks(tmp_path, 1, 2) as made:
+        yield made
+
+
+def processes(ranks: list[TalkingRank]) -> list[Any]:
+    return [each.rank for each in ranks]
+
+
+# ---- works ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
+    works = Works()
+    called = works.of("baseline", max, (1, 2), {"key": abs})
+    assert isinstance(called, Call)
+    assert shipping.unpack_call(called.packed) == (max, (1, 2), {"key": abs})
+    evaluated, cell = works.of("target", "1 + 1", (), {}), works.of_cell("x = 1\nx")
+    assert (evaluated, cell) == (Evaluate("1 + 1", "<graft cell 1>"), Execute("x = 1\nx", "<graft cell 2>"))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda works: works.of("target", 3, (), {}), "target= must be a function or an expression, not int"),
+        (lambda works: works.of("target", "f", (1,), {}), "takes no args"),
+        (lambda works: works.of("target", "x = 1", (), {}), "the expression is not Python, so nothing was run"),
+        (lambda works: works.of("target", "'\ud800'", (), {}), "the expression is not Python"),
+        (lambda works: works.of_cell("def"), "the cell is not Python, so nothing was run"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_rank_begins(make: Any, says: str) -> None:
+    with pytest.raises(SessionError, match=says):
+        make(Works())
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_published_plan_is_the_newest_and_reaches_every_rank(ranks: list[TalkingRank]) -> None:
+    plans = Plans(processes(ranks))
+    first = GraftPlan()
+    second = first.edit(b2t="layer < 3", transform="def transform(g): return g.target")
+    plans.publish(first)
+    plans.publish(second)
+    assert plans.newest is second
+    assert plans.all() == [first, second]
+    for each in ranks:
+        assert [each.hear(), each.hear()] == [PlanUpdate(to_wire(first)), PlanUpdate(to_wire(second))]
+
+
+def test_it_is_told_from_which_step_on_each_rank_uses_a_plan(ranks: list[TalkingRank]) -> None:
+    plans = Plans(processes(ranks))
+    assert plans.adopted(1) == {}
+    plans.note_adopted(PlanAdopted(1, 4), ranks[0].rank)
+    plans.note_adopted(PlanAdopted(1, 5), ranks[2].rank)
+    plans.note_adopted(PlanAdopted(2, 9), ranks[0].rank)
+    assert plans.adopted(1) == {"baseline[0]": 4, "target[1]": 5}
+
+
+# ---- taps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[TalkingRank]) -> None:
+    taps = SeenTaps()
+    first = {"name": "attn", "step": 0, "side": "baseline", "rank": 0, "layer": 3}
+    taps.note(TapSeen(first), ranks[0].rank)
+    taps.note(TapSeen({**first, "step": 4, "side": "target", "rank": 1}), ranks[2].rank)
+    taps.note(TapSeen({**first, "layer": 4}), ranks[0].rank)
+    assert taps.all() == [first, {**first, "layer": 4}]
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+WORK = Evaluate("1", "<graft cell 1>")
+PLAN = GraftPlan().edit(b2t="True")
+
+
+@pytest.fixture
+def runs(ranks: list[TalkingRank], tmp_path: Path) -> Iterator[Runs]:
+    rows = RowStore(tmp_path)
+    yield Runs(processes(ranks), rows)
+    rows.close()
+
+
+def settle(runs: Runs, ranks: list[TalkingRank], run: int, next_step: int) -> None:
+    for each in ranks:
+        runs.note_done(RunDone(run, None, None), each.rank)
+        runs.note_settled(RunSettled(run, next_step), each.rank)
+
+
+def test_a_run_asks_those_that_take_part_and_begins_where_the_last_one_ended(
+    runs: Runs, ranks: list[TalkingRank]
+) -> None:
+    run = runs.begin({0: WORK, 2: WORK}, PLAN)
+    assert (run.number, runs.busy, runs.all()) == (0, True, [run])
+    for each in (ranks[0], ranks[2]):
+        request = each.hear()
+        assert isinstance(request, RunRequest)
+        assert (request.info.run, request.info.first_step, request.info.participants) == (0, 0, (0, 2))
+        assert (request.plan, request.work) == (to_wire(PLAN), WORK)
+    settle(runs, [ranks[0], ranks[2]], 0, next_step=7)
+    assert run.done
+    assert not runs.busy
+    runs.begin({1: WORK}, PLAN)
+    assert ranks[1].hear().info.first_step == 7
+
+
+def test_a_second_run_meanwhile_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
+    runs.begin({0: WORK}, PLAN)
+    with pytest.raises(SessionBusyError, match="run 0 is still going on"):
+        runs.begin({1: WORK}, PLAN)
+    assert len(runs.all()) == 1
+
+
+def test_a_rank_that_is_gone_is_named_with_its_log(runs: Runs, ranks: list[TalkingRank]) -> None:
+    ranks[1].die(code=3)
+    ranks[1].rank.alive = False
+    with pytest.raises(SessionClosedError, match=r"target\[0\] ended with exit code 3.*\n.*last words of target\[0\]"):
+        runs.begin({0: WORK, 1: WORK}, PLAN)
+    assert runs.all() == []
+    runs.begin({0: WORK, 2: WORK}, PLAN)
+
+
+def test_a_rank_that_dies_while_its_run_begins_is_noted(
+    runs: Runs, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = ranks[1].rank
+
+    def dies_first(*args: Any, **kwargs: Any) -> gl.Run:
+        ranks[1].die()
+        rank.alive = False
+        return gl.Run(*args, **kwargs)
+
+    monkeypatch.setattr("graftlab.control.runs.Run", dies_first)
+    run = runs.begin({1: WORK}, PLAN)
+    assert run.done
+    with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL.*\n.*last words of target\[0\]"):
+        run.wait()
+
+
+def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: list[TalkingRank]) -> None:
+    run = runs.begin({0: WORK, 1: WORK}, PLAN)
+    runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
+    runs.close()
+    runs.note_done(RunDone(0, None, Failure("RuntimeError", "a peer is gone", "")), ranks[1].rank)
+    for each in ranks:
+        runs.note_death(each.rank)
+    assert run.baseline == [7]
+    assert set(run.failures.values()) == {"the session was closed"}
+
+
+def test_an_interrupt_is_a_signal_to_those_at_work_and_a_message_to_those_that_seem_idle(
+    runs: Runs, ranks: list[TalkingRank]
+) -> None:
+    for each, state in zip(ranks, ("running", "waiting", "idle"), strict=True):
+        each.is_at(state)
+    runs.interrupt()
+    run = runs.begin({0: WORK, 1: WORK, 2: WORK}, PLAN)
+    runs.interrupt()
+    assert [each.signals for each in ranks] == [[signal.SIGINT], [signal.SIGINT], []]
+    assert ranks[2].hear_a(Interrupt) == Interrupt(run.number)
+    settle(runs, ranks, 0, next_step=1)
+    runs.interrupt()
+    assert [len(each.signals) for each in ranks] == [1, 1, 0]
+
+
+# ---- queries --------------------------------------------------------------------------------------------------------
+
+
+def answering(queries: Queries, rank: TalkingRank, answers: dict[type, Any]) -> Future[None]:
+    """Answer the rank's next questions, one for each of ``answers``, by their type."""
+
+    def answer() -> None:
+        for _ in answers:
+            query = rank.hear_a(Query)
+            queries.on_reply(Reply(query.number, answers[type(query.question)]))
+
+    return in_background(answer)
+
+
+def test_each_answer_comes_to_whoever_asked(ranks: list[TalkingRank]) -> None:
+    queries = Queries(60.0)
+    asking = [in_background(lambda n=n: queries.ask(ranks[1].rank, AskKeptTags(bool(n)), KeptTags)) for n in range(2)]
+    asked = [ranks[1].hear_a(Query) for _ in range(2)]
+    for query in reversed(asked):
+        queries.on_reply(Reply(query.number, KeptTags([{"failed": query.question.failed}])))
+    assert [future.result(60).tags for future in asking] == [[{"failed": False}], [{"failed": True}]]
+    queries.on_reply(Reply(asked[0].number, Stacks("too late, and nobody waits for it")))
+
+
+def test_a_refusal_and_an_answer_to_something_else_are_errors_that_name_the_rank(ranks: list[TalkingRank]) -> None:
+    queries = Queries(60.0)
+    answering(queries, ranks[1], {AskStacks: Refused("ValueError: no")})
+    with pytest.raises(SessionError, match=r"target\[0\]: ValueError: no"):
+        queries.ask(ranks[1].rank, AskStacks(), Stacks)
+    answering(queries, ranks[1], {AskStacks: Kept(None)})
+    with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with Kept, not Stacks"):
+        queries.ask(ranks[1].rank, AskStacks(), Stacks)
+
+
+def test_a_rank_that_does_not_answer_is_named_with_where_it_is(
+    ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries_module, "_ANSWER_TIMEOUT", 0.01)
+    ranks[1].is_at("running", step=3)
+    with pytest.raises(SessionError, match=r"target\[0\] did not answer within 0.02 s \(computing .* of step 3\)"):
+        Queries(0.02).ask(ranks[1].rank, AskKeptTags(False), KeptTags)
+
+
+# ---- kept pairs -----------------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """Stands for the questions: what each rank keeps, as ``{label: [(tags, value), ...]}``, the newest last."""
+
+    def __init__(self, kept: dict[str, list[tuple[dict[str, Any], Any]]]) -> None:
+        self.kept = kept
+        self.asked: list[Any] = []
+
+    def __call__(self, rank: Any, question: Any, expected: type[Any]) -> Any:
+        pairs = self.kept.get(rank.label, [])
+        if isinstance(question, AskKeptTags):
+            return KeptTags([tags for tags, value in pairs if question.failed or value is not None])
+        self.asked.append((rank.label, question))
+        for tags, value in reversed(pairs):
+            if tags["name"] == question.name and all(tags.get(k) == v for k, v in question.tags.items()):
+                return Kept(shipping.pack_result(value))
+        return Kept(None)
+
+
+def tags(name: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "step": step, **more}
+
+
+def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRank]) -> None:
+    shelf = Shelf(
+        {
+            "baseline[0]": [(tags("x", 7), "t2b of step 7")],
+            "target[0]": [(tags("x", 3), "step 3"), (tags("x", 5, layer=1), "step 5")],
+            "target[1]": [(tags("x", 4), "step 4")],
+        }
+    )
+    pairs = PairsOnRanks(processes(ranks), shelf)
+    assert pairs.pair("x", None, {}) == "t2b of step 7"
+    assert pairs.pair("x", 0, {"layer": 1}) == "step 5"
+    assert pairs.pair("x", 1, {}) == "step 4"
+    assert [each["step"] for each in pairs.tags(failed=False)] == [3, 5, 4, 7]
+    ranks[0].rank.alive = False
+    assert pairs.pair("x", None, {}) == "step 5"
+
+
+def test_a_pair_whose_transform_failed_is_only_there_to_try_another_one(ranks: list[TalkingRank]) -> None:
+    pairs = PairsOnRanks(processes(ranks), Shelf({"target[0]": [(tags("x", 3), None)]}))
+    assert pairs.tags(failed=False) == []
+    assert [each["name"] for each in pairs.tags(failed=True)] == ["x"]
+    with pytest.raises(SessionError, match=r"no pair of tensors is kept for 'x'; kept are none"):
+        pairs.pair("x", None, {})
+    rank, _ = pairs.packed_input("x", None, {})
+    assert rank is ranks[1].rank
+
+
+def test_what_is_not_kept_is_told_with_what_is(ranks: list[TalkingRank]) -> None:
+    pairs = PairsOnRanks(processes(ranks), Shelf({"target[0]": [(tags("x", 3), 1), (tags("y", 3), 2)]}))
+    with pytest.raises(SessionError, match=r"kept for 'z', layer=3; kept are \['x', 'y'\]\. Set session\.edit"):
+        pairs.pair("z", None, {"layer": 3})
+
+
+# ---- what ranks send pickled ----------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_a_rank_of_others_sends_is_unpickled(ranks: list[TalkingRank], tmp_path: Path) -> None:
+    marker = tmp_path / "was run"
+    rank, evil = ranks[1].rank, Evil(marker)
+    failure = Failure("KeyError", "'x'", "", pickle.dumps(evil))
+    rank.trusted = False
+    assert open_exception(rank, failure) is None
+    packed = pickle.dumps(({}, pickle.dumps(evil)))
+    with pytest.raises(SessionError, match=r"target\[0\] was not started by this notebook"):
+        open_value(rank, packed)
+    shelf = Shelf({"target[0]": [(tags("x", 3), evil)]})
+    for find in (PairsOnRanks([rank], shelf).pair, PairsOnRanks([rank], shelf).packed_input):
+        with pytest.raises(SessionError, match="was not started by this notebook"):
+            find("x", None, {})
+    assert not marker.exists()
+    rank.trusted = True
+    open_value(rank, packed)
+    assert marker.exists()
+
+
+def test_the_exception_of_ones_own_rank_is_opened_where_that_works(ranks: list[TalkingRank]) -> None:
+    rank = ranks[1].rank
+    found = open_exception(rank, Failure("KeyError", "'x'", "", pickle.dumps(KeyError("x"))))
+    assert isinstance(found, KeyError)
+    assert open_exception(rank, Failure("KeyError", "'x'", "")) is None
+    broken = open_exception(rank, Failure("Odd", "it broke", "", b"\x80no pickle"))
+    assert isinstance(broken, gl.GraftError)
+    assert "Odd: it broke (the exception itself cannot be loaded here" in str(broken)
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core(ranks: list[TalkingRank], tmp_path: Path) -> Iterator[SessionCore]:
+    made = SessionCore(LaunchOptions(1, 2), processes(ranks), PLAN, RowStore(tmp_path), tmp_path)
+    for each in ranks:
+        assert each.hear() == PlanUpdate(to_wire(PLAN))
+        each.is_at("idle")
+    yield made
+    made.close()
+
+
+def play(rank: TalkingRank, result: Any = None, rows: int = 0) -> Future[RunRequest]:
+    """Do what a rank does of the next run that it is asked for; returns the request."""
+
+    def work() -> RunRequest:
+        request: RunRequest = rank.hear_a(RunRequest)
+        run, place = request.info.run, rank.rank.place
+        for order in range(rows):
+            rank.line.row(a_row(run=run, order=order, side=place.side, rank=place.rank))
+        rank.line.send(RunDone(run, shipping.pack_result(result), None))
+        rank.line.send(RunSettled(run, request.info.first_step + 1))
+        return request
+
+    return in_background(work)
+
+
+def test_a_run_of_the_core_from_its_request_to_its_results_and_rows(
+    core: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    playing = [play(each, result=number, rows=10 * number) for number, each in enumerate(ranks)]
+    run = core.run(max, "max(1, 2)")
+    assert (run.baseline, run.target) == ([0], [1, 2])
+    assert len(run.frame) == len(core.frame) == core.row_count == 30
+    works = [future.result(60).work for future in playing]
+    assert [type(work) for work in works] == [Call, Evaluate, Evaluate]
+    assert works[1] == works[2]
+
+
+def test_an_edit_is_published_and_its_adoption_told(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    plan = core.edit(keep="layer == 3")
+    assert core.plan is plan
+    assert core.plans == [PLAN, plan]
+    for each in ranks:
+        assert each.hear() == PlanUpdate(to_wire(plan))
+        each.line.send(PlanAdopted(plan.version, 4))
+    wait_until(lambda: len(core.adopted(plan.version)) == 3, "the news of the adoption")
+    with pytest.raises(gl.FilterError):
+        core.edit(b2t="name ==")
+    assert core.plan is plan
+
+
+def test_a_run_whose_rows_cannot_be_stored_still_ends(
+    core: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RowStore, lines: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RowStore, "append", full)
+    for each in ranks:
+        play(each, result="ended", rows=5)
+    assert core.start("1", "1").wait(60).target == ["ended", "ended"]
+
+
+def test_what_ranks_print_is_shown_by_whoever_waits(
+    core: SessionCore, ranks: list[TalkingRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = core.start(target="1")
+    ranks[1].line.send(Output("one\ntwo\n"))
+    for each in ranks[1:]:
+        play(each)
+    run.wait(60)
+    assert capsys.readouterr().out == "target[0] | one\ntarget[0] | two\n"
+
+
+def test_a_closed_core_has_told_its_ranks_to_end_and_says_so(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    run = core.start(target="1")
+    core.close()
+    core.close()
+    assert core.closed
+    for each in ranks:
+        assert each.hear_a(Shutdown) == Shutdown()
+    with pytest.raises(gl.RunError, match="the session was closed"):
+        run.wait(60)
+    for call in (lambda: core.start(target="1"), lambda: core.edit(b2t="True"), lambda: core.kept()):
+        with pytest.raises(SessionClosedError, match="launch another"):
+            call()
+
+
+def test_queries_are_answered_while_a_run_goes_on(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    core.start(target="1")
+    pair = (torch.ones(2), torch.zeros(2))
+
+    def answer() -> list[Any]:
+        asked = []
+        for each in (ranks[1], ranks[2], ranks[0], ranks[1]):
+            query = each.hear_a(Query)
+            asked.append(query.question)
+            if isinstance(query.question, AskKeptTags):
+                kept = [tags("x", 0, layer=1 << 70)] if each is ranks[1] else []
+                each.line.send(Reply(query.number, KeptTags(kept)))
+            else:
+                each.line.send(Reply(query.number, Kept(shipping.pack_result(pair))))
+        return asked
+
+    answering = in_background(answer)
+    baseline, target = core.tensors("x", layer=1 << 70)
+    assert torch.equal(baseline, pair[0])
+    assert torch.equal(target, pair[1])
+    assert answering.result(60)[-1] == AskKeptPair("x", {"layer": 1 << 70})
+
+
+def test_the_core_tells_of_its_ranks_whoever_started_them(core: SessionCore) -> None:
+    assert "3 ranks alive" in repr(core)
+    assert core.status()["state"].tolist() == ["idle"] * 3
+    assert core.status()["pid"].tolist() == [os.getpid()] * 3
+    assert [rank.label for rank in core.select("target")] == ["target[0]", "target[1]"]
+    assert [each.place for each in core.ranks] == Place("baseline", 0, 1, 2).everyone()

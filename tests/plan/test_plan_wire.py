@@ -1,0 +1,131 @@
+"""A plan crosses to the ranks as plain data: equal on arrival, checked there, and nothing of it is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graftlab as gl
+from graftlab.errors import FilterError, MessageError, PlanError
+from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
+from graftlab.plan.wire import WirePlan, WireTransform, from_wire, pack_plan, to_wire, unpack_plan
+from graftlab.transforms import GraftTransformInput
+
+EDITS: dict[str, list[Any]] = {
+    "b2t": [None, "", "name == 'q'"],
+    "t2b": [None, "layer < 2 and search('ä', name)"],
+    "compare": [None, "True"],
+    "keep": [None, "rank == 0"],
+    "transform": [None, "def transform(g): return g.target", "torch.clone", lambda g: -g.target],
+    "rename": [None, {"target": {"^model": "net", "a": "b"}, "baseline": {r"(\d+)": r"\1"}}],
+}
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in EDITS.items()}))
+def test_a_plan_arrives_equal(changes: dict[str, Any]) -> None:
+    plan = GraftPlan().edit(**changes)
+    arrived = unpack_plan(pack_plan(plan))
+    assert arrived == plan
+    assert from_wire(to_wire(plan)) == plan
+    for name in FILTERS:
+        assert arrived.action_for({"name": "q", "layer": 1}) == plan.action_for({"name": "q", "layer": 1}), name
+
+
+def test_a_transform_given_as_a_function_arrives_as_one() -> None:
+    arrived = unpack_plan(pack_plan(GraftPlan(transform=lambda g: -g.target)))  # type: ignore[arg-type]
+    transform = arrived.load_transform()
+    assert transform is not None
+    assert transform(GraftTransformInput({}, [torch.zeros(1)], [None], torch.ones(1))).tolist() == [-1.0]  # type: ignore[union-attr]
+
+
+def test_the_wire_has_every_part_of_a_plan_and_an_edit_all_but_the_version() -> None:
+    parts = [field.name for field in dataclasses.fields(GraftPlan)]
+    assert list(WirePlan.__struct_fields__) == parts
+    assert [*PlanEdit.__annotations__, "version"] == parts
+
+
+def wire_of(plan: GraftPlan, **changes: Any) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.structs.asdict(to_wire(plan)), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"b2t": 3}, MessageError, r"Expected `str \| null`, got `int` - at `\$.b2t`"),
+        ({"version": "1"}, MessageError, r"\$.version"),
+        ({"version": -1}, MessageError, r"\$.version"),
+        ({"rename": [["left", "a", "b"]]}, MessageError, r"'left'"),
+        ({"rename": [["target", "a"]]}, MessageError, r"\$.rename"),
+        ({"more": 1}, MessageError, "unknown field `more`"),
+        ({"transform": {"kind": "pickle", "text": "", "blob": b""}}, MessageError, "'pickle'"),
+        ({"b2t": "name =="}, FilterError, "syntax|expression"),
+        ({"keep": "name.__class__"}, FilterError, "__class__|attribute"),
+        ({"rename": [["target", "(", "b"]]}, PlanError, "rename"),
+        ({"transform": {"kind": "function", "text": "f", "blob": b""}}, PlanError, "'function' came with 0 bytes"),
+        ({"transform": {"kind": "path", "text": "f", "blob": b"x"}}, PlanError, "'path' came with 1 bytes"),
+    ],
+)
+def test_what_is_no_usable_plan_is_refused_on_arrival(changes: dict[str, Any], error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        unpack_plan(wire_of(GraftPlan(), **changes))
+
+
+def test_a_plan_without_a_part_is_refused() -> None:
+    for name in WirePlan.__struct_fields__:
+        fields = msgspec.structs.asdict(to_wire(GraftPlan()))
+        del fields[name]
+        with pytest.raises(MessageError, match=f"missing required field `{name}`"):
+            unpack_plan(msgspec.msgpack.encode(fields))
+
+
+@given(st.binary(max_size=100))
+def test_other_bytes_are_no_plan(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        unpack_plan(data)
+
+
+def test_a_plan_that_is_only_received_runs_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "was run",)
+
+    evil = to_wire(GraftPlan())
+    evil = msgspec.structs.replace(evil, transform=WireTransform("function", "f", pickle.dumps(Evil())))
+    plan = from_wire(evil)
+    assert plan.action_for({"name": "x"}).direction == "b2t"
+    repr(plan), plan._repr_mimebundle_(), plan.edit(b2t="True")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(MessageError):
+        unpack_plan(pickle.dumps(Evil()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rename_that_cannot_be_sent_is_refused_when_the_plan_is_made() -> None:
+    with pytest.raises(PlanError, match=r"rename .* is not usable"):
+        GraftPlan().edit(rename={"target": {"a": "\ud800"}})
+
+
+# ---- the keywords of an edit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", [GraftPlan().edit, GraftPlan.edit, gl.Session.edit])
+def test_help_shows_what_an_edit_may_change(edit: Any) -> None:
+    parameters = inspect.signature(edit).parameters
+    keywords = [each for each in parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert [each.name for each in keywords] == ["b2t", "t2b", "compare", "keep", "transform", "rename"]
+    assert {repr(each.default) for each in keywords} == {"<unchanged>"}
+    assert str(inspect.signature(edit)).count("b2t: 'str | None' = <unchanged>") == 1
+
+
+def test_an_unknown_keyword_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(TypeError, match=r"'b2'.*b2t, t2b, compare, keep, transform, rename"):
+        GraftPlan().edit(b2="True")  # type: ignore[call-arg]

@@ -1,0 +1,207 @@
+"""Every message arrives as it was sent, only where it belongs, and what is none is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.in_process import a_row
+
+from graftlab.base.world import RunInfo
+from graftlab.errors import MessageError
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks import messages
+from graftlab.ranks.messages import (
+    AskKeptInput,
+    AskKeptMap,
+    AskKeptPair,
+    AskKeptTags,
+    AskStacks,
+    Call,
+    Dispatch,
+    Evaluate,
+    Execute,
+    Failure,
+    FromRank,
+    Hello,
+    Interrupt,
+    Kept,
+    KeptTags,
+    Output,
+    PlanAdopted,
+    PlanUpdate,
+    Query,
+    Refused,
+    Reply,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    Shutdown,
+    Stacks,
+    TapSeen,
+    ToRank,
+    pack,
+    pack_row,
+    unpack_from_rank,
+    unpack_to_rank,
+)
+from graftlab.rows.encoding import decode
+
+PLAN = to_wire(
+    GraftPlan().edit(b2t="layer < 3", transform="def transform(g): return g.target", rename={"target": {"a": "b"}})
+)
+INFO = RunInfo(3, 17, (0, 2))
+TAGS = {"name": "attn", "layer": 3, "scale": 0.5, "on": True, "off": None, "id": 1 << 70, "half": "\ud800"}
+
+TO_RANK = [
+    RunRequest(INFO, PLAN, Call(b"\x80packed")),
+    RunRequest(INFO, PLAN, Evaluate("1 + 1", "<graft cell 1>")),
+    RunRequest(INFO, PLAN, Execute("x = 1", "<graft cell 2>")),
+    PlanUpdate(PLAN),
+    PlanUpdate(to_wire(GraftPlan())),
+    Query(1, AskStacks()),
+    Query(2, AskKeptTags(True)),
+    Query(3, AskKeptPair("attn", TAGS)),
+    Query(4, AskKeptInput("attn", {})),
+    Query(5, AskKeptMap("attn", TAGS, (0, 2))),
+    Query(6, AskKeptMap("attn", TAGS, None)),
+    Interrupt(3),
+    Shutdown(),
+]
+FROM_RANK = [
+    Hello(42),
+    Output("two\nlines\n"),
+    TapSeen(TAGS),
+    PlanAdopted(3, 17),
+    RunDone(3, b"\x80packed", None),
+    RunDone(3, None, Failure("KeyError", "'x'", "Traceback ...")),
+    RunDone(3, None, Failure("KeyError", "'x'", "Traceback ...", b"\x80packed")),
+    RunSettled(3, 18),
+    Reply(1, Stacks("thread MainThread")),
+    Reply(2, KeptTags([TAGS, {}])),
+    Reply(3, Kept(b"\x80packed")),
+    Reply(4, Kept(None)),
+    Reply(5, Refused("ValueError: no")),
+]
+
+
+def parts_of(message: Any) -> set[type]:
+    """The types of a message and of the messages in it."""
+    inner = [
+        value for value in map(message.__getattribute__, message.__struct_fields__) if isinstance(value, msgspec.Struct)
+    ]
+    return {type(message)}.union(*map(parts_of, inner))
+
+
+def test_the_samples_here_are_of_every_message_there_is() -> None:
+    concrete = {
+        kind
+        for kind in vars(messages).values()
+        if isinstance(kind, type) and issubclass(kind, messages.Message) and not kind.__subclasses__()
+    }
+    assert set().union(*map(parts_of, TO_RANK + FROM_RANK)) >= concrete
+    assert {type(message) for message in TO_RANK} == set(get_args(ToRank))
+    assert {type(message) for message in FROM_RANK} == set(get_args(FromRank))
+
+
+@pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
+def test_what_the_notebook_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+    assert unpack_to_rank(pack(message)) == message
+    with pytest.raises(MessageError, match=type(message).__name__):
+        unpack_from_rank(pack(message))
+
+
+@pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
+def test_what_a_rank_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+    assert unpack_from_rank(pack(message)) == message
+    with pytest.raises(MessageError, match=type(message).__name__):
+        unpack_to_rank(pack(message))
+
+
+def test_a_row_arrives_as_its_line_and_only_in_the_notebook() -> None:
+    row = a_row(order=7)
+    line = unpack_from_rank(pack_row(row))
+    assert isinstance(line, bytes)
+    assert decode(line) == row
+    with pytest.raises(MessageError, match="begins with b'r'"):
+        unpack_to_rank(pack_row(row))
+
+
+@pytest.mark.parametrize("unpack", [unpack_to_rank, unpack_from_rank])
+def test_an_unknown_message_is_refused_by_name(unpack: Any) -> None:
+    class Promotion(messages.Message, frozen=True):
+        rank: int
+
+    with pytest.raises(MessageError, match="'Promotion'"):
+        unpack(pack(Promotion(3)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"type": "PlanAdopted", "version": "3", "step": 1}, r"Expected `int`, got `str` - at `\$.version`"),
+        ({"type": "PlanAdopted", "version": 3}, "missing required field `step`"),
+        ({"type": "PlanAdopted", "version": 3, "step": 1, "more": 1}, "unknown field `more`"),
+        ({"type": "TapSeen", "tags": {"layer": [3]}}, "tag 'layer' has no plain value but a list"),
+        ({"type": "Reply", "number": 1, "answer": {"type": "Hello", "pid": 3}}, "Invalid value 'Hello'"),
+        (
+            {"type": "Reply", "number": 1, "answer": {"type": "KeptTags", "tags": [{"a": {}}]}},
+            "tag 'a' has no plain value",
+        ),
+    ],
+)
+def test_a_message_whose_fields_are_wrong_is_refused_with_the_field(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(MessageError, match=says):
+        unpack_from_rank(b"m" + msgspec.msgpack.encode(fields))
+
+
+@given(st.binary(max_size=100), st.sampled_from([b"", b"m", b"x"]))
+def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
+    for unpack in (unpack_to_rank, unpack_from_rank):
+        with contextlib.suppress(MessageError):
+            unpack(kind + data)
+
+
+@given(st.sampled_from(TO_RANK), st.integers(0, 10_000), st.integers(0, 255))
+def test_a_damaged_message_is_refused_or_is_one(message: Any, at: int, byte: int) -> None:
+    frame = bytearray(pack(message))
+    frame[at % len(frame)] = byte
+    with contextlib.suppress(MessageError):
+        assert type(unpack_to_rank(bytes(frame))) in get_args(ToRank)
+
+
+def test_a_frame_that_is_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "was run",)
+
+    for frame in (pickle.dumps(Evil()), b"m" + pickle.dumps(Evil())):
+        for unpack in (unpack_to_rank, unpack_from_rank):
+            with pytest.raises(MessageError):
+                unpack(frame)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- dispatch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_goes_to_its_handler_with_whatever_the_dispatch_is_called_with() -> None:
+    handle = Dispatch[[str], str]()
+    handle.on(Hello, lambda hello, label: f"{label} is {hello.pid}")
+    handle.on(Output, lambda output, label: f"{label} says {output.text}")
+    assert handle(Output("so"), "target[0]") == "target[0] says so"
+    assert handle(Hello(7), "baseline[0]") == "baseline[0] is 7"
+
+
+def test_a_message_without_a_handler_is_an_error_that_names_it_and_those_that_have_one() -> None:
+    handle = Dispatch[[], None]()
+    handle.on(Hello, lambda hello: None)
+    with pytest.raises(MessageError, match="Shutdown is not handled here; what is: Hello"):
+        handle(Shutdown())

@@ -1,0 +1,95 @@
+"""What a rank prints reaches its log at once, and the notebook in whole lines, each thread's apart."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from kit.deadline import DEADLINE
+from kit.mailboxes import eager_threads
+
+from graftlab.ranks import streams
+from graftlab.ranks.streams import LabelledStream
+
+
+@pytest.fixture
+def log() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def sent() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def stream(log: io.StringIO, sent: list[str]) -> LabelledStream:
+    return LabelledStream(log, sent.append)
+
+
+def test_only_whole_lines_are_sent_and_the_log_has_everything_at_once(
+    stream: LabelledStream, log: io.StringIO, sent: list[str]
+) -> None:
+    assert stream.write("half of ") == 8
+    assert sent == []
+    assert log.getvalue() == "half of "
+    stream.write("a line\nand")
+    assert sent == ["half of a line\n"]
+    stream.write(" one\ntwo\nmore")
+    assert sent == ["half of a line\n", "and one\ntwo\n"]
+    stream.write("")
+    assert log.getvalue() == "half of a line\nand one\ntwo\nmore"
+
+
+def test_unfinished_lines_are_sent_when_whoever_began_them_has_ended(stream: LabelledStream, sent: list[str]) -> None:
+    print("no newline", end="", file=stream)
+    other = threading.Thread(target=lambda: stream.write("nor here"))
+    other.start()
+    other.join(DEADLINE)
+    assert sent == []
+    stream.flush_lines()
+    assert sorted(sent) == ["no newline\n", "nor here\n"]
+    stream.flush_lines()
+    assert len(sent) == 2
+
+
+def test_lines_of_two_threads_are_not_torn(stream: LabelledStream, log: io.StringIO, sent: list[str]) -> None:
+    def prints(name: str) -> None:
+        for number in range(200):
+            print(name, number, name, file=stream)
+
+    with eager_threads():
+        threads = [threading.Thread(target=prints, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+    lines = "".join(sent).splitlines()
+    for name in "ab":
+        assert [line for line in lines if line[0] == name] == [f"{name} {number} {name}" for number in range(200)]
+    assert len(log.getvalue()) == len("".join(sent))
+
+
+def test_a_line_that_never_ends_is_sent_in_parts(
+    stream: LabelledStream, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_LONGEST", 10)
+    stream.write("0123456789")
+    assert sent == []
+    stream.write("abc")
+    assert sent == ["0123456789abc\n"]
+    stream.write("x\n")
+    assert sent[1:] == ["x\n"]
+
+
+def test_it_is_the_stream_of_the_log_to_whoever_asks(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w", encoding="utf-8") as log:
+        stream = LabelledStream(log, lambda text: None)
+        assert stream.fileno() == log.fileno()
+        assert stream.writable()
+        assert stream.encoding == "utf-8"
+        stream.write("x")
+        stream.flush()
+        assert (tmp_path / "log").read_text() == "x"
