@@ -90,15 +90,15 @@ class CudaGraphBufferRegistry:
         """
         if slot.name in self._slots:
             raise slot.error("there is a slot of this name already")
-        if slot._registered:
+        if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:
             buffer = self._buffer_for(slot, slot.buffer if bind is None else bind)
             # Where the slot cannot be cut, it is not registered.
             ends = FillContext(0, self.max_bs, 0, self.max_num_tokens)
             dataclasses.replace(slot, buffer=buffer).head_and_tail(ends)
-            object.__setattr__(slot, "buffer", buffer)
-        object.__setattr__(slot, "_registered", True)
+            slot.buffer = buffer
+        slot.is_registered = True
         self._slots[slot.name] = slot
         self._forget_plans()
         return slot

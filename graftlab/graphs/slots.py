@@ -56,7 +56,7 @@ class FillContext:
     pp_proxy_tensors: Any = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphSlot:
     """One static buffer, and how it is filled. All but ``buffer``, which a registry gives it, stays as it was made.
 
@@ -87,7 +87,14 @@ class GraphSlot:
     slice_fn: Callable[[Tensor, int], Tensor] | None = None
     source_fn: Callable[[Any, FillContext], Tensor | None] | None = None
     buffer: Tensor | None = None
-    _registered: bool = field(default=False, init=False, repr=False)
+    is_registered: bool = field(default=False, init=False, repr=False)
+    """Whether some registry has it, whose buffer ``buffer`` then is. A registry sets both, and nobody else."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Registries remember how each slot is filled, so a change would go unnoticed there.
+        if name in self.__dict__ and name not in ("buffer", "is_registered"):
+            raise AttributeError(f"slot {self.name!r}: {name} stays as it was made; make another slot")
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         policy = self.padding_policy

@@ -345,3 +345,11 @@ def test_many_at_once_and_one_by_one_give_the_same(
     for one, other, given in zip(at_once, copied(), sources, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(one, given.to(destination), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:
+    slot = make(padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-1)
+    registry_of(slot)
+    with pytest.raises(AttributeError, match="slot 'x': pad_value stays as it was made"):
+        slot.pad_value = 3
+    assert slot.pad_value == -1
