@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from graftlab.errors import RequestError
+from graftlab.requests.request_id import request_id_to_int
 
 PADDING_ID = 0
 """In place of an id, in rows of a batch that belong to no request."""
@@ -17,21 +17,6 @@ NO_ROOM = -1
 """In place of a bootstrap room, for a request that has none."""
 
 _INT64 = torch.iinfo(torch.int64)
-
-
-def request_id_to_int(request_id: str) -> int:
-    """The same int64 in every process and on every machine: BLAKE2b with an 8-byte digest of the UTF-8 bytes, read
-    little-endian and signed (RFC 7693).
-
-    Raises :class:`RequestError` for what is not a string, or has no UTF-8.
-    """
-    if not isinstance(request_id, str):
-        raise RequestError(f"a request id is a string, not {type(request_id).__name__} ({request_id!r})")
-    try:
-        encoded = request_id.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the request id {request_id!r} cannot be written in UTF-8: {error.reason}") from error
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
 
 def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:

@@ -16,10 +16,10 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     """A file that a :class:`~graftlab.requests.RequestDumper` wrote, or another program in the same form.
 
     The form is a pickled dict whose ``"requests"`` are tuples ``(request, response, created, finished)``; they come as
-    :class:`~graftlab.requests.RecordedRequest`. Builtin data, torch tensors (on the CPU), numpy arrays and the kit's
-    own dataclasses are made; anything else becomes an :class:`~graftlab.requests.Opaque` that names its class and holds
-    what the file says about it. Nothing else is imported, and nothing called. With ``trusted``, plain pickle reads the
-    file: only for files of your own.
+    :class:`~graftlab.requests.RecordedRequest`. Builtin data, torch tensors (on the CPU), numpy arrays and requests of
+    the kit's own engine are made; anything else becomes an :class:`~graftlab.requests.Opaque` that names its class and
+    holds what the file says about it. Nothing that a file names is imported or called. With ``trusted``, plain pickle
+    reads the file: only for files of your own.
 
     Raises :class:`~graftlab.errors.DumpError` for a file that ends early, is damaged or is something else, with the
     byte up to which it could be read and the requests before it; OSError where there is no file to read.

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlab.errors import RequestError
-from graftlab.requests.identity import bootstrap_rooms_tensor, request_id_to_int, request_ids_tensor
+from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
+from graftlab.requests.request_id import request_id_to_int
 
 VECTORS = {"": -5426141060434712860, "req-0": -8966579018032821426, "请求-1": 188416781982650042}
 
@@ -28,7 +29,7 @@ def test_an_id_has_the_number_that_other_programs_give_it(request_id: str) -> No
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None:
-    code = "from graftlab.requests.identity import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
+    code = "from graftlab.requests import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
     for seed in ("0", "4711"):
         environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
