@@ -34,7 +34,7 @@ from graftlab.graphs.tap_sites import (
     Rows,
     Site,
     Slot,
-    TapChoice,
+    WantedTaps,
     copy_bits,
     copyable,
     judge,
@@ -64,9 +64,9 @@ class CapturedFunction:
     nothing at all.
     """
 
-    def __init__(self, padded: FillContext, choice: TapChoice, capturer: Capturer) -> None:
+    def __init__(self, padded: FillContext, wanted: WantedTaps, capturer: Capturer) -> None:
         self.sites: list[Site] = []
-        self._padded, self._choice, self._capturer = padded, choice, capturer
+        self._padded, self._wanted, self._capturer = padded, wanted, capturer
         self._graph: Graph | None = None
         # While it is run to be captured. Of these runs the first tells which taps there are.
         self._capturing = self._is_known = False
@@ -193,8 +193,8 @@ class CapturedFunction:
         with _ambient(self._outer):
             judged = judge(grafter, site)
         if judged.is_wanted:
-            self._choice.wanted.add(identity)
-        if identity not in self._choice.wanted:
+            self._wanted.identities.add(identity)
+        if identity not in self._wanted.identities:
             return site
         shown, own = self._tensor_in(name, value)
         if own is None:
@@ -203,7 +203,7 @@ class CapturedFunction:
         if own.dim() and not isinstance(own, torch.nn.Parameter):
             rows: dict[int, Rows] = {self._padded.padded_bs: "requests", self._padded.padded_num_tokens: "tokens"}
             site.rows = rows.get(own.shape[0])
-        if self._choice.grafts == "breaks" and judged.is_received:
+        if self._wanted.grafts == "breaks" and judged.is_received:
             site.breaks = True
         else:
             site.slot = new_slot(own, site.rows is not None)
@@ -218,11 +218,11 @@ class CapturedFunction:
             return True
         judged = self._judge(grafter)
         pairs = list(zip(self.sites, judged, strict=True))
-        self._choice.wanted |= {site.identity for site, each in pairs if each.is_wanted}
+        self._wanted.identities |= {site.identity for site, each in pairs if each.is_wanted}
         fit = [(site, each) for site, each in pairs if not site.is_unfit]
-        if any(site.is_left_out and site.identity in self._choice.wanted for site, _ in fit):
+        if any(site.is_left_out and site.identity in self._wanted.identities for site, _ in fit):
             return False
-        return self._choice.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
+        return self._wanted.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
 
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""

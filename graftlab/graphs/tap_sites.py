@@ -65,11 +65,11 @@ class Judged:
 
 
 @dataclass
-class TapChoice:
+class WantedTaps:
     """What the graphs of one runner have in common: how they graft, and which taps were ever wanted."""
 
     grafts: Grafts
-    wanted: set[Identity] = field(default_factory=set)
+    identities: set[Identity] = field(default_factory=set)
 
 
 def new_slot(own: Tensor, has_rows: bool) -> Slot:

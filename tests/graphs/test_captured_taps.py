@@ -34,7 +34,7 @@ from graftlab.engine.graph_attention import UnpaddedAttention
 from graftlab.graphs import FillContext, PaddingPolicy
 from graftlab.graphs.capture import CpuCapturer
 from graftlab.graphs.captured_function import CapturedFunction
-from graftlab.graphs.tap_sites import TapChoice
+from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.models import Transformer
 
 TESTS = str(Path(__file__).resolve().parents[1])
@@ -448,7 +448,7 @@ def call(
         buffer = torch.zeros(len(inputs[0]), device="cuda" if device == "cuda" else "cpu")
         kernels = {"kernels": "cpu", "cuda": "cuda"}.get(device)
         capturer = CpuCapturer() if kernels is None else capture.CudaCapturer(torch.device(kernels))
-        size, choice = FillContext(len(inputs[0]), len(inputs[0]), 0, 0), TapChoice(grafts)
+        size, choice = FillContext(len(inputs[0]), len(inputs[0]), 0, 0), WantedTaps(grafts)
         for values in inputs:
             buffer.copy_(torch.tensor(values))
             if grafts is None:

@@ -14,14 +14,14 @@ from torch import Tensor
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.batch import ForwardBatch, Mode
 from graftlab.engine.kv_cache import KVCache
-from graftlab.engine.runner import EagerRunner, Runner
+from graftlab.engine.runners.eager import EagerRunner, Runner
 from graftlab.errors import GraphError
 from graftlab.grafting.active import grafter
 from graftlab.graphs.capture import capturer_for
 from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import FillContext
-from graftlab.graphs.tap_sites import Grafts, TapChoice
+from graftlab.graphs.tap_sites import Grafts, WantedTaps
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
 from graftlab.taps.calls import tags
@@ -54,7 +54,7 @@ class GraphRunner:
         self.eager = False
         self._hooks = latest_change()
         self._capturer = capturer_for(cache.table.device)
-        self._choice = TapChoice(self.grafts)
+        self._wanted = WantedTaps(self.grafts)
         self._captured: defaultdict[Hashable, list[CapturedFunction]] = defaultdict(list)
         self._row_ids: tuple[Tensor, ...] = ()
 
@@ -119,7 +119,7 @@ class GraphRunner:
                 variants.insert(0, function)
                 return function
         padded = FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens)
-        function = CapturedFunction(padded, self._choice, self._capturer)
+        function = CapturedFunction(padded, self._wanted, self._capturer)
         self.attention.prepare_metadata(view)
         function.capture(self._forward_of(view, function.on_host))
         self.captures += 1

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graftlab.engine.ahead import AheadAttention
 from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
-from graftlab.engine.decode_runner import DecodeGraphRunner
 from graftlab.engine.graph_attention import token_places
-from graftlab.engine.graph_runner import GraphRunner, doubling, padded_size
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
-from graftlab.engine.prefill_runner import with_extend_lens
-from graftlab.engine.runner import EagerRunner, RunnerFactory
+from graftlab.engine.runners.decode import DecodeGraphRunner
+from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
+from graftlab.engine.runners.graph import GraphRunner, doubling, padded_size
+from graftlab.engine.runners.prefill import with_extend_lens
+from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs.builders import build_prefill_registry
 from graftlab.models import Transformer
@@ -60,7 +60,7 @@ class DraftGraphRunner(GraphRunner):
     Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
     """
 
-    attention: AheadAttention
+    attention: VerifyAttention
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DraftGraphRunner(GraphRunner):
         registry = build_prefill_registry(
             cache.table.device, most, most * depth, share_pool=True, padding_slot=PADDING_SLOT
         )
-        attention = AheadAttention(cache, model.config.sliding_window, depth)
+        attention = VerifyAttention(cache, model.config.sliding_window, depth)
         super().__init__(model, cache, with_extend_lens(registry), attention)
         self.guessed = self.accepted = 0
         self.prefill = prefill(model, cache)
