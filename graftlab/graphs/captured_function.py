@@ -42,6 +42,7 @@ from graftlab.graphs.tap_sites import (
     write_through,
 )
 from graftlab.taps import calls as taps
+from graftlab.taps.routing import taken_by
 
 
 class _Mute:
@@ -96,7 +97,7 @@ class CapturedFunction:
         def run_through() -> Outputs:
             self._next = self._next_host_part = 0
             # Only the tags that are set inside belong to its taps: those around it may be others at each replay.
-            with taps.taken_by(self), _ambient(()):
+            with taken_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
                 raise self._error(f"ran past {self._next} taps this time")
@@ -126,17 +127,17 @@ class CapturedFunction:
             if self._capturing:
                 if not self._is_known:
                     self._host_parts.append((self._next, taps.ambient.get()))
-                with taps.taken_by(_MUTE):
+                with taken_by(_MUTE):
                     return function(*args)
             if number in self._host_results:
                 return self._host_results[number].clone()
             place, inner = self._host_parts[number]
             first, last = self._window or (0, len(self.sites))
             if not first <= place <= last:
-                with taps.taken_by(_MUTE):
+                with taken_by(_MUTE):
                     return function(*args)
             self._hand_over(place)
-            with taps.taken_by(None), _ambient(_merged(self._outer, inner)):
+            with taken_by(None), _ambient(_merged(self._outer, inner)):
                 result = function(*args)
             if last < len(self.sites):
                 self._host_results[number] = result.clone()
@@ -304,7 +305,7 @@ class CapturedFunction:
 
     def _tap(self, site: Site, shown: Any) -> Any:
         """Reach a tap for real, on the host."""
-        with taps.taken_by(None), _ambient(self._outer):
+        with taken_by(None), _ambient(self._outer):
             return _grafter().tap(site.name, shown, site.extras, site.tags)
 
     def _head(self, site: Site, tensor: Tensor) -> Tensor:
