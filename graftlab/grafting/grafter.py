@@ -28,6 +28,7 @@ from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import COLUMNS, Row
+from graftlab.taps.extras import resolved
 from graftlab.transforms import GraftTransformInput, Transform, compare, dtype_name, run_transform, user_traceback
 
 logger = logging.getLogger(__name__)
@@ -353,6 +354,7 @@ class Grafter:
             if own is None:
                 self._exchange.decline(key)
                 return value
+            extras = resolved(extras)
             self._write_page("running")
             row = self._row(decision, occurrence, "unmatched", began)
             row["shape"], row["dtype"] = list(own.shape), dtype_name(own.dtype)
