@@ -25,6 +25,7 @@ from graftlab.graphs.tap_sites import Grafts, WantedTaps
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
 from graftlab.taps.calls import tags
+from graftlab.taps.extras import carrying
 from graftlab.taps.watch import latest_change
 
 OnHost = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
@@ -141,10 +142,11 @@ class GraphRunner:
     def _forward_of(self, view: ForwardBatch, on_host: OnHost) -> Callable[[], tuple[Tensor, ...]]:
         """What is captured. It has the static buffers, and nothing else of the batch of which `view` is made."""
         mode, input_ids, positions = view.mode, view.input_ids[:, None], view.positions[:, None]
-        identities, attend = _identities(view), self._attend(on_host)
+        identities, extras, attend = _identities(view), view.extras, self._attend(on_host)
 
         def forward() -> tuple[Tensor, ...]:
-            logits = self._call_model(mode, input_ids, positions, attend, on_host)
+            with carrying(extras):
+                logits = self._call_model(mode, input_ids, positions, attend, on_host)
             return (logits.squeeze(1), *(each.clone() for each in identities))
 
         return forward
