@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -338,12 +339,10 @@ FAILING = {
     "returns a list": ("return [1.0, 2.0]", "returned list"),
     "returns another shape": ("return torch.zeros(3)", "returned shape [3]; the target has shape [2]"),
     "returns what would broadcast": ("return torch.zeros(1)", "returned shape [1]; the target has shape [2]"),
-    "writes to the target": ("return graft_input.target.fill_(7)", "changed its input `target`"),
-    "writes to what was received": (
-        "graft_input.received_list[0].add_(1); return graft_input.target",
-        "changed its input `received_list`",
+    "writes another shape": (
+        "graft_input.target.resize_(1)\n        return",
+        "returned shape [1]; the target has shape",
     ),
-    "resizes the target": ("graft_input.target.resize_(1); return torch.zeros(2)", "changed its input `target`"),
 }
 
 
@@ -376,6 +375,8 @@ def test_a_failing_transform_leaves_the_target_untouched_and_the_run_goes_on(way
         # The reader's own frame comes first, none of graftlab's before it.
         assert error.index("faulty") < error.index("# the line at fault")
         assert "run_transform" not in error
+    else:
+        assert re.search(r"line \d+, in faulty\n    def faulty\(graft_input\):\ngraftlab", error)
     assert rows.loc["a", ["rel_l2", "max_abs"]].isna().all()
 
 
