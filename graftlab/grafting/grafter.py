@@ -28,7 +28,7 @@ from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import COLUMNS, Row
-from graftlab.taps.extras import resolved
+from graftlab.taps.extras import resolved, unpicklable_part
 from graftlab.transforms import GraftTransformInput, Transform, compare, dtype_name, run_transform, user_traceback
 
 logger = logging.getLogger(__name__)
@@ -405,9 +405,15 @@ class Grafter:
             logger.warning("%s", full)
             self._exchange.decline(key)
             self._emit(row)
-        except ShippingError:
+        except ShippingError as error:
+            row["status"] = "failed"
+            row["error"] = (
+                f"{unpicklable_part(extras)} of gl.tap({row['name']!r}) on {self.place.label} cannot be pickled: "
+                f"{error.__cause__}; pass tensors, numbers, strings, or containers of them"
+            )
+            logger.error("%s", row["error"])
             self._exchange.decline(key)
-            raise
+            self._emit(row)
 
     def _take(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,3 +38,18 @@ def together(around: Mapping[str, Any] | None, own: Any) -> Any:
 def resolved(extras: Any) -> Any:
     """The extras of a tap that is reached now, and wanted: what a callable returns, with those set around it."""
     return together(_carried.get(), extras() if callable(extras) else extras)
+
+
+def unpicklable_part(extras: Any, name: str = "extras") -> str:
+    """The innermost part of extras that cannot be pickled, as one would write it."""
+    parts: list[tuple[str, Any]] = []
+    if type(extras) is dict:
+        parts = [(f"{name}[{key!r}]", value) for key, value in extras.items()]
+    elif type(extras) in (list, tuple):
+        parts = [(f"{name}[{index}]", value) for index, value in enumerate(extras)]
+    for inner, part in parts:
+        try:
+            pickle.dumps(part)
+        except Exception:  # whatever a class of the user's raises, it is this part that is wanted
+            return unpicklable_part(part, inner)
+    return name
