@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.base.tags import RESERVED_TAGS, TagItems, TapKey, plain
+from graftlab.base.tags import RESERVED_TAGS, TagItems, TapKey, is_no_tag, plain
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, TagError, TransformError, warn
 from graftlab.exchange.contract import Receipt
@@ -149,7 +149,7 @@ class Grafter:
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
-        full = self._tags_of(name, tuple({**dict(self._ambient.get()), **tags}.items()))
+        full = self._tags_of(name, self._given(name, tags)[0])
         return [self._plan.action_for({**full, "rank": rank}) for rank in range(self.place.world_size)]
 
     def sends(self, action: Action) -> bool:
@@ -290,7 +290,10 @@ class Grafter:
             raise TagError(
                 f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
             )
-        given = tuple({**dict(self._ambient.get()), **tags}.items())
+        given, is_whole = self._given(name, tags)
+        if not is_whole:
+            # What would be remembered holds the tensor, or whatever it is, for as long as the plan is in force.
+            decisions = None
         full = self._tags_of(name, given)
         self._report_seen(full, tuple((key, plain(value)) for key, value in given))
         plan = self._plan
@@ -306,6 +309,18 @@ class Grafter:
                 decisions.clear()
             decisions[memo] = decision
         return decision
+
+    def _given(self, name: str, tags: Mapping[str, Any]) -> tuple[TagItems, bool]:
+        """The caller's tags with those set around it, and whether all of them: what can be no tag is left out."""
+        given = {**dict(self._ambient.get()), **tags}
+        refused = [tag for tag, value in given.items() if is_no_tag(tag, value)]
+        for tag in refused:
+            self._warn_once(
+                name,
+                f"{tag}={type(given.pop(tag)).__name__} can be no tag, since it would never be the same on both sides; "
+                "it is left out. extras= takes what travels to the other side's transform",
+            )
+        return tuple(given.items()), not refused
 
     def _report_seen(self, full: dict[str, Any], given: TagItems) -> None:
         # Decisions are forgotten with their plan; what was seen is not, so each tag set is told once.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graftlab.base.tags import TagItems, plain
+from graftlab.base.tags import TagItems, is_no_tag, plain
 from graftlab.errors import GraphError
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
@@ -203,7 +203,8 @@ class CapturedFunction:
     def _new_site(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> Site:
         grafter = _grafter()
         inner = {**dict(taps.ambient.get()), **tags}
-        identity = (name, *sorted((key, plain(each)) for key, each in inner.items()))
+        # The grafter leaves out what can be no tag, and says so.
+        identity = (name, *sorted((key, plain(each)) for key, each in inner.items() if not is_no_tag(key, each)))
         site = Site(name, inner, identity)
         with _ambient(self._outer):
             judged = judge(grafter, site)
