@@ -562,9 +562,9 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
 
 def test_what_is_no_record_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, 1, 2.0, 3.0), "damaged", (1, 2)]}))
+    path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, {}, 2.0, 3.0), "damaged", [1, 2]]}))
     dump = load_dump(path)
-    assert dump["requests"] == [({"rid": "a"}, 1, 2.0, 3.0), ("damaged", None, None, None), ((1, 2), None, None, None)]
+    assert dump["requests"] == [({"rid": "a"}, {}, 2.0, 3.0), ("damaged", None, None, None), ([1, 2], None, None, None)]
     assert (dump["server_args"], dump["launch_command"], dump["dropped"]) == (None, "", [])
 
 
@@ -587,3 +587,61 @@ def test_a_file_of_any_depth_does_not_end_the_process() -> None:
 @pytest.mark.parametrize("request_", [{"rid": 5}, {}, None, 3, Opaque("a.B"), Opaque("a.B", state=[1]), object()])
 def test_a_request_without_an_id_has_none(request_: Any) -> None:
     assert RecordedRequest(request_).rid is None
+
+
+# ---- tuples of other programs ---------------------------------------------------------------------------------------
+
+REQUEST, RESPONSE = {"text": "a"}, {"text": "b", "output_ids": [1]}
+
+
+def loaded(tmp_path: Path, *records: Any) -> list[RecordedRequest]:
+    path = tmp_path / "r.pkl"
+    path.write_bytes(pickle.dumps({"requests": list(records)}))
+    return load_dump(path)["requests"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ((REQUEST, RESPONSE, 12.5, 13.0), (REQUEST, RESPONSE, 12.5, 13.0)),
+        ((REQUEST, None, 12.5, None), (REQUEST, None, 12.5, None)),
+        ((REQUEST, "text", 12.5, 13), (REQUEST, "text", 12.5, 13)),
+        ((REQUEST, [RESPONSE], 12.5, 13), (REQUEST, [RESPONSE], 12.5, 13)),
+        ((REQUEST, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
+        (({**REQUEST, "rid": "r1"}, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
+        ((REQUEST, 12.5, None, "r1"), ({**REQUEST, "rid": "r1"}, None, 12.5, None)),
+        ((REQUEST, 12.5, 13.0, RESPONSE), (REQUEST, RESPONSE, 12.5, 13.0)),
+        ((REQUEST, 12.5, RESPONSE), (REQUEST, RESPONSE, 12.5, None)),
+        ((REQUEST, RESPONSE), (REQUEST, RESPONSE, None, None)),
+        ((REQUEST, RESPONSE, 12.5, 13.0, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, 13.0)),
+    ],
+)
+def test_a_record_is_recognised_by_what_it_holds(
+    record: tuple[Any, ...], expected: tuple[Any, ...], tmp_path: Path
+) -> None:
+    assert loaded(tmp_path, record) == [RecordedRequest(*expected)]
+
+
+def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> None:
+    (found,) = loaded(tmp_path, (types.SimpleNamespace(text="a"), 12.5, RESPONSE, "r1"))
+    assert (found.rid, found.request.state["text"], found.response, found.created) == ("r1", "a", RESPONSE, 12.5)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ((12.5, REQUEST, RESPONSE), r"a tuple of \(float, dict, dict\) does not begin with a request"),
+        ((REQUEST, RESPONSE, {"more": 1}, 12.5), "has 1 times, 0 ids and 2 responses"),
+        ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
+        ((REQUEST, 13.0, 12.5, RESPONSE), "of which the later comes first"),
+        ((REQUEST, 12.5, "a", "b"), "2 ids"),
+        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple says 'r1'"),
+        ((), "does not begin"),
+    ],
+)
+def test_a_record_that_cannot_be_told_is_an_error_and_the_others_come_with_it(
+    record: tuple[Any, ...], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:
+        loaded(tmp_path, (REQUEST, RESPONSE, 1.0, 2.0), record)
+    assert raised.value.requests == [RecordedRequest(REQUEST, RESPONSE, 1.0, 2.0)]
