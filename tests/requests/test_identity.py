@@ -60,9 +60,15 @@ def test_different_ids_have_different_numbers_in_the_batchs_order(ids: list[str]
     assert len(set(numbers)) == len(ids)
 
 
-def test_an_id_that_is_there_twice_is_named() -> None:
-    with pytest.raises(RequestError, match=r"\['b'\] are more than once in one batch"):
-        request_ids_tensor(["a", "b", "c", "b"])
+def test_a_request_may_be_in_a_batch_several_times() -> None:
+    number = request_id_to_int("b")
+    assert request_ids_tensor(["b", "a", "b"]).tolist() == [number, request_id_to_int("a"), number]
+
+
+def test_two_ids_of_one_number_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.requests.identity.request_id_to_int", len)
+    with pytest.raises(RequestError, match=r"request ids \[\['b', 'c'\]\] share a number"):
+        request_ids_tensor(["b", "aa", "c", "b"])
 
 
 @pytest.mark.parametrize("bad", [7, None, b"req-0"])
