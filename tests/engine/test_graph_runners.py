@@ -719,7 +719,7 @@ def test_the_graphs_of_both_models_share_their_buffers_with_a_decode_runner() ->
 
     assert memory(runner.draft) == memory(decode)
     shared = set(memory(runner).items()) & set(memory(decode).items())
-    per_request = {"req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens", "rids_int", "bootstrap_room_ids_int"}
+    per_request = {"req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens"}
     assert {name for name, _ in shared} == per_request
 
 

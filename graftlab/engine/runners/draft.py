@@ -24,7 +24,7 @@ from graftlab.engine.runners.graph import GraphRunner, doubling, padded_size
 from graftlab.engine.runners.prefill import with_extend_lens
 from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
-from graftlab.graphs.builders import build_prefill_registry
+from graftlab.graphs.builders import build_decode_registry
 from graftlab.models import Transformer
 from graftlab.taps.calls import tags
 
@@ -79,8 +79,8 @@ class DraftGraphRunner(GraphRunner):
         if ahead < 1:
             raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
         depth, most = ahead + 1, cache.max_requests
-        registry = build_prefill_registry(
-            cache.table.device, most, most * depth, share_pool=True, padding_slot=PADDING_SLOT
+        registry = build_decode_registry(
+            cache.table.device, most, share_pool=True, padding_slot=PADDING_SLOT, num_tokens_per_bs=depth
         )
         attention = VerifyAttention(cache, model.config.sliding_window, depth)
         super().__init__(model, cache, with_extend_lens(registry), attention)

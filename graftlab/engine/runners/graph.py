@@ -24,6 +24,7 @@ from graftlab.graphs.slots import FillContext
 from graftlab.graphs.tap_sites import Grafts, WantedTaps
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
+from graftlab.requests.identity import IDENTITIES
 from graftlab.taps.calls import tags
 from graftlab.taps.extras import carrying
 from graftlab.taps.watch import latest_change
@@ -88,6 +89,9 @@ class GraphRunner:
     @torch.no_grad()
     def _replay(self, batch: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> Tensor:
         """Logits after every token, ``[padded_num_tokens, V]`` in the graph's memory, the batch's own first."""
+        for name in IDENTITIES:
+            if getattr(batch, name) is not None and self.registry.has_slot(name):
+                self.registry.enable_slot(name)
         padded = {"padded_bs": padded_bs, "padded_num_tokens": padded_num_tokens}
         with tags(phase=batch.mode):
             self.registry.fill_from(batch, raw_bs=batch.batch_size, raw_num_tokens=batch.num_tokens, **padded)
