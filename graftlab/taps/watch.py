@@ -89,6 +89,8 @@ def watch(
     do: the requests' identities, say, with which ``align_by_request`` pairs rows. ``inputs`` is the tuple of positional
     arguments. None gives nothing.
 
+    Outside a session no hook is put in, and the handle has the names alone.
+
     Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
@@ -100,12 +102,15 @@ def watch(
         kind = type(module).__name__
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
+    names = [name for name, _ in chosen]
+    if taps.taker() is None:
+        return Watch([], names)
     # Only now, so that a choice that raises leaves the model as it was.
     handles: list[Removable] = [
         _Change(),
         *(module.register_forward_hook(_hook(name, extras)) for name, module in chosen),
     ]
-    return Watch(handles, [name for name, _ in chosen])
+    return Watch(handles, names)
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
