@@ -8,8 +8,10 @@ list below, and the tree becomes nested closures over the mapping of tags:
 * a name is a tag; a tag that is absent is ``None``;
 * constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
 * ``and``, ``or``, ``not`` and ``a if test else b``;
-* ``==``, ``!=``, ``is``, ``is not`` as in Python;
-* ``<``, ``<=``, ``>``, ``>=``, ``in``, ``not in``: false when either side is ``None``, or when they do not compare;
+* ``==``, ``!=``, ``is``, ``is not``, ``in``, ``not in`` as in Python, also with ``None``: a tag that is absent is
+  ``not in (1, 2)``;
+* ``<``, ``<=``, ``>``, ``>=``: false when either side is ``None``, so that their ``not`` is true;
+* what Python cannot compare, order or search, ``'x' in None`` among it, is false, but for ``!=``;
 * ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
 * ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, as true
   or false; false for ``None``, and other values than text are matched as ``str(value)``.
@@ -387,8 +389,8 @@ _COMPARISONS: dict[type[ast.cmpop], Compare] = {
     ast.LtE: _unless_absent(operator.le),
     ast.Gt: _unless_absent(operator.gt),
     ast.GtE: _unless_absent(operator.ge),
-    ast.In: _unless_absent(lambda item, items: item in items),
-    ast.NotIn: _unless_absent(lambda item, items: item not in items),
+    ast.In: _guarded(lambda item, items: item in items),
+    ast.NotIn: _guarded(lambda item, items: item not in items),
 }
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
