@@ -160,9 +160,11 @@ def poison(runner: GraphRunner) -> None:
         if isinstance(inner, GraphRunner):
             poison(inner)
     for name in runner.registry.slot_names():
-        buffer = runner.registry.get_slot(name).buffer
-        assert buffer is not None
-        buffer.fill_(GARBAGE)
+        slot = runner.registry.get_slot(name)
+        assert slot.enabled is (slot.buffer is not None)
+        # Identities have no memory before they are used.
+        if slot.buffer is not None:
+            slot.buffer.fill_(GARBAGE)
     if isinstance(runner.attention, GraphAttention | VerifyAttention):
         runner.attention._slots.fill_(GARBAGE)
         runner.attention._visible.logical_not_()
