@@ -44,7 +44,7 @@ def measure(setup: Setup) -> list[Line]:
         # By turns, so that what else the machine does meets all three alike.
         for _ in range(setup.repeats(_ROUNDS, 1) + 1):
             untapped += _slower_side(session, repeats, watch=False)
-            session.edit(compare=None)
+            session.edit(compare="False")
             watched += _slower_side(session, repeats, watch=True)
             session.edit(compare="True")
             compared += _slower_side(session, repeats, watch=True)

@@ -122,6 +122,19 @@ def _comparable(value: object) -> Any:
     return plain(value)
 
 
+def is_no_tag(name: str, value: object) -> bool:
+    """Whether this can tell no taps apart: a tensor, a list or a dict, of which each side has its own.
+
+    Nor can ``grafter_extras``, by which other graft kits call what travels with a tensor.
+    """
+    if name == "grafter_extras" or isinstance(value, (list, dict)):
+        return True
+    if isinstance(value, tuple):
+        return any(is_no_tag("", item) for item in value)
+    # Tensors of torch, and arrays of others, but not the latter's scalars.
+    return hasattr(value, "untyped_storage") or (hasattr(value, "__array__") and type(value).__hash__ is None)
+
+
 class TapKey(NamedTuple):
     """The address of one tensor: equal on both sides exactly when the two taps mean the same value.
 

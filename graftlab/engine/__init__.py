@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from graftlab.engine.attention import AttentionBackend, CacheAttention, masked_attention
 from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
-from graftlab.engine.breakable_runner import BreakableGraphRunner
-from graftlab.engine.decode_runner import DecodeGraphRunner
-from graftlab.engine.draft_runner import DraftGraphRunner
 from graftlab.engine.engine import Engine
 from graftlab.engine.graph_attention import GraphAttention
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache, SlotAllocator
-from graftlab.engine.prefill_runner import PrefillGraphRunner
 from graftlab.engine.presets import PRESETS, build_model
-from graftlab.engine.request import Finished, Request, Response
-from graftlab.engine.runner import EagerRunner, Runner, RunnerFactory
+from graftlab.engine.runners.breakable import BreakableGraphRunner
+from graftlab.engine.runners.decode import DecodeGraphRunner
+from graftlab.engine.runners.draft import DraftGraphRunner
+from graftlab.engine.runners.eager import EagerRunner, Runner, RunnerFactory
+from graftlab.engine.runners.prefill import PrefillGraphRunner
 from graftlab.engine.sampling import gumbel_noise, sample
 from graftlab.engine.tokenizer import ByteTokenizer
+from graftlab.requests.served import Finished, Request, Response
 
 __all__ = [
     "PADDING_SLOT",

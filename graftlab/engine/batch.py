@@ -70,6 +70,14 @@ class ForwardBatch:
     def batch_size(self) -> int:
         return self.seq_lens_cpu.shape[0]
 
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """What tells whose rows a tensor over the tokens has, as `align_by_request` takes it; empty without ids."""
+        if self.rids_int is None:
+            return {}
+        lens = self.extend_lens_cpu
+        return {"rids_int": self.rids_int} | ({} if lens is None else {"request_lens": lens})
+
     def last_tokens(self) -> Tensor:
         """``[B]`` on the device: the row of each request's last token."""
         if self.extend_lens_cpu is None:

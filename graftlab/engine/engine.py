@@ -10,14 +10,14 @@ from typing import Any
 from graftlab.engine.assembly import assemble
 from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.kv_cache import KVCache
-from graftlab.engine.request import Finished, FinishReason, Request, Response
-from graftlab.engine.runner import EagerRunner, RunnerFactory
+from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
 from graftlab.engine.sampling import sample
 from graftlab.engine.scheduler import LiveRequest, Scheduler
 from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attention
+from graftlab.requests.served import Finished, FinishReason, Request, Response
 
 Prompt = str | Sequence[int] | Request | Mapping[str, Any]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from graftlab.engine.engine import Engine
-from graftlab.engine.request import Finished, Request
 from graftlab.errors import RequestError
+from graftlab.requests.served import Finished, Request
 
 logger = logging.getLogger(__name__)
 

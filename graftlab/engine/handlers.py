@@ -6,25 +6,39 @@ import asyncio
 import contextlib
 import hmac
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
-from graftlab.engine.engine_thread import DuplicateRequestError, EngineStoppedError
-from graftlab.engine.request import Finished, Request
+from graftlab.engine.engine_thread import DuplicateRequestError, EngineStoppedError, EngineThread
 from graftlab.errors import RequestError
-from graftlab.requests import configure
+from graftlab.requests import RequestLogging, configure
+from graftlab.requests.served import Encoder, Finished, Request
 
-if TYPE_CHECKING:
-    from graftlab.engine.server import Server
+
+class Serving(Protocol):
+    """What the handlers need of the server."""
+
+    requests: RequestLogging
+    engine: EngineThread
+    tokenizer: Encoder
+    token: str | None
+    max_live: int
+    draining: bool
+    answering: set[asyncio.Task[Any]]
+    status: Callable[[], dict[str, Any]]
+
+    def submit(self, request: Request) -> Future[Finished]:
+        """What will come of a request."""
 
 
 class Handler(RequestHandler):
     """Lets in who may come, and tells errors as ``{"error": reason}``."""
 
-    def initialize(self, server: Server) -> None:
+    def initialize(self, server: Serving) -> None:
         self.server = server
 
     async def prepare(self) -> None:

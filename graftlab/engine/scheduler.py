@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from graftlab.engine.batch import Mode
 from graftlab.engine.kv_cache import KVCache, Reservation
-from graftlab.engine.request import Request
+from graftlab.requests.served import Request
 
 
 @dataclass(eq=False)

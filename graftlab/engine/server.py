@@ -14,8 +14,8 @@ from tornado.web import Application
 from graftlab.engine.engine import Engine
 from graftlab.engine.engine_thread import EngineThread
 from graftlab.engine.handlers import ROUTES, NotFound
-from graftlab.engine.request import Finished, Request
 from graftlab.requests import RequestLogging
+from graftlab.requests.served import Encoder, Finished, Request
 
 _MAX_BODY = 8 * 2**20  # bytes
 # Seconds for the step that is under way, and then for the last answers to go out.
@@ -33,7 +33,8 @@ class Server:
         self, engine: Engine, requests: RequestLogging, *, token: str | None = None, max_live: int = 1000
     ) -> None:
         self.requests, self.token, self.max_live = requests, token, max_live
-        self.tokenizer, self.status = engine.tokenizer, engine.status
+        self.tokenizer: Encoder = engine.tokenizer
+        self.status = engine.status
         self.draining = False
         # The tasks of those who wait for an answer.
         self.answering: set[asyncio.Task[Any]] = set()

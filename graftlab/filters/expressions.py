@@ -8,8 +8,10 @@ list below, and the tree becomes nested closures over the mapping of tags:
 * a name is a tag; a tag that is absent is ``None``;
 * constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
 * ``and``, ``or``, ``not`` and ``a if test else b``;
-* ``==``, ``!=``, ``is``, ``is not`` as in Python;
-* ``<``, ``<=``, ``>``, ``>=``, ``in``, ``not in``: false when either side is ``None``, or when they do not compare;
+* ``==``, ``!=``, ``is``, ``is not``, ``in``, ``not in`` as in Python, also with ``None``: a tag that is absent is
+  ``not in (1, 2)``;
+* ``<``, ``<=``, ``>``, ``>=``: false when either side is ``None``, so that their ``not`` is true;
+* what Python cannot compare, order or search, ``'x' in None`` among it, is false, but for ``!=``;
 * ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
 * ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, as true
   or false; false for ``None``, and other values than text are matched as ``str(value)``.
@@ -26,11 +28,13 @@ import numbers
 import operator
 import re
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from graftlab.errors import FilterError
+from graftlab.filters.functions import FUNCTIONS, METHODS, call_method, item_or_slice, items_of
 
 Tags = Mapping[str, object]
 Evaluate = Callable[[Tags], Any]
@@ -175,12 +179,12 @@ def _check_brackets(text: str) -> None:
 _NO_COMPREHENSION = "comprehensions are not allowed; write the values out, as in layer in (1, 2, 3)"
 _REFUSED: dict[type[ast.AST], str] = {
     ast.Attribute: "attributes are not allowed; name a tag, and test its text with search('pattern', tag)",
-    ast.Subscript: "indexing is not allowed; compare the whole tag, or give the part as a tag of its own",
     ast.Lambda: "lambda is not allowed; write the condition itself",
     ast.ListComp: _NO_COMPREHENSION,
     ast.SetComp: _NO_COMPREHENSION,
     ast.DictComp: _NO_COMPREHENSION,
-    ast.GeneratorExp: _NO_COMPREHENSION,
+    ast.GeneratorExp: "a generator is only allowed as the one argument of any() or all()",
+    ast.Slice: "a slice is only allowed by itself, as in name[:4]",
     ast.NamedExpr: "':=' is not allowed; write '==' to compare",
     ast.JoinedStr: "f-strings are not allowed; write a plain string",
     ast.Starred: "'*' in front of a value is not allowed; write the values out",
@@ -207,6 +211,7 @@ class _Compiler:
         self.text = text
         self.source = source  # the text behind one added character
         self.names: set[str] = set()
+        self._bound = ""  # the variable of the generator that is being built
         self._line_starts = [0, *(found.end() for found in re.finditer(r"\r\n?|\n", source))]
 
     def offset(self, node: ast.AST) -> int:
@@ -253,7 +258,8 @@ class _Compiler:
         name = node.id
         if name in HELPERS:
             self.refuse(node, f"{name} is a helper, not a tag; write {name}('pattern', tag)")
-        self.names.add(name)
+        if name != self._bound:
+            self.names.add(name)
         return lambda tags: tags.get(name)
 
     def _build_Constant(self, node: ast.Constant, depth: int) -> Evaluate:
@@ -324,12 +330,27 @@ class _Compiler:
         apply, left, right = _ARITHMETIC[type(node.op)], self.build(node.left, depth), self.build(node.right, depth)
         return lambda tags: _calculate(apply, left(tags), right(tags))
 
+    def _build_Subscript(self, node: ast.Subscript, depth: int) -> Evaluate:
+        value = self.build(node.value, depth)
+        if not isinstance(node.slice, ast.Slice):
+            key = self.build(node.slice, depth)
+            return lambda tags: item_or_slice(value(tags), key(tags))
+        bounds = [
+            None if part is None else self.build(part, depth)
+            for part in (node.slice.lower, node.slice.upper, node.slice.step)
+        ]
+        return lambda tags: item_or_slice(value(tags), slice(*(part and part(tags) for part in bounds)))
+
     def _build_Call(self, node: ast.Call, depth: int) -> Evaluate:
+        if isinstance(node.func, ast.Attribute):
+            return self._build_method(node, node.func, depth)
         if not isinstance(node.func, ast.Name):
             self.refuse(node.func, _REFUSED.get(type(node.func), f"only a helper can be called; write {_USAGE}"))
         helper = node.func.id
+        if helper in FUNCTIONS:
+            return self._build_function(node, helper, depth)
         if helper not in HELPERS:
-            close = difflib.get_close_matches(helper, HELPERS, n=1)
+            close = difflib.get_close_matches(helper, (*HELPERS, *FUNCTIONS), n=1)
             instead = f"did you mean {close[0]!r}?" if close else f"write {_USAGE}"
             self.refuse(node, f"{helper!r} is not a helper, and tags cannot be called; {instead}")
         if node.keywords:
@@ -343,6 +364,49 @@ class _Compiler:
             return lambda tags: _finds(lambda: find, value(tags))
         return lambda tags: _finds(lambda: getattr(re.compile(pattern(tags)), helper), value(tags))
 
+    def _build_method(self, node: ast.Call, function: ast.Attribute, depth: int) -> Evaluate:
+        name = function.attr
+        if name not in METHODS:
+            self.refuse(node, f"{name!r} is not a method that filters have; there are {', '.join(METHODS)}")
+        if node.keywords:
+            self.refuse(node.keywords[0], f"keyword arguments are not allowed; write them by position in {name}()")
+        value, arguments = self.build(function.value, depth), [self.build(each, depth) for each in node.args]
+        return lambda tags: call_method(name, value(tags), [each(tags) for each in arguments])
+
+    def _build_function(self, node: ast.Call, name: str, depth: int) -> Evaluate:
+        function, fewest, most = FUNCTIONS[name]
+        if node.keywords:
+            self.refuse(node.keywords[0], f"keyword arguments are not allowed; write them by position in {name}()")
+        if not fewest <= len(node.args) <= most:
+            expected = str(fewest) if fewest == most else f"{fewest} to {most}"
+            self.refuse(node, f"{name}() has {len(node.args)} arguments, not {expected}")
+        if name in ("any", "all") and isinstance(node.args[0], ast.GeneratorExp):
+            return self._build_generator(node.args[0], any if name == "any" else all, depth)
+        arguments = [self.build(each, depth) for each in node.args]
+        return lambda tags: function(*(each(tags) for each in arguments))
+
+    def _build_generator(self, node: ast.GeneratorExp, decide: Callable[..., bool], depth: int) -> Evaluate:
+        (loop, *others), outer = node.generators, self._bound
+        if others or outer:
+            self.refuse(node, "one generator within another is not allowed; write the outer one's values out")
+        if loop.is_async or not isinstance(loop.target, ast.Name) or loop.target.id in HELPERS:
+            self.refuse(loop.target, "a generator has one variable, as in any(part in name for part in ('q', 'k'))")
+        if not _is_simple(loop.iter):
+            self.refuse(loop.iter, "a generator goes over a tag, values written out, a range or a split text")
+        values = self.build(loop.iter, depth)
+        self._bound = variable = loop.target.id
+        element, tests = self.build(node.elt, depth), [self.build(test, depth) for test in loop.ifs]
+        self._bound = ""
+
+        def evaluate(tags: Tags) -> bool | None:
+            items = items_of(values(tags))
+            if items is None:
+                return None
+            scopes = (ChainMap({variable: item}, tags) for item in items)  # type: ignore[arg-type]
+            return decide(_truth(element(scope)) for scope in scopes if all(_truth(test(scope)) for test in tests))
+
+        return evaluate
+
     def _compiled_pattern(self, node: ast.Constant, helper: str) -> Find:
         if not isinstance(node.value, str):
             self.refuse(node, f"the pattern is {node.value!r}, not text; write {helper}('pattern', tag)")
@@ -351,6 +415,15 @@ class _Compiler:
         except (re.error, OverflowError, RecursionError) as error:
             self.refuse(node, f"bad pattern ({error}); mend it, or write a backslash before a special character")
         return find
+
+
+def _is_simple(node: ast.expr) -> bool:
+    """Whether a generator may go over it."""
+    if isinstance(node, ast.Call):
+        function = node.func
+        is_range = isinstance(function, ast.Name) and function.id == "range"
+        return is_range or (isinstance(function, ast.Attribute) and function.attr == "split")
+    return isinstance(node, ast.Name | ast.Constant | ast.Tuple | ast.List | ast.Set)
 
 
 # -- what the closures do with values: none of it raises --------------------------------------------------------------
@@ -387,8 +460,8 @@ _COMPARISONS: dict[type[ast.cmpop], Compare] = {
     ast.LtE: _unless_absent(operator.le),
     ast.Gt: _unless_absent(operator.gt),
     ast.GtE: _unless_absent(operator.ge),
-    ast.In: _unless_absent(lambda item, items: item in items),
-    ast.NotIn: _unless_absent(lambda item, items: item not in items),
+    ast.In: _guarded(lambda item, items: item in items),
+    ast.NotIn: _guarded(lambda item, items: item not in items),
 }
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

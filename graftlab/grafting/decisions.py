@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.base.tags import RESERVED_TAGS, Plain, RecomputeStatus, TagItems, TapKey, identity, plain
+from graftlab.base.tags import RESERVED_TAGS, Plain, RecomputeStatus, TagItems, TapKey, identity, is_no_tag, plain
 from graftlab.base.world import Direction, Place
 from graftlab.errors import TagError
 from graftlab.plan.plan import Action, GraftPlan
@@ -34,6 +34,25 @@ def recompute_status() -> RecomputeStatus:
 def sends(place: Place, direction: Direction | None) -> bool:
     """Whether the side of this place gives its tensors away, where they go this way."""
     return direction == ("b2t" if place.side == "baseline" else "t2b")
+
+
+WarnOnce = Callable[[str, str], None]
+"""Told the name of a tap, and what a person should know of it; says each such thing once."""
+
+
+def given_tags(
+    name: str, around: Mapping[str, Any], own: Mapping[str, Any], warn_once: WarnOnce
+) -> tuple[dict[str, Any], bool]:
+    """A tap's own tags with those set around it, and whether all of them: what can be no tag is left out."""
+    given = {**around, **own}
+    refused = [tag for tag, value in given.items() if is_no_tag(tag, value)]
+    for tag in refused:
+        warn_once(
+            name,
+            f"{tag}={type(given.pop(tag)).__name__} can be no tag, since it would never be the same on both sides; "
+            "it is left out. extras= takes what travels to the other side's transform",
+        )
+    return given, not refused
 
 
 def all_tags(name: str, given: Mapping[str, Any], place: Place, step: int) -> dict[str, Any]:
@@ -95,12 +114,13 @@ class Decisions:
     Good for as long as the plan is in force and, where a filter looks at the step, for one step.
     """
 
-    def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags) -> None:
+    def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags, warn_once: WarnOnce) -> None:
         self.plan = plan
         self.step = step
         self.known: dict[Asked, Decision | None] = {}
         self._place = place
         self._seen = seen
+        self._warn_once = warn_once
         # What changes from call to call cannot be remembered.
         self._remembers = "recompute_status" not in plan.mentions
 
@@ -113,8 +133,11 @@ class Decisions:
 
     def decide(self, asked: Asked) -> Decision | None:
         """The same, worked out anew."""
-        decision = self._worked_out(asked)
-        if self._remembers:
+        name, around, *own = asked
+        given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
+        decision = self._worked_out(name, own, given)
+        # What would be remembered holds a tensor that was left out for as long as the plan is in force.
+        if self._remembers and is_whole:
             if len(self.known) >= _DECISIONS_LIMIT:
                 self.known.clear()
             # Some tag's value may be one that cannot be hashed.
@@ -122,8 +145,7 @@ class Decisions:
                 self.known[asked] = decision
         return decision
 
-    def _worked_out(self, asked: Asked) -> Decision | None:
-        name, around, *own = asked
+    def _worked_out(self, name: str, own: Iterable[tuple[str, Any]], given: dict[str, Any]) -> Decision | None:
         if not isinstance(name, str) or not name:
             raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
         taken = RESERVED_TAGS.intersection(tag for tag, _ in own)
@@ -131,7 +153,6 @@ class Decisions:
             raise TagError(
                 f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
             )
-        given = {**dict(around), **dict(own)}
         tags = all_tags(name, given, self._place, self.step)
         self._seen.note(tags, tuple(given.items()))
         action = self.plan.action_for(tags)

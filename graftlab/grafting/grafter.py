@@ -27,6 +27,7 @@ from graftlab.grafting.decisions import (
     Decisions,
     SeenTags,
     all_tags,
+    given_tags,
     recompute_status,
     sends,
 )
@@ -35,6 +36,7 @@ from graftlab.grafting.tensors import plain_tensor
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row
+from graftlab.taps.extras import resolved, unpicklable_part
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,8 @@ class Grafter:
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
-        full = all_tags(name, {**dict(self._ambient.get()), **tags}, self.place, self._step)
+        given, _ = given_tags(name, dict(self._ambient.get()), tags, self._warn_once)
+        full = all_tags(name, given, self.place, self._step)
         return [self._plan.action_for({**full, "rank": rank}) for rank in range(self.place.world_size)]
 
     def sends(self, action: Action) -> bool:
@@ -216,7 +219,7 @@ class Grafter:
         if others.isdisjoint(run.participants):
             self._decisions = None
         elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.mentions:
-            self._decisions = Decisions(self._plan, self.place, self._step, self._seen)
+            self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
         else:
             decisions.step = self._step
         self._addresses = Addresses(self._step)
@@ -271,6 +274,7 @@ class Grafter:
             if own is None:
                 self._exchange.decline(key)
                 return value
+            extras = resolved(extras)
             self._write_page("running")
             call = self._call(decision, key, own)
             if decision.sends:
@@ -318,9 +322,14 @@ class Grafter:
             logger.warning("%s", full)
             self._exchange.decline(key)
             self._emit(row._replace(status="timeout", error=str(full)))
-        except ShippingError:
+        except ShippingError as error:
+            failure = (
+                f"{unpicklable_part(extras)} of gl.tap({row.name!r}) on {self.place.label} cannot be pickled: "
+                f"{error.__cause__}; pass tensors, numbers, strings, or containers of them"
+            )
+            logger.error("%s", failure)
             self._exchange.decline(key)
-            raise
+            self._emit(row._replace(status="failed", error=failure))
 
     def _receive(
         self,

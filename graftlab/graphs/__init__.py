@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graftlab.graphs.buffers import ForwardInputBuffers
 from graftlab.graphs.builders import build_decode_registry, build_prefill_registry
 from graftlab.graphs.pool import clear_input_buffer_pool, share_input_buffer
 from graftlab.graphs.registry import CudaGraphBufferRegistry
@@ -10,6 +11,7 @@ from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
 __all__ = [
     "CudaGraphBufferRegistry",
     "FillContext",
+    "ForwardInputBuffers",
     "GraphSlot",
     "PaddingPolicy",
     "build_decode_registry",

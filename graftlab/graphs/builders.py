@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graftlab.errors import GraphError
 from graftlab.graphs.registry import CudaGraphBufferRegistry
-from graftlab.graphs.slots import Axis, GraphSlot, PaddingPolicy
-from graftlab.requests.identity import NO_ROOM, PADDING_ID
+from graftlab.graphs.slots import Axis, FillContext, GraphSlot, PaddingPolicy
+from graftlab.requests.identity import IDENTITIES, NO_ROOM, PADDING_ID
 
 
 def build_decode_registry(
@@ -21,18 +23,44 @@ def build_decode_registry(
     *,
     source: Any = None,
     padding_slot: int = 0,
+    num_tokens_per_bs: int = 1,
+    seq_len_fill_value: int = 1,
+    encoder_len_fill_value: int = 0,
+    is_encoder_decoder: bool = True,
+    cache_loc_dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    enable_mamba_track: bool = False,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    request_ids: bool = False,
 ) -> CudaGraphBufferRegistry:
-    """Slots for batches in which each request has one token, so that all of them lie along the batch axis.
+    """Slots for batches in which each request has ``num_tokens_per_bs`` tokens.
 
-    ``source`` has buffers to adopt: a registry, a mapping by name, or any object with them as attributes. What it does
-    not have is allocated. ``max_num_tokens`` is ``max_bs`` unless told, for slots that are registered later.
+    With one, all of them lie along the batch axis. With several, as where guesses are verified, what tokens have lies
+    along the token axis. ``max_num_tokens`` is for as many tokens unless told.
+
+    ``source`` has buffers to adopt: a registry, a mapping by name, or any object with them as attributes. A larger one
+    is adopted by its head, and one of another integer dtype gives its dtype to the slot. What it does not have is
+    allocated. ``dtypes`` chooses other dtypes by name, and ``cache_loc_dtype`` that of ``out_cache_loc``.
+
     ``padding_slot`` is the cache's slot that belongs to no request: padding tokens write their keys and values there.
+    ``seq_len_fill_value`` and ``encoder_len_fill_value`` are the lengths of padding requests. Without
+    ``is_encoder_decoder`` there is no ``encoder_lens``; with ``enable_mamba_track`` there are ``mamba_track_indices``
+    and ``mamba_track_mask``. Two are computed: ``num_token_non_padded`` is the batch's, or else its own number of
+    tokens; ``global_num_tokens`` (``require_gathered_buffer``) is the padded number, whatever the batch says.
+    ``rids_int`` and ``bootstrap_room_ids_int`` have no memory before ``request_ids``, or
+    :meth:`~CudaGraphBufferRegistry.enable_slot`, switches them on.
 
-    Raises :class:`GraphError` for a buffer to adopt that has not exactly the slot's shape, dtype and device.
+    Raises :class:`GraphError` for a buffer to adopt that is too small, on another device or of no integers.
     """
-    largest = max_bs if max_num_tokens is None else max_num_tokens
+    if num_tokens_per_bs < 1:
+        raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request has at least one token")
+    largest = max_bs * num_tokens_per_bs if max_num_tokens is None else max_num_tokens
     registry = CudaGraphBufferRegistry(device, max_bs, largest, share_pool)
-    return _with_slots(registry, "bs", source, padding_slot)
+    encoder_len = encoder_len_fill_value if is_encoder_decoder else None
+    slots = _slots("bs" if num_tokens_per_bs == 1 else "tokens", padding_slot, seq_len_fill_value, encoder_len)
+    slots += _optional_slots(enable_num_token_non_padded, require_gathered_buffer, enable_mamba_track)
+    return _registered(registry, slots, source, _chosen(dtypes, cache_loc_dtype), request_ids)
 
 
 def build_prefill_registry(
@@ -43,59 +71,135 @@ def build_prefill_registry(
     *,
     source: Any = None,
     padding_slot: int = 0,
+    seq_len_fill_value: int = 1,
+    encoder_len_fill_value: int = 0,
+    is_encoder_decoder: bool = True,
+    cache_loc_dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    enable_mamba_track: bool = False,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    request_ids: bool = False,
 ) -> CudaGraphBufferRegistry:
     """Slots for batches of whole prompts, or pieces of them: what tokens have lies along the token axis.
 
     The parameters, and what it raises, are those of :func:`build_decode_registry`.
     """
     registry = CudaGraphBufferRegistry(device, max_bs, max_num_tokens, share_pool)
-    return _with_slots(registry, "tokens", source, padding_slot)
+    encoder_len = encoder_len_fill_value if is_encoder_decoder else None
+    slots = _slots("tokens", padding_slot, seq_len_fill_value, encoder_len)
+    slots += _optional_slots(enable_num_token_non_padded, require_gathered_buffer, enable_mamba_track)
+    return _registered(registry, slots, source, _chosen(dtypes, cache_loc_dtype), request_ids)
 
 
-def _with_slots(
-    registry: CudaGraphBufferRegistry, token_axis: Axis, source: Any, padding_slot: int
-) -> CudaGraphBufferRegistry:
-    def add(name: str, axis: Axis, pad_value: int, **options: Any) -> None:
-        options.setdefault("shape_fn", lambda *most: (_length(axis, *most),))
-        slot = GraphSlot(
-            name,
-            dtype=torch.int64,
-            axis=axis,
-            padding_policy=PaddingPolicy.FILL_SENTINEL,
-            pad_value=pad_value,
-            **options,
-        )
-        registry.register_slot(slot, bind=_buffer_of(source, name))
+def _chosen(dtypes: Mapping[str, torch.dtype] | None, cache_loc_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    return {**({} if cache_loc_dtype is None else {"out_cache_loc": cache_loc_dtype}), **(dtypes or {})}
 
+
+def _slots(
+    token_axis: Axis, padding_slot: int, seq_len_fill_value: int, encoder_len_fill_value: int | None
+) -> list[GraphSlot]:
     # All of these are indices, lengths or identities, so none may keep a tail: what an earlier batch left there points
     # into memory that has another owner by now. Each is reset to a value that is in range and belongs to nobody.
+    return [
+        # Token 0 is in every vocabulary.
+        _slot("input_ids", token_axis, 0),
+        # Position 0 is in every table of positions, and it is that of a request with one token, as seq_lens says below.
+        _slot("positions", token_axis, 0),
+        # The worst of all if stale: a padding token would write its key and value over those of a running request.
+        _slot("out_cache_loc", token_axis, padding_slot),
+        # Only read, and row 0 always exists; what padding reads there comes out in rows that nobody looks at.
+        _slot("req_pool_indices", "bs", 0),
+        # Not 0 unless told, because a softmax over no place at all is NaN. The host's copy decides loops and sizes of
+        # kernels, where a stale length costs time too.
+        _slot("seq_lens", "bs", seq_len_fill_value),
+        _slot("seq_lens_cpu", "bs", seq_len_fill_value, device="cpu"),
+        # One position a token for time, height and width, so tokens lie along its second axis.
+        _slot(
+            "mrope_positions",
+            token_axis,
+            0,
+            shape_fn=lambda *most: (3, _length(token_axis, *most)),
+            slice_fn=lambda buffer, n: buffer[:, :n],
+        ),
+        # A request without an image has 0 too, so that cross-attention knows what to do with it.
+        *([] if encoder_len_fill_value is None else [_slot("encoder_lens", "bs", encoder_len_fill_value)]),
+        # The padding's own identities, which no request has: a stale one would give a row to the wrong request.
+        _slot("rids_int", "bs", PADDING_ID),
+        _slot("bootstrap_room_ids_int", "bs", NO_ROOM),
+    ]
 
-    # Token 0 is in every vocabulary.
-    add("input_ids", token_axis, 0)
-    # Position 0 is in every table of positions, and it is that of a request with one token, as seq_lens says below.
-    add("positions", token_axis, 0)
-    # The worst of all if stale: a padding token would write its key and value over those of a running request.
-    add("out_cache_loc", token_axis, padding_slot)
-    # Only read, and row 0 always exists; what padding reads there comes out in rows that nobody looks at.
-    add("req_pool_indices", "bs", 0)
-    # Not 0, because a softmax over no place at all is NaN. The host's copy decides loops and sizes of kernels, where
-    # a stale length costs time too.
-    add("seq_lens", "bs", 1)
-    add("seq_lens_cpu", "bs", 1, device="cpu")
-    # One position a token for time, height and width, so tokens lie along its second axis.
-    add(
-        "mrope_positions",
-        token_axis,
-        0,
-        shape_fn=lambda *most: (3, _length(token_axis, *most)),
-        slice_fn=lambda buffer, n: buffer[:, :n],
-    )
-    # A request without an image has 0 too, so that cross-attention knows what to do with it.
-    add("encoder_lens", "bs", 0)
-    # The padding's own identities, which no request has: a stale one would give a row to the wrong request.
-    add("rids_int", "bs", PADDING_ID)
-    add("bootstrap_room_ids_int", "bs", NO_ROOM)
+
+def _optional_slots(num_token_non_padded: bool, gathered: bool, mamba_track: bool) -> list[GraphSlot]:
+    slots = []
+    if mamba_track:
+        # Row 0 of the states is as good as any to read, and no state is kept where the mask is off.
+        slots.append(_slot("mamba_track_indices", "bs", 0))
+        slots.append(_slot("mamba_track_mask", "bs", False, dtype=torch.bool))
+    if num_token_non_padded:
+        slots.append(_number("num_token_non_padded", source_fn=_own_num_tokens))
+    if gathered:
+        slots.append(_number("global_num_tokens", copy_from_batch=False, post_fill=_write_padded_num_tokens))
+    return slots
+
+
+def _slot(name: str, axis: Axis, pad_value: int | bool, **options: Any) -> GraphSlot:
+    options.setdefault("shape_fn", lambda *most: (_length(axis, *most),))
+    options.setdefault("dtype", torch.int64)
+    return GraphSlot(name, axis=axis, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=pad_value, **options)
+
+
+def _number(name: str, **options: Any) -> GraphSlot:
+    return GraphSlot(name, shape_fn=lambda *most: (1,), dtype=torch.int32, axis="none", **options)
+
+
+def _own_num_tokens(batch: Any, ctx: FillContext) -> Tensor:
+    found = getattr(batch, "num_token_non_padded", None)
+    if isinstance(found, Tensor):
+        return found.reshape(1)
+    return torch.tensor([ctx.raw_num_tokens if found is None else found], dtype=torch.int32)
+
+
+def _write_padded_num_tokens(buffer: Tensor, batch: Any, ctx: FillContext) -> None:
+    # The others gather as many rows of this rank as its graph has, padding and all.
+    buffer.fill_(ctx.padded_num_tokens)
+
+
+def _registered(
+    registry: CudaGraphBufferRegistry,
+    slots: list[GraphSlot],
+    source: Any,
+    dtypes: Mapping[str, torch.dtype],
+    request_ids: bool,
+) -> CudaGraphBufferRegistry:
+    known = {slot.name for slot in slots}
+    if unknown := sorted(dtypes.keys() - known):
+        raise GraphError(f"dtypes are given for {unknown}, which are no slots here; there are {sorted(known)}")
+    for slot in slots:
+        slot = replace(
+            slot, dtype=dtypes.get(slot.name, slot.dtype), enabled=request_ids or slot.name not in IDENTITIES
+        )
+        found = _buffer_of(source, slot.name) if slot.enabled else None
+        if found is None:
+            registry.register_slot(slot)
+            continue
+        if slot.name not in dtypes:
+            slot = _with_dtype_of(slot, found)
+        registry.register_slot(slot, bind=_head(found, slot.shape_fn(registry.max_bs, registry.max_num_tokens)))
     return registry
+
+
+def _with_dtype_of(slot: GraphSlot, found: Tensor) -> GraphSlot:
+    """The slot for numbers as the buffer holds them; a buffer of no integers is left for the registry to refuse."""
+    is_integer = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool)
+    return replace(slot, dtype=found.dtype) if is_integer and slot.dtype != torch.bool else slot
+
+
+def _head(found: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The beginning of a buffer that has more room than is needed; any other as it is, for the registry to judge."""
+    if found.dim() != len(shape) or found.shape == shape or any(a < b for a, b in zip(found.shape, shape, strict=True)):
+        return found
+    return found[tuple(slice(size) for size in shape)]
 
 
 def _length(axis: Axis, max_bs: int, max_num_tokens: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graftlab.base.tags import TagItems, plain
+from graftlab.base.tags import TagItems, is_no_tag, plain
 from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import GraphError
 from graftlab.grafting import active
@@ -30,18 +30,23 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.overwrite import may_overlap
 from graftlab.graphs.capture import Capturer, Graph, Outputs
 from graftlab.graphs.slots import FillContext
+from graftlab.graphs.static_extras import StaticExtras
 from graftlab.graphs.tap_sites import (
+    Identity,
     Judged,
-    Rows,
     Site,
     Slot,
-    TapChoice,
+    WantedTaps,
     copy_bits,
+    cut,
     judge,
     new_slot,
+    rows_of,
     write_through,
 )
 from graftlab.taps import calls as taps
+from graftlab.taps.extras import carried
+from graftlab.taps.routing import taken_by
 
 
 class _Mute:
@@ -58,18 +63,21 @@ class CapturedFunction:
     """A captured function, its graph, and its taps in the order in which it reaches them.
 
     ``padded`` has the sizes that it is captured for. Tensors, but for parameters, with as many rows as padded tokens,
-    or else padded requests, are taken to hold a row for each of those: taps show the batch's own. A tap that is wanted
-    has two buffers as large as its value. Its extras are those of the capture: put static buffers into them, or
-    nothing that changes; likewise a tensor of the host in a graph of a GPU's kernels. Outside of a session a tap is
-    nothing at all.
+    or else padded requests, are taken to hold a row for each of those: taps show the batch's own, and so do tensors in
+    their extras. A tap that is wanted has two buffers as large as its value, and one for each tensor in its extras; see
+    :class:`StaticExtras`. A tensor of the host in a graph of a GPU's kernels is what it was at the capture. Outside of
+    a session a tap is nothing at all.
     """
 
-    def __init__(self, padded: FillContext, choice: TapChoice, capturer: Capturer) -> None:
+    def __init__(self, padded: FillContext, wanted: WantedTaps, capturer: Capturer) -> None:
         self.sites: list[Site] = []
-        self._padded, self._choice, self._capturer = padded, choice, capturer
+        # By the place of the site, of those that leave kernels behind and have some.
+        self._extras: dict[int, StaticExtras] = {}
+        self._padded, self._wanted, self._capturer = padded, wanted, capturer
         self._graph: Graph | None = None
         # While it is run to be captured. Of these runs the first tells which taps there are.
         self._capturing = self._is_known = False
+        self._runs = 0
         self._next = self._next_host_part = 0
         # Where the host runs in between: before which site, and with which tags.
         self._host_parts: list[tuple[int, TagItems]] = []
@@ -96,16 +104,20 @@ class CapturedFunction:
         def run_through() -> Outputs:
             self._next = self._next_host_part = 0
             # Only the tags that are set inside belong to its taps: those around it may be others at each replay.
-            with taps.taken_by(self), _ambient(()):
+            with taken_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
                 raise self._error(f"ran past {self._next} taps this time")
             self._is_known = True
+            self._runs += 1
             return outputs
 
         self._capturing, self._outer = True, taps.ambient.get()
         try:
             self._graph = self._capturer.capture(run_through)
+            if self._runs == 1 and any(extras.plain for extras in self._extras.values()):
+                # Only a second run tells whether what is no tensor in the extras is always the same.
+                run_through()
         finally:
             self._capturing = False
 
@@ -113,6 +125,7 @@ class CapturedFunction:
         """Let go of the graph and all memory for its taps, which refer to each other."""
         self._graph = None
         self.sites.clear()
+        self._extras.clear()
         self._host_parts.clear()
 
     def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -126,17 +139,17 @@ class CapturedFunction:
             if self._capturing:
                 if not self._is_known:
                     self._host_parts.append((self._next, taps.ambient.get()))
-                with taps.taken_by(_MUTE):
+                with taken_by(_MUTE):
                     return function(*args)
             if number in self._host_results:
                 return self._host_results[number].clone()
             place, inner = self._host_parts[number]
             first, last = self._window or (0, len(self.sites))
             if not first <= place <= last:
-                with taps.taken_by(_MUTE):
+                with taken_by(_MUTE):
                     return function(*args)
             self._hand_over(place)
-            with taps.taken_by(None), _ambient(_merged(self._outer, inner)):
+            with taken_by(None), _ambient(_merged(self._outer, inner)):
                 result = function(*args)
             if last < len(self.sites):
                 self._host_results[number] = result.clone()
@@ -157,6 +170,8 @@ class CapturedFunction:
         shown, own = self._tensor_in(name, value)
         if own is None or (site.slot is not None and site.slot.value.shape != own.shape):
             raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
+        if index in self._extras:
+            self._extras[index].update(carried(), extras)
         takes_another = own is value and (replace or may_overlap(own))
         if site.breaks:
             broken = copy_bits(torch.empty_like(own), own) if takes_another else own
@@ -188,26 +203,34 @@ class CapturedFunction:
     def _new_site(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> Site:
         grafter = _grafter()
         inner = {**dict(taps.ambient.get()), **tags}
-        identity = (name, *sorted((key, plain(each)) for key, each in inner.items()))
-        site = Site(name, inner, extras, identity)
+        # The grafter leaves out what can be no tag, and says so.
+        identity = (name, *sorted((key, plain(each)) for key, each in inner.items() if not is_no_tag(key, each)))
+        site = Site(name, inner, identity)
         with _ambient(self._outer):
             judged = judge(grafter, site)
         if judged.is_wanted:
-            self._choice.wanted.add(identity)
-        if identity not in self._choice.wanted:
+            self._wanted.identities.add(identity)
+        if identity not in self._wanted.identities:
             return site
         shown, own = self._tensor_in(name, value)
         if own is None:
             site.is_unfit, site.stand_in = True, shown
             return site
-        if own.dim() and not isinstance(own, torch.nn.Parameter):
-            rows: dict[int, Rows] = {self._padded.padded_bs: "requests", self._padded.padded_num_tokens: "tokens"}
-            site.rows = rows.get(own.shape[0])
-        if self._choice.grafts == "breaks" and judged.is_received:
+        site.rows = rows_of(own, self._padded)
+        if extras is not None or carried():
+            self._extras[len(self.sites)] = self._new_extras(identity, name, extras, own)
+        if self._wanted.grafts == "breaks" and judged.is_received:
             site.breaks = True
         else:
             site.slot = new_slot(own, site.rows is not None)
         return site
+
+    def _new_extras(self, identity: Identity, name: str, extras: Any, own: Tensor) -> StaticExtras:
+        new = StaticExtras(name, carried(), extras, own, self._padded)
+        # Of an earlier capture of the same sizes.
+        before = self._wanted.plain_extras.setdefault((identity, len(self.sites), self._padded), new.plain)
+        new.compare(before)
+        return new
 
     # ---- replay -------------------------------------------------------------------------------------------------
 
@@ -218,11 +241,11 @@ class CapturedFunction:
             return True
         judged = self._judge(grafter)
         pairs = list(zip(self.sites, judged, strict=True))
-        self._choice.wanted |= {site.identity for site, each in pairs if each.is_wanted}
+        self._wanted.identities |= {site.identity for site, each in pairs if each.is_wanted}
         fit = [(site, each) for site, each in pairs if not site.is_unfit]
-        if any(site.is_left_out and site.identity in self._choice.wanted for site, _ in fit):
+        if any(site.is_left_out and site.identity in self._wanted.identities for site, _ in fit):
             return False
-        return self._choice.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
+        return self._wanted.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
 
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
@@ -276,7 +299,7 @@ class CapturedFunction:
         for index in range(self._handed_over, until):
             site = self.sites[index]
             if self._judged[index].action is not None:
-                self._tap(site, site.stand_in if site.slot is None else self._head(site, site.slot.value))
+                self._tap(index, site.stand_in if site.slot is None else self._head(site, site.slot.value))
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
@@ -284,7 +307,7 @@ class CapturedFunction:
         site = self.sites[index]
         slot, action = _slot_of(site), self._judged[index].action
         if action is not None:
-            result = self._tap(site, self._head(site, slot.value))
+            result = self._tap(index, self._head(site, slot.value))
             if action.graft:
                 copy_bits(self._head(site, slot.graft), result)
                 self._head(site, slot.gate).fill_(True)
@@ -296,22 +319,22 @@ class CapturedFunction:
         site = self.sites[index]
         head = self._head(site, own)
         if self._judged[index].action is not None:
-            result = self._tap(site, head)
+            result = self._tap(index, head)
             if result is not head:
                 copy_bits(head, result)
         self._handed_over = index + 1
         return own
 
-    def _tap(self, site: Site, shown: Any) -> Any:
+    def _tap(self, index: int, shown: Any) -> Any:
         """Reach a tap for real, on the host."""
-        with taps.taken_by(None), _ambient(self._outer):
-            return _grafter().tap(site.name, shown, site.extras, site.tags)
+        site, extras = self.sites[index], self._extras.get(index)
+        with taken_by(None), _ambient(self._outer):
+            # Asked for only where the plan wants the tap.
+            given = None if extras is None else partial(extras.given, self._ctx)
+            return _grafter().tap(site.name, shown, given, site.tags)
 
     def _head(self, site: Site, tensor: Tensor) -> Tensor:
-        """The batch's own rows, without the padding after them."""
-        if site.rows is None:
-            return tensor
-        return tensor[: self._ctx.raw_num_tokens if site.rows == "tokens" else self._ctx.raw_bs]
+        return cut(tensor, site.rows, self._ctx)
 
 
 def _grafter() -> Grafter:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import GraphError
+from graftlab.graphs.buffers import ForwardInputBuffers
 from graftlab.graphs.copies import copy_all, is_lossless
 from graftlab.graphs.pool import share_input_buffer
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
+from graftlab.requests.identity import IDENTITIES
 from graftlab.taps.calls import tap
 from graftlab.taps.watch import Chooser, Watch, chooser
 
@@ -90,15 +92,15 @@ class CudaGraphBufferRegistry:
         """
         if slot.name in self._slots:
             raise slot.error("there is a slot of this name already")
-        if slot._registered:
+        if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:
             buffer = self._buffer_for(slot, slot.buffer if bind is None else bind)
             # Where the slot cannot be cut, it is not registered.
             ends = FillContext(0, self.max_bs, 0, self.max_num_tokens)
             dataclasses.replace(slot, buffer=buffer).head_and_tail(ends)
-            object.__setattr__(slot, "buffer", buffer)
-        object.__setattr__(slot, "_registered", True)
+            slot.buffer = buffer
+        slot.is_registered = True
         self._slots[slot.name] = slot
         self._forget_plans()
         return slot
@@ -127,6 +129,33 @@ class CudaGraphBufferRegistry:
             return self._slots[name]
         except KeyError:
             raise GraphError(f"no slot {name!r}; there are {self.slot_names()}") from None
+
+    def enable_slot(self, name: str) -> GraphSlot:
+        """Give a slot that is registered and not enabled its buffer; one that has it stays as it is.
+
+        Returns the slot. Graphs that were captured before do not read it. Raises :class:`GraphError` as
+        :meth:`register_slot` does.
+        """
+        slot = self.get_slot(name)
+        if slot.enabled:
+            return slot
+        new = dataclasses.replace(slot, enabled=True)
+        before, self._slots = self._slots, {each: it for each, it in self._slots.items() if each != name}
+        try:
+            self.register_slot(new)
+            # In its old place among the others.
+            self._slots = {each: new if each == name else it for each, it in before.items()}
+        except BaseException:
+            self._slots = before
+            raise
+        finally:
+            self._forget_plans()
+        return new
+
+    @property
+    def buffers(self) -> ForwardInputBuffers:
+        """The whole buffers by name, as what reads them holds on to them."""
+        return ForwardInputBuffers(self)
 
     def has_slot(self, name: str) -> bool:
         """Whether a slot of this name is registered, enabled or not."""
@@ -184,7 +213,8 @@ class CudaGraphBufferRegistry:
 
         Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays
         the template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too;
-        in its ``sampling_info``, what is the batch's tensor under the batch's name for it becomes the view as well.
+        in its ``sampling_info``, what is the batch's tensor under the batch's name for it becomes the view as well,
+        and so does an equal copy of the identities.
 
         Raises :class:`GraphError` for sizes beyond the registry's.
         """
@@ -201,7 +231,7 @@ class CudaGraphBufferRegistry:
             if own is _NO_FIELD or is_absent:
                 continue
             shown[slot.name] = view
-            if own is not None and getattr(info, slot.name, None) is own:
+            if own is not None and _is_equal(slot.name, getattr(info, slot.name, None), own):
                 shown_in_info[slot.name] = view
         if shown_in_info:
             shown["sampling_info"] = _with_fields(info, shown_in_info)
@@ -300,6 +330,15 @@ class CudaGraphBufferRegistry:
                 assert head is not None, "planned for this source"
                 if address != head.data_ptr() or source.stride() != head.stride() or source.dtype != head.dtype:
                     sources[index] = source.clone()
+
+
+def _is_equal(name: str, found: Any, own: Any) -> bool:
+    """Whether the sampling info means the batch's own tensor. To compare makes the host wait, so copies of others do
+    not count: what is called alike may be another thing."""
+    if found is own or name not in IDENTITIES or not isinstance(found, Tensor):
+        return found is own
+    same_kind = (found.shape, found.dtype, found.device) == (own.shape, own.dtype, own.device)
+    return same_kind and torch.equal(found, own)
 
 
 def _remember(plans: dict[Key, Value], key: Key, plan: Value) -> Value:

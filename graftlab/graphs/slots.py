@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ class FillContext:
     pp_proxy_tensors: Any = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphSlot:
     """One static buffer, and how it is filled. All but ``buffer``, which a registry gives it, stays as it was made.
 
@@ -78,6 +78,7 @@ class GraphSlot:
     shape_fn: Callable[[int, int], tuple[int, ...]]
     dtype: torch.dtype
     axis: Axis
+    _: KW_ONLY
     device: torch.device | str | None = None
     padding_policy: PaddingPolicy = PaddingPolicy.KEEP_PAD
     pad_value: float | int | bool | None = None
@@ -87,9 +88,17 @@ class GraphSlot:
     slice_fn: Callable[[Tensor, int], Tensor] | None = None
     source_fn: Callable[[Any, FillContext], Tensor | None] | None = None
     buffer: Tensor | None = None
-    _registered: bool = field(default=False, init=False, repr=False)
+    is_registered: bool = field(default=False, init=False, repr=False)
+    """Whether some registry has it, whose buffer ``buffer`` then is. A registry sets both, and nobody else."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Registries remember how each slot is filled, so a change would go unnoticed there.
+        if name in self.__dict__ and name not in ("buffer", "is_registered"):
+            raise AttributeError(f"slot {self.name!r}: {name} stays as it was made; make another slot")
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
+        self._check_types()
         policy = self.padding_policy
         if self.axis not in ("bs", "tokens", "none"):
             raise self.error(f"axis={self.axis!r}; an axis is 'bs', 'tokens' or 'none'")
@@ -106,6 +115,24 @@ class GraphSlot:
                 raise self.error(f"pad_value={self.pad_value!r} cannot be written as {self.dtype}")
         if self.source_fn is not None and not self.copy_from_batch:
             raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be asked")
+
+    def _check_types(self) -> None:
+        expected: dict[str, tuple[type, ...]] = {
+            "name": (str,),
+            "dtype": (torch.dtype,),
+            "enabled": (bool,),
+            "copy_from_batch": (bool,),
+            "pad_value": (bool, int, float, type(None)),
+            "device": (torch.device, str, type(None)),
+            "buffer": (Tensor, type(None)),
+        }
+        for name, kinds in expected.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise self.error(f"{name}={value!r}; it takes {words}")
+        for name in ("shape_fn", "post_fill", "slice_fn", "source_fn"):
+            if not callable(value := getattr(self, name)) and (value is not None or name == "shape_fn"):
+                raise self.error(f"{name}={value!r}; it takes a function")
 
     @property
     def fill_value(self) -> float | int | bool:

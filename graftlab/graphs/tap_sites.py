@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import GraphError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.overwrite import may_overlap, one_place_each
+from graftlab.graphs.slots import FillContext
 from graftlab.plan.plan import Action
 from graftlab.taps import calls as taps
 
@@ -42,7 +44,6 @@ class Site:
 
     name: str
     tags: dict[str, Any]
-    extras: Any
     identity: Identity
     slot: Slot | None = None
     breaks: bool = False
@@ -66,11 +67,13 @@ class Judged:
 
 
 @dataclass
-class TapChoice:
+class WantedTaps:
     """What the graphs of one runner have in common: how they graft, and which taps were ever wanted."""
 
     grafts: Grafts
-    wanted: set[Identity] = field(default_factory=set)
+    identities: set[Identity] = field(default_factory=set)
+    plain_extras: dict[tuple[object, ...], Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
+    """By sizes, number and identity of a tap: what in its extras was no tensor when it was captured first."""
 
 
 def new_slot(own: Tensor, has_rows: bool) -> Slot:
@@ -83,6 +86,21 @@ def new_slot(own: Tensor, has_rows: bool) -> Slot:
             torch.empty(own.shape, dtype=own.dtype, device=own.device),
             torch.zeros([*rows, *[1] * (own.dim() - len(rows))], dtype=torch.bool, device=own.device),
         )
+
+
+def rows_of(tensor: Tensor, padded: FillContext) -> Rows | None:
+    """What has a row each in a tensor of these sizes, as far as its shape tells."""
+    if not tensor.dim() or isinstance(tensor, torch.nn.Parameter):
+        return None
+    rows: dict[int, Rows] = {padded.padded_bs: "requests", padded.padded_num_tokens: "tokens"}
+    return rows.get(tensor.shape[0])
+
+
+def cut(tensor: Tensor, rows: Rows | None, ctx: FillContext) -> Tensor:
+    """The batch's own rows, without the padding after them."""
+    if rows is None:
+        return tensor
+    return tensor[: ctx.raw_num_tokens if rows == "tokens" else ctx.raw_bs]
 
 
 def judge(grafter: Grafter, site: Site) -> Judged:

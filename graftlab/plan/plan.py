@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from graftlab.base.html import bundle, cell, table
 from graftlab.base.world import Direction, Side
-from graftlab.errors import PlanError
+from graftlab.errors import PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.transforms import Transform, TransformSpec
 
@@ -82,7 +82,8 @@ class GraftPlan:
     tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of that side before taps are
     paired.
 
-    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable.
+    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
+    where no filter is left.
     """
 
     b2t: str | None = None
@@ -100,6 +101,11 @@ class GraftPlan:
             object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
         # Compiled now, so that what cannot be compiled is refused here and not on a rank.
         _ = self._filters, self._renames
+        if not any(text and text.strip() for text in (self.b2t, self.t2b, self.compare, self.keep)):
+            warn(
+                "this plan does nothing: each of b2t, t2b, compare and keep is blank or None, which matches no tap. "
+                "compare='True' compares every tap"
+            )
 
     @takes_plan_edit
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:

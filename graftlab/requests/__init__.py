@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from graftlab.requests.dump import RequestDumper
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dropped, Dump, Opaque, RecordedRequest
+from graftlab.requests.request_id import request_id_to_int
 from graftlab.requests.settings import LoggingSettings, RequestLogging, configure
 from graftlab.requests.writing import DumpSettings
 
 if TYPE_CHECKING:
-    from graftlab.requests.identity import bootstrap_rooms_tensor, request_id_to_int, request_ids_tensor
+    from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
 
 __all__ = [
     "Dropped",
@@ -29,7 +30,7 @@ __all__ = [
     "request_ids_tensor",
 ]
 
-_IDENTITY = ("bootstrap_rooms_tensor", "request_id_to_int", "request_ids_tensor")
+_IDENTITY = ("bootstrap_rooms_tensor", "request_ids_tensor")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 
 _TIMEOUT = 10.0
 
+DEFAULT_URL = "http://127.0.0.1:30000"
+"""Where ``python -m graftlab.engine.serve`` listens unless told otherwise."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "the settings then in force are printed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--url", type=_url, required=True, help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", type=_url, default=DEFAULT_URL, help=f"of the server; {DEFAULT_URL} unless given")
     parser.add_argument("--token", help="that the server asks for")
     parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
     parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
@@ -99,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         "--log-requests-level",
         metavar="N",
         type=_level,
-        help="0 ids and durations, 1 metadata too, 2 what came in and went out, shortened, 3 all of it",
+        help="0 ids and durations, 1 metadata too, 2 what came in and went out, shortened, 3 all of it; unchanged "
+        "unless given",
     )
     return parser
 
@@ -111,7 +115,7 @@ def _url(text: str) -> str:
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a server, such as http://127.0.0.1:8000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a server, such as {DEFAULT_URL}")
     return text.rstrip("/")
 
 
@@ -128,12 +132,7 @@ def _level(text: str) -> int:
 
 
 def _names(text: str) -> list[str]:
-    if not text.strip():
-        return []
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"names with commas between them are needed, not {text!r}")
-    return names
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _one_line(text: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from graftlab.errors import RequestError
+from graftlab.requests.request_id import request_id_to_int
 
 PADDING_ID = 0
 """In place of an id, in rows of a batch that belong to no request."""
@@ -16,33 +15,26 @@ PADDING_ID = 0
 NO_ROOM = -1
 """In place of a bootstrap room, for a request that has none."""
 
+IDENTITIES = ("rids_int", "bootstrap_room_ids_int")
+"""What batches call the tensors that are made here."""
+
 _INT64 = torch.iinfo(torch.int64)
-
-
-def request_id_to_int(request_id: str) -> int:
-    """The same int64 in every process and on every machine: BLAKE2b with an 8-byte digest of the UTF-8 bytes, read
-    little-endian and signed (RFC 7693).
-
-    Raises :class:`RequestError` for what is not a string, or has no UTF-8.
-    """
-    if not isinstance(request_id, str):
-        raise RequestError(f"a request id is a string, not {type(request_id).__name__} ({request_id!r})")
-    try:
-        encoded = request_id.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the request id {request_id!r} cannot be written in UTF-8: {error.reason}") from error
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
 
 def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
     """``[B]`` int64: each request's id as :func:`request_id_to_int` makes it.
 
-    Raises :class:`RequestError` for ids that are there twice, or that share a number (one in 2**64), or the padding's.
+    A request that is sampled several times is there as often; its rows are told apart by their order.
+
+    Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for one that has the padding's.
     """
     numbers = [request_id_to_int(each) for each in request_ids]
-    if len(set(numbers)) < len(numbers):
-        twice = [request_ids[numbers.index(number)] for number, count in Counter(numbers).items() if count > 1]
-        raise RequestError(f"request ids {twice} are more than once in one batch; rows could not be told apart")
+    if len(set(numbers)) < len(set(request_ids)):
+        named: dict[int, set[str]] = {}
+        for number, each in zip(numbers, request_ids, strict=True):
+            named.setdefault(number, set()).add(each)
+        shared = [sorted(ids) for ids in named.values() if len(ids) > 1]
+        raise RequestError(f"request ids {shared} share a number; rows could not be told apart: rename one of each")
     if PADDING_ID in numbers:
         raise RequestError(
             f"the request id {request_ids[numbers.index(PADDING_ID)]!r} has the padding's number; rename it"

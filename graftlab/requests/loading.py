@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from graftlab.errors import DumpError
-from graftlab.requests.records import Dump, RecordedRequest
+from graftlab.requests.records import Dump, RecordedRequest, recognised
 from graftlab.requests.unpickling import Reader, Unreadable
 
 
@@ -16,13 +16,15 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     """A file that a :class:`~graftlab.requests.RequestDumper` wrote, or another program in the same form.
 
     The form is a pickled dict whose ``"requests"`` are tuples ``(request, response, created, finished)``; they come as
-    :class:`~graftlab.requests.RecordedRequest`. Builtin data, torch tensors (on the CPU), numpy arrays and the kit's
-    own dataclasses are made; anything else becomes an :class:`~graftlab.requests.Opaque` that names its class and holds
-    what the file says about it. Nothing else is imported, and nothing called. With ``trusted``, plain pickle reads the
-    file: only for files of your own.
+    :class:`~graftlab.requests.RecordedRequest`. Tuples in other orders, such as ``(request, created, response, rid)``,
+    are recognised by what they hold. Builtin data, torch tensors (on the CPU), numpy arrays and requests of
+    the kit's own engine are made; anything else becomes an :class:`~graftlab.requests.Opaque` that names its class and
+    holds what the file says about it. Nothing that a file names is imported or called. With ``trusted``, plain pickle
+    reads the file: only for files of your own.
 
     Raises :class:`~graftlab.errors.DumpError` for a file that ends early, is damaged or is something else, with the
-    byte up to which it could be read and the requests before it; OSError where there is no file to read.
+    byte up to which it could be read and the requests before it, and for tuples that cannot be recognised, with those
+    that can; OSError where there is no file to read.
     """
     data = Path(path).read_bytes()
     if trusted:
@@ -40,7 +42,13 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
             f"a dict with a list under 'requests'"
         )
     dump = {"server_args": None, "launch_command": "", "dropped": [], **found}
-    dump["requests"] = [_record(item) for item in found["requests"]]
+    dump["requests"], faults = _records(found["requests"])
+    if faults:
+        raise DumpError(
+            f"{path} holds records that cannot be recognised: {'; '.join(faults[:3])} "
+            f"({len(faults)} of {len(found['requests'])}); the others are this error's `requests`",
+            requests=dump["requests"],
+        )
     return cast(Dump, dump)
 
 
@@ -48,7 +56,7 @@ def _read(path: str | Path, data: bytes) -> Any:
     try:
         return Reader().read(data)
     except Unreadable as error:
-        requests = [_record(item) for item in error.reader.list_under("requests") if _is_record(item)]
+        requests, _ = _records([item for item in error.reader.list_under("requests") if isinstance(item, tuple)])
         raise DumpError(
             f"{path} is readable up to byte {error.offset} of {len(data)}, with {len(requests)} whole requests before "
             f"it, which are this error's `requests`: {error.reason}",
@@ -57,10 +65,13 @@ def _read(path: str | Path, data: bytes) -> Any:
         ) from None
 
 
-def _is_record(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == len(RecordedRequest._fields)
-
-
-def _record(item: Any) -> RecordedRequest:
-    # What is no record is left for replay to report, by its number among the others.
-    return RecordedRequest(*item) if _is_record(item) else RecordedRequest(item)
+def _records(items: list[Any]) -> tuple[list[RecordedRequest], list[str]]:
+    """The records, and what is wrong with those that are none."""
+    records, faults = [], []
+    for index, item in enumerate(items):
+        try:
+            # What is no tuple is left for replay to report, by its number among the others.
+            records.append(recognised(item) if isinstance(item, tuple) else RecordedRequest(item))
+        except ValueError as error:
+            faults.append(f"number {index}: {error}")
+    return records, faults

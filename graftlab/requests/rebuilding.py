@@ -1,14 +1,12 @@
-"""What a file of requests may name and get: builtin data, tensors, arrays and the kit's own dataclasses.
+"""What a file of requests may name and get: builtin data, tensors, arrays and the kit's own requests.
 
 Every function here takes what any file may hold; what does not fit becomes an :class:`Opaque` as well.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import logging
 import math
@@ -18,6 +16,7 @@ from typing import Any, Literal
 
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.records import Opaque, RecordedRequest
+from graftlab.requests.served import Finished, Request
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +31,12 @@ _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy.core.mu
 _OLD_MODULES |= {"numpy.core.numeric": "numpy._core.numeric", "exceptions": "builtins"}
 _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str", "builtins.long": "builtins.int"}
 
+# Files written before these classes moved.
+_OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
 
-# Where the requests of the kit's own server are defined, which reading imports; no other module, whatever a file names.
-_SERVED = "graftlab.engine.request"
+# The dataclasses of the kit that a file may hold: these alone, so that what a file gives is no matter of what else the
+# process has imported.
+_OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, Finished)}
 
 # Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
 _YET_TO_COME = "an Opaque without its state"
@@ -55,7 +57,7 @@ def named(module: str, name: str) -> Any:
         return _VALUES[full]
     if module == "torch" and (dtype := _torch_dtype(name)) is not None:
         return dtype
-    return _own_dataclass(module, name) or Opaque(full)
+    return _OWN.get(full) or Opaque(full)
 
 
 def call(function: Any, args: tuple[Any, ...]) -> Any:
@@ -166,18 +168,6 @@ def _expect(value: Any, *kinds: type) -> Any:
 
 
 # ---- the kit's own dataclasses ---------------------------------------------------------------------------------------
-
-
-def _own_dataclass(module: str, name: str) -> type | None:
-    """A dataclass of the kit; None where there is none of this name, or its module has not been imported."""
-    if module.partition(".")[0] != "graftlab":
-        return None
-    if module == _SERVED:
-        with contextlib.suppress(ImportError):  # it needs torch
-            importlib.import_module(_SERVED)
-    found = vars(sys.modules.get(module, object)).get(name)
-    is_own = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
-    return found if is_own else None
 
 
 def _fill(value: Any, state: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -58,3 +60,50 @@ class Opaque:
     def __repr__(self) -> str:
         # What it holds may hold it again, and may be as deep as a file cares to make it.
         return f"Opaque({self.class_name!r})"
+
+
+def recognised(item: Sequence[Any]) -> RecordedRequest:
+    """The record that a tuple of a file holds, whichever program wrote it and in whichever order.
+
+    The first is the request. Of the others, numbers are times, in the order of time; text is the request's id; and what
+    else there is, is the response. Raises ValueError for what cannot be told.
+    """
+    if len(item) == len(RecordedRequest._fields) and _is_time(item[2]) and _is_time(item[3]):
+        request, response, created, finished = item
+        if not _is_time(response) or response is None:
+            return RecordedRequest(request, response, created, finished)
+    if not item or _is_time(item[0]) or isinstance(item[0], str):
+        raise ValueError(f"a tuple of {_kinds(item)} does not begin with a request")
+    request, *others = item
+    times = [each for each in others if each is not None and _is_time(each)]
+    ids = [each for each in others if isinstance(each, str)]
+    responses = [each for each in others if not _is_time(each) and not isinstance(each, str)]
+    if len(times) > 2 or len(ids) > 1 or len(responses) > 1:
+        raise ValueError(
+            f"a tuple of {_kinds(item)} has {len(times)} times, {len(ids)} ids and {len(responses)} responses after "
+            "the request; there are at most two, one and one"
+        )
+    if times != sorted(times):
+        raise ValueError(f"a tuple of {_kinds(item)} has the times {times}, of which the later comes first")
+    created, finished = [*times, None, None][:2]
+    record = RecordedRequest(request, responses[0] if responses else None, created, finished)
+    return record if not ids or record.rid == ids[0] else record._replace(request=_named(request, ids[0], record.rid))
+
+
+def _named(request: Any, rid: str, known: str | None) -> Any:
+    if known is not None:
+        raise ValueError(f"the request's own id is {known!r}, and the tuple says {rid!r}")
+    if isinstance(request, Mapping):
+        return {**request, "rid": rid}
+    if isinstance(request, Opaque) and isinstance(request.state, dict):
+        request.state["rid"] = rid
+        return request
+    raise ValueError(f"the tuple says the id {rid!r}, and a {type(request).__name__} has no room for it")
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+
+
+def _kinds(item: Sequence[Any]) -> str:
+    return "(" + ", ".join("None" if each is None else type(each).__name__ for each in item) + ")"

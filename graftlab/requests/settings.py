@@ -82,9 +82,9 @@ class RequestLogging:
 def configure(requests: RequestLogging, body: bytes | str | Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Answer a server's ``POST /configure_logging``: the HTTP status, and what to send back as JSON.
 
-    ``body`` is a JSON object of fields of :class:`LoggingSettings`, those alone that shall change; an empty list of
-    keys keeps every key, an empty folder ends dumping. 200 comes with the settings now in force. What is unknown, of
-    another type or impossible gives 400 with ``{"error": reason}``, and changes nothing.
+    ``body`` is a JSON object of fields of :class:`LoggingSettings`, those alone that shall change; ``null`` changes
+    nothing either. An empty list of keys keeps every key, an empty folder ends dumping. 200 comes with the settings now
+    in force. What is unknown, of another type or impossible gives 400 with ``{"error": reason}``, and changes nothing.
     """
     try:
         return 200, asdict(requests.change(**_changes(body)))
@@ -102,11 +102,12 @@ def _changes(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the body is a JSON object of settings, not {_shown(body)}")
     if unknown := [name for name in body if name not in _RULES]:
         raise ValueError(f"there is no setting {_shown(unknown[0])}; there are {', '.join(_RULES)}")
-    for name, value in body.items():
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
         expected, is_right = _RULES[name]
         if not is_right(value):
             raise ValueError(f"{name} is {expected}, not {_shown(value)}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast
@@ -175,63 +173,21 @@ def activate(grafter: StepTaker, where: Here) -> None:
 
 
 def _deactivate() -> None:
-    global _grafter, _taker, _routing
+    global _grafter, _taker
     _grafter = _taker = None
-    # The parent's other threads are not here to give the lock back, nor is anything captured on.
-    _routing = threading.Lock()
-    _routes.clear()
 
 
 def taker() -> Taker | None:
-    """Who takes what this thread's taps show; None outside a session."""
+    """Who takes what taps show; None outside a session."""
     return _taker
 
 
-@contextmanager
-def taken_by(taker: Taker | None) -> Iterator[None]:
-    """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
-
-    Outside a session there is nothing to give, and nothing is done.
-    """
-    if _grafter is None:
-        yield
-        return
-    me = threading.get_ident()
-    before = _routes.get(me)
-    _route(me, taker)
-    try:
-        yield
-    finally:
-        _route(me, before)
+def grafter() -> StepTaker | None:
+    """Who takes the taps of this rank; None outside a session."""
+    return _grafter
 
 
-_routes: dict[int, Taker] = {}
-_routing = threading.Lock()
-
-
-class _Router:
-    """In place of the grafter while some thread's taps go elsewhere."""
-
-    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        taker = _routes.get(threading.get_ident()) or _grafter
-        return value if taker is None else taker.tap(name, value, extras, tags, replace)
-
-
-@functools.cache
-def _router() -> Taker:
-    import torch  # is there wherever there is a grafter
-
-    router = _Router()
-    # Compiled code has no business with threads.
-    router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
-    return router
-
-
-def _route(thread: int, taker: Taker | None) -> None:
+def give_taps_to(taker: Taker | None) -> None:
+    """Have another take what taps show, in all threads, until told again; None for the grafter. For routing alone."""
     global _taker
-    with _routing:
-        if taker is None:
-            _routes.pop(thread, None)
-        else:
-            _routes[thread] = taker
-        _taker = _router() if _routes and _grafter is not None else _grafter
+    _taker = taker if _grafter is not None and taker is not None else _grafter

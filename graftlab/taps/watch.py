@@ -20,6 +20,7 @@ ROOT = "output"
 _MAX_DEPTH = 6
 
 Chooser = str | Callable[[str], bool] | None
+Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
 
 class Removable(Protocol):
@@ -67,7 +68,14 @@ class Watch:
         return f"<graftlab.Watch of {len(self.names) if self._handles else 0} taps>"
 
 
-def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exclude: Chooser = None) -> Watch:
+def watch(
+    model: torch.nn.Module,
+    prefix: str = "",
+    include: Chooser = None,
+    exclude: Chooser = None,
+    *,
+    extras: Extras | None = None,
+) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
     A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``.
@@ -76,6 +84,12 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
 
     ``include`` and ``exclude`` choose modules: a filter expression over ``name`` and ``type`` (the class name), such as
     ``"search('attn', name) or type == 'LayerNorm'"``, or a function of the name.
+
+    ``extras(module, inputs, output)`` gives what travels with the tensors of this output, as ``extras`` of ``gl.tap``
+    do: the requests' identities, say, with which ``align_by_request`` pairs rows. ``inputs`` is the tuple of positional
+    arguments. None gives nothing.
+
+    Outside a session no hook is put in, and the handle has the names alone.
 
     Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
     """
@@ -88,9 +102,15 @@ def watch(model: torch.nn.Module, prefix: str = "", include: Chooser = None, exc
         kind = type(module).__name__
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
+    names = [name for name, _ in chosen]
+    if taps.taker() is None:
+        return Watch([], names)
     # Only now, so that a choice that raises leaves the model as it was.
-    handles: list[Removable] = [_Change(), *(module.register_forward_hook(_hook(name)) for name, module in chosen)]
-    return Watch(handles, [name for name, _ in chosen])
+    handles: list[Removable] = [
+        _Change(),
+        *(module.register_forward_hook(_hook(name, extras)) for name, module in chosen),
+    ]
+    return Watch(handles, names)
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
@@ -104,31 +124,31 @@ def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
     return lambda name, kind: filter_.matches({"name": name, "type": kind})
 
 
-def _hook(name: str) -> Callable[[torch.nn.Module, Any, Any], Any]:
+def _hook(name: str, extras: Extras | None) -> Callable[[torch.nn.Module, Any, Any], Any]:
     def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if taps.taker() is None:
             return None
-        replaced = _tap_inside(name, output, _MAX_DEPTH)
+        replaced = _tap_inside(name, output, None if extras is None else extras(module, args, output), _MAX_DEPTH)
         # None tells torch to keep the very object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
 
 
-def _tap_inside(name: str, value: Any, depth: int) -> Any:
+def _tap_inside(name: str, value: Any, extras: Any, depth: int) -> Any:
     """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
         taker = taps.taker()
-        return value if taker is None else taker.tap(name, value, None, {}, replace=True)
+        return value if taker is None else taker.tap(name, value, extras, {}, replace=True)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, depth - 1) for index, item in enumerate(value)]
+        items = [_tap_inside(f"{name}[{index}]", item, extras, depth - 1) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, depth - 1) for key, item in value.items()}
+        entries = {key: _tap_inside(f"{name}.{key}", item, extras, depth - 1) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -139,7 +159,7 @@ def _tap_inside(name: str, value: Any, depth: int) -> Any:
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), depth - 1) for f in fields}
+        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), extras, depth - 1) for f in fields}
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +29,11 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     Rows after the last request are padding.
 
     Rows that have no counterpart keep the receiver's values and are counted in ``rows_unmatched``; padding is not
-    counted. A request that several senders have is taken from the one with the receiver's rank, or else the first. A
-    tap at which nobody passed ids goes the default's way.
+    counted. A request that several senders have is taken from the one with the receiver's rank, or else the first. An
+    id may be there several times, as where a request is sampled: the first is paired with the first, and so on. A tap
+    at which nobody passed ids goes the default's way.
 
-    Raises :class:`TransformError` where only some passed ids, for unusable extras, for an id twice in one batch, and
-    where rows differ in shape.
+    Raises :class:`TransformError` where only some passed ids, for unusable extras, and where rows differ in shape.
     """
     everybodys = [graft_input.target_extras, *graft_input.received_extras_list]
     if not any(isinstance(extras, Mapping) and extras.get("rids_int") is not None for extras in everybodys):
@@ -75,6 +76,10 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     )
 
 
+Sample = tuple[int, int]
+"""A request's id, and which of the samples of this request in the batch."""
+
+
 @dataclass(frozen=True)
 class _Stretch:
     """Where a request's rows are, counted over all leading dimensions."""
@@ -89,7 +94,7 @@ class _Batch:
 
     tensor: torch.Tensor
     row_dims: int
-    requests: dict[int, _Stretch]
+    requests: dict[Sample, _Stretch]
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -104,10 +109,6 @@ class _Batch:
         ids = _integers(extras, "rids_int", whose)
         if ids is None:
             raise TransformError(f"align_by_request: {whose} passed no request ids; write {_HOW}")
-        given = [each for each in ids if each != _PADDING_ID]
-        if len(set(given)) < len(given):
-            twice = sorted({each for each in given if given.count(each) > 1})
-            raise TransformError(f"align_by_request: {whose} has ids {twice} more than once in one batch")
         lengths = _integers(extras, "request_lens", whose)
         if lengths is not None and (len(lengths) != len(ids) or min(lengths, default=0) < 0):
             raise TransformError(
@@ -115,8 +116,13 @@ class _Batch:
                 f"each request has one length"
             )
         row_dims, starts, lengths = _layout(tensor, len(ids), lengths, whose)
-        stretches = zip(ids, starts, lengths, strict=True)
-        return cls(tensor, row_dims, {each: _Stretch(*where) for each, *where in stretches if each != _PADDING_ID})
+        requests: dict[Sample, _Stretch] = {}
+        seen: Counter[int] = Counter()
+        for each, start, length in zip(ids, starts, lengths, strict=True):
+            if each != _PADDING_ID:
+                requests[each, seen[each]] = _Stretch(start, length)
+                seen[each] += 1
+        return cls(tensor, row_dims, requests)
 
 
 def _layout(

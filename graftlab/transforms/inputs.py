@@ -21,8 +21,8 @@ class GraftTransformInput:
     and dtype that rank had; ``received_extras_list`` runs parallel to it and holds what the sender passed as ``extras``
     (``None`` where it passed none). ``send_world_size`` counts all ranks of the sending side, those that sent nothing
     included. ``target`` is the receiver's own tensor, ``target_extras`` what the receiver's own tap passed. The tensors
-    are private copies when the transform is the user's; changing them in place is refused, because a result that was
-    also written into an input cannot be told from a mistake.
+    and the extras are private copies when the transform is the user's, so it may write into them; one that returns
+    None has written its result into ``target``.
     """
 
     tags: dict[str, Any]

@@ -12,48 +12,59 @@ from graftlab.base.tensor_bytes import as_bytes
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
+from graftlab.transforms.blame import raise_at
 from graftlab.transforms.default import default_transform
 from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, dtype_name
+from graftlab.transforms.private import private_extras, private_tensor
 
 
 def run_transform(transform: Transform | None, graft_input: GraftTransformInput) -> Outcome:
     """Run the user's transform, or the default for None, and check what comes back.
 
-    The user's runs on private copies, so the target is untouched whatever happens. Raises whatever the transform
-    raises, and :class:`TransformError` when it mutated its input or returned something that is not a tensor of the
-    target's shape. Another dtype or device is converted and noted in ``cast``.
+    The user's runs on private copies, extras included, so nothing of the model is changed whatever happens; it may
+    write into them, and one that returns None has written its result into ``target``. Raises whatever the transform
+    raises, and :class:`TransformError`, with the transform's own line in its traceback, when it returned something that
+    is not a tensor of the target's shape. Another dtype or device is converted and noted in ``cast``.
     """
     with torch.no_grad():
         if transform is None:
             return _fitted(default_transform(graft_input), graft_input.target)
         if transform is align_by_request:
             return _fitted(align_by_request(graft_input), graft_input.target)
-        target, received = graft_input.target, graft_input.received_list
-        copies = [_private(tensor) for tensor in received]
-        own = _private(target)
+        target = graft_input.target
+        own, version = private_tensor(target), _version(target)
         value = transform(
             replace(
                 graft_input,
                 tags=dict(graft_input.tags),
-                received_list=list(copies),
-                received_extras_list=list(graft_input.received_extras_list),
+                received_list=[private_tensor(tensor) for tensor in graft_input.received_list],
+                received_extras_list=[private_extras(extras) for extras in graft_input.received_extras_list],
                 target=own,
                 senders=list(graft_input.senders),
+                target_extras=private_extras(graft_input.target_extras),
             )
         )
-        for what, copy, original in [
-            ("target", own, target),
-            *(("received_list", *p) for p in zip(copies, received, strict=True)),
-        ]:
-            if copy.shape != original.shape or not _same_bytes(copy, original):
-                raise TransformError(f"the transform changed its input `{what}` in place; clone() it before writing")
-        outcome = value if isinstance(value, Outcome) else Outcome(value)
-        if not isinstance(outcome.value, torch.Tensor):
-            raise TransformError(
-                f"the transform returned {type(outcome.value).__name__}; it must return a tensor of shape "
-                f"{list(target.shape)}"
-            )
-        return _fitted(replace(outcome, value=outcome.value.detach()), target)
+        try:
+            return _outcome(value, own, target, version)
+        except TransformError as error:
+            raise_at(transform, error)
+
+
+def _outcome(value: object, own: torch.Tensor, target: torch.Tensor, version: int | None) -> Outcome:
+    if _version(target) != version:
+        raise TransformError(
+            "the transform wrote into the model's own tensor, which it must have kept from elsewhere; write into "
+            "graft_input.target, which is a copy"
+        )
+    if value is None and not _same_bytes(own, target):
+        value = own
+    outcome = value if isinstance(value, Outcome) else Outcome(value)  # type: ignore[arg-type]
+    if not isinstance(outcome.value, torch.Tensor):
+        raise TransformError(
+            f"the transform returned {type(outcome.value).__name__}; it must return a tensor of shape "
+            f"{list(target.shape)}"
+        )
+    return _fitted(replace(outcome, value=outcome.value.detach()), target)
 
 
 def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
@@ -69,13 +80,14 @@ def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
     return stats
 
 
-def _private(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+def _version(tensor: torch.Tensor) -> int | None:
+    """Another number after each write; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equality that NaNs pass too."""
-    if one.dtype != other.dtype:
+    if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(as_bytes(one), as_bytes(other))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import inspect
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.errors import TransformError
-from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Transform
+from graftlab.errors import TransformError, warn
+from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome, Transform
 from graftlab.transforms.running import user_traceback
 
 
@@ -35,7 +38,12 @@ class TransformSpec:
         Raises :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
         """
         spec = cls.draft(transform)
-        spec.load()
+        function = spec._load()
+        if adapted(function, spec.label) is not function:
+            warn(
+                f"transform {spec.label} has the old signature (received_list, target), which will go; write "
+                f"`{SIGNATURE}`, with graft_input.received_list and graft_input.target"
+            )
         return spec
 
     @classmethod
@@ -69,18 +77,53 @@ class TransformSpec:
         return f"<transform {self.label}>"
 
     def load(self) -> Transform:
-        """The function itself. Raises :class:`TransformError`."""
+        """The function itself, of one argument. Raises :class:`TransformError`."""
+        return adapted(self._load(), self.label)
+
+    def _load(self) -> Callable[..., Any]:
         if self.kind == "path":
             return _load_path(self.text)
         if self.kind == "source":
             return _load_source(self.text, self.filename)
         from graftlab.base.shipping import unpack_function
 
-        loaded: Transform = unpack_function(self.blob)
-        return loaded
+        return unpack_function(self.blob)
 
 
-def _load_path(path: str) -> Transform:
+def adapted(function: Callable[..., Any], label: str) -> Transform:
+    """A transform that calls this function: itself, or for one of ``(received_list, target)`` what calls it so.
+
+    Raises :class:`TransformError` for one that takes neither.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # A builtin need not tell; its first call will.
+        return function
+    if _takes(signature, 1):
+        return function
+    if not _takes(signature, 2):
+        raise TransformError(
+            f"transform {label} takes {signature}, and is called with one argument; write `{SIGNATURE}`"
+        )
+
+    @functools.wraps(function)
+    def of_old_signature(graft_input: GraftTransformInput) -> torch.Tensor | Outcome:
+        made: torch.Tensor | Outcome = function(graft_input.received_list, graft_input.target)
+        return made
+
+    return of_old_signature
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _load_path(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     if not module_name:
         raise TransformError(
@@ -93,11 +136,11 @@ def _load_path(path: str) -> Transform:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise TransformError(f"transform {path!r}: module {module_name!r} has no function {attribute!r}")
-    transform: Transform = function
-    return transform
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
-def _load_source(source: str, filename: str) -> Transform:
+def _load_source(source: str, filename: str) -> Callable[..., Any]:
     try:
         # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
         code = compile(source, filename, "exec", dont_inherit=True)
@@ -121,5 +164,5 @@ def _load_source(source: str, filename: str) -> Transform:
     function = namespace.get("transform") or (made[0] if len(made) == 1 else None)
     if not callable(function):
         raise TransformError(f"the transform's source defines no function named 'transform'; write `{SIGNATURE}: ...`")
-    transform: Transform = function
-    return transform
+    loaded: Callable[..., Any] = function
+    return loaded

@@ -37,15 +37,16 @@ from graftlab.engine import (
     Request,
     RunnerFactory,
 )
-from graftlab.engine.ahead import AheadAttention
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.graph_attention import UnpaddedAttention
-from graftlab.engine.graph_runner import GraphRunner
+from graftlab.engine.runners.graph import GraphRunner
+from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs import PaddingPolicy, build_prefill_registry, clear_input_buffer_pool
 from graftlab.graphs.capture import CudaCapturer
 from graftlab.models import Transformer
-from graftlab.requests.identity import NO_ROOM, PADDING_ID, request_id_to_int
+from graftlab.requests.identity import NO_ROOM, PADDING_ID
+from graftlab.requests.request_id import request_id_to_int
 
 CONFIG = dataclasses.replace(SMALL_MODEL, max_positions=48)
 
@@ -159,13 +160,15 @@ def poison(runner: GraphRunner) -> None:
         if isinstance(inner, GraphRunner):
             poison(inner)
     for name in runner.registry.slot_names():
-        buffer = runner.registry.get_slot(name).buffer
-        assert buffer is not None
-        buffer.fill_(GARBAGE)
-    if isinstance(runner.attention, GraphAttention | AheadAttention):
+        slot = runner.registry.get_slot(name)
+        assert slot.enabled is (slot.buffer is not None)
+        # Identities have no memory before they are used.
+        if slot.buffer is not None:
+            slot.buffer.fill_(GARBAGE)
+    if isinstance(runner.attention, GraphAttention | VerifyAttention):
         runner.attention._slots.fill_(GARBAGE)
         runner.attention._visible.logical_not_()
-    if isinstance(runner.attention, AheadAttention):
+    if isinstance(runner.attention, VerifyAttention):
         runner.attention._rows.fill_(GARBAGE)
     for cached in (runner.cache.keys, runner.cache.values):
         cached[:, PADDING_SLOT] = torch.nan
@@ -718,7 +721,7 @@ def test_the_graphs_of_both_models_share_their_buffers_with_a_decode_runner() ->
 
     assert memory(runner.draft) == memory(decode)
     shared = set(memory(runner).items()) & set(memory(decode).items())
-    per_request = {"req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens", "rids_int", "bootstrap_room_ids_int"}
+    per_request = {"req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens"}
     assert {name for name, _ in shared} == per_request
 
 

@@ -29,7 +29,7 @@ def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: An
 
 
 def made(place: Place = TARGET, step: int = 0, seen: SeenTags | None = None, **plan: Any) -> Decisions:
-    return Decisions(GraftPlan(**plan), place, step, seen or SeenTags(lambda tags: None))
+    return Decisions(GraftPlan(**plan), place, step, seen or SeenTags(lambda tags: None), lambda name, what: None)
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -292,7 +295,7 @@ def test_tags_whose_class_only_one_side_knows_pair_by_their_value(session: gl.Se
 @pytest.mark.parametrize(
     "value",
     [
-        *((1, 2), [3, 4], {"a": {(1, 2): 3}}, {5}, b"bytes", 1.5, True, float("inf"), torch.float16),
+        *((1, 2), {5}, b"bytes", 1.5, True, float("inf"), torch.float16),
         *(2**64, float("nan"), "half a surrogate pair: \ud800"),
     ],
     ids=ascii,
@@ -585,3 +588,42 @@ def test_a_graft_from_a_tap_that_the_target_has_not_is_given_up_and_spoils_no_mo
         assert set(rows[rows["name"] == "only mine"]["status"]) == {"missing"}
         assert set(rows[rows["name"] == "b"]["status"]) == {"grafted"}
         assert set(rows[rows["name"].isin(["a", "c"])]["status"]) == {"compared"}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "array", "tuple of a tensor", "grafter_extras"])
+def test_what_can_be_no_tag_is_left_out_with_one_word_and_the_taps_pair(kind: str, session: gl.Session) -> None:
+    def taps() -> tuple[float, list[str]]:
+        own = own_value()
+        wrong = {
+            "tensor": torch.tensor(own),
+            "list": [own],
+            "dict": {"n": own},
+            "array": np.array([own]),
+            "tuple of a tensor": (1, torch.tensor(own)),
+            "grafter_extras": own,
+        }[kind]
+        tag = "grafter_extras" if kind == "grafter_extras" else "info"
+        value = torch.zeros(())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                value = gl.tap("a", torch.full((), own), layer=3, **{tag: wrong})
+            with gl.tags(**{tag: wrong}):
+                gl.tap("a", torch.full((), own))
+        return value.item(), [str(each.message) for each in said]
+
+    session.edit(b2t="name == 'a'")
+    run = session.run(taps, taps)
+    assert run.frame["status"].tolist() == ["grafted"] * 4
+    assert not {"info", "grafter_extras"} & set(run.frame.columns)
+    for own, said in (*run.baseline, *run.target):
+        assert own == 10.0
+        assert len(said) == 1
+        assert "extras= takes what travels" in said[0]
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.bool_(True), np.float32(0.5), (1, "a"), frozenset([1])], ids=repr)
+def test_scalars_and_frozen_containers_are_tags(value: Any, session: gl.Session) -> None:
+    run = session.run(*[lambda: gl.tap("a", torch.zeros(1), info=value)] * 2)
+    assert run.frame["status"].tolist() == ["compared"]
+    assert "info" in run.frame.columns

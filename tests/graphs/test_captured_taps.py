@@ -34,7 +34,7 @@ from graftlab.engine.graph_attention import UnpaddedAttention
 from graftlab.graphs import FillContext, PaddingPolicy
 from graftlab.graphs.capture import CpuCapturer
 from graftlab.graphs.captured_function import CapturedFunction
-from graftlab.graphs.tap_sites import TapChoice
+from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.models import Transformer
 
 TESTS = str(Path(__file__).resolve().parents[1])
@@ -206,7 +206,7 @@ def test_that_the_planted_fault_is_there_and_grafted_away(eager: Any) -> None:
 @captures
 @kinds
 def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Session, kind: str, device: str) -> None:
-    session.edit(compare=None)
+    session.edit(compare="False")
     run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device))
     status = run.target[0][1]
     assert (status["taps_captured"], status["taps_broken_at"], len(run.frame)) == ({}, {}, 0)
@@ -218,7 +218,7 @@ def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Sessi
 @kinds
 def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Session, kind: str, device: str) -> None:
     breaks = kind == "breakable"
-    session.edit(compare=None)
+    session.edit(compare="False")
     run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device, fault=IN_MLP))
     counts, answers = [run.target[0][1]["captures"]], []
     for plan in (
@@ -423,7 +423,7 @@ def test_functions_that_are_captured_anew_let_go_of_their_memory_at_once(session
         alive = sum(type(each).__name__ == "Slot" for each in gc.get_objects())
         return alive, current * names
 
-    session.edit(compare=None)
+    session.edit(compare="False")
     session.run(target=partial(serve, "decode"), baseline=partial(serve, "eager"))
     # Other tests' engines.
     session.run(target=gc.collect)
@@ -448,7 +448,7 @@ def call(
         buffer = torch.zeros(len(inputs[0]), device="cuda" if device == "cuda" else "cpu")
         kernels = {"kernels": "cpu", "cuda": "cuda"}.get(device)
         capturer = CpuCapturer() if kernels is None else capture.CudaCapturer(torch.device(kernels))
-        size, choice = FillContext(len(inputs[0]), len(inputs[0]), 0, 0), TapChoice(grafts)
+        size, choice = FillContext(len(inputs[0]), len(inputs[0]), 0, 0), WantedTaps(grafts)
         for values in inputs:
             buffer.copy_(torch.tensor(values))
             if grafts is None:

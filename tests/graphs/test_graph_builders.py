@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.graph_buffers import MAX_BS, MAX_TOKENS, buffer_of, content, fill, make, on_devices, ones, registry_of
+from kit.graph_buffers import MAX_BS, MAX_TOKENS, buffer_of, content, extract, fill, make, on_devices, ones, registry_of
 from torch import Tensor
 
 from graftlab.engine import PADDING_SLOT, ForwardBatch
 from graftlab.errors import GraphError
 from graftlab.graphs import (
     CudaGraphBufferRegistry,
+    ForwardInputBuffers,
     PaddingPolicy,
     build_decode_registry,
     build_prefill_registry,
@@ -247,7 +248,7 @@ OPTIONAL = ["mrope_positions", "encoder_lens", "rids_int", "bootstrap_room_ids_i
 
 def build(kind: str, device: str = "cpu", **options: Any) -> CudaGraphBufferRegistry:
     builder = {"decode": build_decode_registry, "prefill": build_prefill_registry}[kind]
-    return builder(device=device, max_bs=MAX_BS, max_num_tokens=MAX_TOKENS, **options)
+    return builder(device=device, max_bs=MAX_BS, max_num_tokens=MAX_TOKENS, **{"request_ids": True, **options})
 
 
 kinds = pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -355,3 +356,152 @@ def test_no_graph_of_an_engine_ever_reads_a_stale_value(
             else:
                 assert getattr(view, name).tolist() == read.tolist()
                 assert head.tolist() == getattr(batch, name).tolist()
+
+
+# ---- builders' options ----------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_the_lengths_of_padding_requests_can_be_others(kind: str) -> None:
+    registry = build(kind, seq_len_fill_value=7, encoder_len_fill_value=3)
+    for name, value in {"seq_lens": 7, "seq_lens_cpu": 7, "encoder_lens": 3}.items():
+        registry.get_slot(name).buffer.fill_(99)  # type: ignore[union-attr]
+        assert registry.get_slot(name).pad_value == value
+    registry.fill_from(
+        SimpleNamespace(seq_lens=ones(2, 5), encoder_lens=ones(2, 6)),
+        raw_bs=2,
+        padded_bs=4,
+        raw_num_tokens=2,
+        padded_num_tokens=4,
+    )
+    assert content(registry, "seq_lens")[:5] == [5, 5, 7, 7, 99]
+    assert content(registry, "encoder_lens")[:5] == [6, 6, 3, 3, 99]
+
+
+@kinds
+def test_slots_that_few_models_have_are_there_where_they_are_asked_for(kind: str) -> None:
+    assert not build(kind, is_encoder_decoder=False).has_slot("encoder_lens")
+    asked = build(kind, enable_mamba_track=True, enable_num_token_non_padded=True, require_gathered_buffer=True)
+    new = set(asked.slot_names()) - set(build(kind).slot_names())
+    assert new == {"mamba_track_indices", "mamba_track_mask", "num_token_non_padded", "global_num_tokens"}
+    assert buffer_of(asked, "mamba_track_mask").dtype == torch.bool
+    batch = SimpleNamespace(mamba_track_indices=ones(2, 5), mamba_track_mask=torch.tensor([True, True]))
+    asked.fill_from(batch, raw_bs=2, padded_bs=4, raw_num_tokens=2, padded_num_tokens=4)
+    assert content(asked, "mamba_track_indices")[:4] == [5, 5, 0, 0]
+    assert content(asked, "mamba_track_mask")[:4] == [True, True, False, False]
+
+
+@kinds
+def test_numbers_of_tokens_are_computed_whatever_the_batch_says(kind: str) -> None:
+    registry = build(kind, enable_num_token_non_padded=True, require_gathered_buffer=True)
+    told = torch.tensor(2, dtype=torch.int32)
+    for said, expected in ((None, 3), (told, 2), (1, 1), (told.view(1), 2), (None, 3)):
+        batch = SimpleNamespace(global_num_tokens=torch.tensor([99]), num_token_non_padded=said)
+        registry.fill_from(batch, raw_bs=3, padded_bs=4, raw_num_tokens=3, padded_num_tokens=4)
+        assert content(registry, "num_token_non_padded") == [expected]
+        assert content(registry, "global_num_tokens") == [4]
+
+
+def test_a_decode_of_several_tokens_a_request_has_them_along_the_token_axis() -> None:
+    registry = build_decode_registry("cpu", 3, num_tokens_per_bs=4)
+    assert registry.max_num_tokens == 12
+    assert {name: buffer_of(registry, name).shape[-1] for name in ("input_ids", "mrope_positions", "seq_lens")} == {
+        "input_ids": 12,
+        "mrope_positions": 12,
+        "seq_lens": 3,
+    }
+    registry.fill_from(
+        SimpleNamespace(input_ids=ones(8, 5), seq_lens=ones(2, 6)),
+        raw_bs=2,
+        padded_bs=3,
+        raw_num_tokens=8,
+        padded_num_tokens=12,
+    )
+    assert content(registry, "input_ids") == [5] * 8 + [0] * 4
+    assert content(registry, "seq_lens") == [6, 6, 1]
+    with pytest.raises(GraphError, match="num_tokens_per_bs=0"):
+        build_decode_registry("cpu", 3, num_tokens_per_bs=0)
+
+
+@kinds
+def test_dtypes_are_those_that_are_chosen(kind: str) -> None:
+    registry = build(kind, cache_loc_dtype=torch.int32, dtypes={"seq_lens": torch.int32})
+    dtypes = {name: buffer_of(registry, name).dtype for name in ("out_cache_loc", "seq_lens", "seq_lens_cpu")}
+    assert dtypes == {"out_cache_loc": torch.int32, "seq_lens": torch.int32, "seq_lens_cpu": torch.int64}
+    with pytest.raises(GraphError, match=r"slot 'seq_lens': got a source of torch\.int64, which would lose data"):
+        registry.fill_from(
+            SimpleNamespace(seq_lens=ones(1)), raw_bs=1, padded_bs=1, raw_num_tokens=1, padded_num_tokens=1
+        )
+    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are no slots here"):
+        build(kind, dtypes={"lens": torch.int32})
+
+
+@kinds
+def test_what_a_source_has_is_adopted_as_it_is(kind: str) -> None:
+    """Smaller integers, and more room than is needed."""
+    own = {
+        "seq_lens": torch.full((MAX_BS,), 5, dtype=torch.int32),
+        "input_ids": ones(MAX_TOKENS + 3, 6),
+        "mrope_positions": torch.full((3, MAX_TOKENS + 3), 7),
+    }
+    registry = build(kind, source=own)
+    for name, theirs in own.items():
+        ours = buffer_of(registry, name)
+        assert (ours.data_ptr(), ours.dtype) == (theirs.data_ptr(), theirs.dtype)
+        assert ours.unique().tolist() == theirs.unique().tolist()
+    assert buffer_of(registry, "input_ids").shape == (MAX_TOKENS if kind == "prefill" else MAX_BS,)
+    for wrong in (
+        {"seq_lens": torch.zeros(MAX_BS)},
+        {"seq_lens": ones(MAX_BS - 1)},
+        {"seq_lens": ones(MAX_BS, 1)[None]},
+    ):
+        with pytest.raises(GraphError, match="slot 'seq_lens': cannot adopt"):
+            build(kind, source=wrong)
+    with pytest.raises(GraphError, match="slot 'seq_lens': cannot adopt"):
+        build(kind, source=own, dtypes={"seq_lens": torch.int64})
+
+
+# ---- identities -----------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_identities_have_no_memory_until_they_are_switched_on(kind: str) -> None:
+    registry = build(kind, request_ids=False)
+    names = registry.slot_names()
+    assert [registry.get_slot(name).buffer for name in ("rids_int", "bootstrap_room_ids_int")] == [None, None]
+    batch = SimpleNamespace(rids_int=ones(2, 7))
+    sizes = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+    registry.fill_from(batch, **sizes)
+    assert extract(registry, batch, 4).rids_int is batch.rids_int
+    slot = registry.enable_slot("rids_int")
+    assert slot is registry.get_slot("rids_int") is registry.enable_slot("rids_int")
+    assert registry.slot_names() == names
+    registry.fill_from(batch, **sizes)
+    assert extract(registry, batch, 4).rids_int.tolist() == [7, 7, PADDING_ID, PADDING_ID]
+    with pytest.raises(GraphError, match="no slot 'nothing'"):
+        registry.enable_slot("nothing")
+
+
+# ---- the buffers by name --------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_had_by_name_as_graphs_read_them() -> None:
+    registry = build("decode", request_ids=False)
+    buffers = registry.buffers
+    assert isinstance(buffers, ForwardInputBuffers)
+    seq_lens = buffers.seq_lens
+    assert seq_lens is buffer_of(registry, "seq_lens")
+    registry.fill_from(
+        SimpleNamespace(seq_lens=ones(2, 5)), raw_bs=2, padded_bs=2, raw_num_tokens=2, padded_num_tokens=2
+    )
+    assert seq_lens.tolist()[:3] == [5, 5, 1]
+    assert buffers.rids_int is None
+    registry.enable_slot("rids_int")
+    assert buffers.rids_int is buffer_of(registry, "rids_int")
+    assert dir(buffers) == sorted(registry.slot_names())
+    with pytest.raises(AttributeError, match="there is no buffer 'lens'; there are"):
+        _ = buffers.lens
+    with pytest.raises(AttributeError, match="graphs read this one"):
+        buffers.seq_lens = ones(2)
+    # They are a source like any other.
+    assert buffer_of(build("decode", source=buffers, request_ids=False), "seq_lens") is seq_lens

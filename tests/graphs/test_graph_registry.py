@@ -501,6 +501,18 @@ def test_the_sampling_info_shows_the_batchs_own_tensors_as_the_batch_does() -> N
     assert batch.rids_int.shape == (3,)
 
 
+def test_the_sampling_info_shows_an_equal_copy_of_the_identities_as_the_batch_does() -> None:
+    registry = registry_of(make("rids_int", padding_policy=PaddingPolicy.ZERO), make("positions"))
+    batch = decode_batch(3)
+    for rids, expected in ((batch.rids_int.clone(), [700, 701, 702, 0, 0, 0]), (torch.arange(3), [0, 1, 2])):
+        info = dataclasses.replace(batch.sampling_info, rids_int=rids, positions=batch.positions.clone())
+        shown = dataclasses.replace(batch, sampling_info=info)
+        registry.fill_from(shown, raw_bs=3, padded_bs=PADDED, raw_num_tokens=3, padded_num_tokens=PADDED)
+        view = extract(registry, shown)
+        assert view.sampling_info.rids_int.tolist() == expected
+        assert view.sampling_info.positions is info.positions
+
+
 def test_views_of_all_sizes_begin_where_the_buffer_begins() -> None:
     registry = registry_of(make())
     template = fill(registry, 1, x=ones(1))

@@ -13,7 +13,7 @@ from kit.tensors import COPYABLE, random_bits
 from torch import Tensor
 
 from graftlab.errors import GraphError
-from graftlab.graphs import CudaGraphBufferRegistry, FillContext, PaddingPolicy
+from graftlab.graphs import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
 from graftlab.graphs import copies as graph_copies
 from graftlab.graphs.copies import copy_all, is_lossless
 
@@ -345,3 +345,49 @@ def test_many_at_once_and_one_by_one_give_the_same(
     for one, other, given in zip(at_once, copied(), sources, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(one, given.to(destination), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:
+    slot = make(padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-1)
+    registry_of(slot)
+    with pytest.raises(AttributeError, match="slot 'x': pad_value stays as it was made"):
+        slot.pad_value = 3
+    assert slot.pad_value == -1
+
+
+def test_only_what_comes_first_may_be_given_by_position() -> None:
+    """Or a post_fill in the place of enabled would be taken for true."""
+
+    def hook(buffer: Tensor, batch: Any, ctx: FillContext) -> None: ...
+
+    shape = make().shape_fn
+    assert GraphSlot("x", shape, torch.int64, "bs").axis == "bs"
+    with pytest.raises(TypeError, match="positional argument"):
+        GraphSlot("x", shape, torch.int64, "bs", None, PaddingPolicy.KEEP_PAD, None, hook)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"enabled": print}, "enabled=<built-in function print>; it takes bool"),
+        ({"enabled": 1}, "enabled=1; it takes bool"),
+        ({"copy_from_batch": None}, "copy_from_batch=None; it takes bool"),
+        ({"dtype": "int64"}, "dtype='int64'; it takes dtype"),
+        ({"dtype": int}, "it takes dtype"),
+        ({"device": 0}, "device=0; it takes device or str or None"),
+        ({"buffer": [0]}, r"buffer=\[0\]; it takes Tensor or None"),
+        ({"pad_value": "0", "padding_policy": PaddingPolicy.FILL_SENTINEL}, "pad_value='0'; it takes"),
+        ({"shape_fn": (4,)}, r"shape_fn=\(4,\); it takes a function"),
+        ({"post_fill": True}, "post_fill=True; it takes a function"),
+        ({"slice_fn": 3}, "slice_fn=3; it takes a function"),
+        ({"source_fn": "x"}, "source_fn='x'; it takes a function"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(GraphError, match=rf"slot 'x': .*{says}"):
+        make(**wrong)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(GraphError, match="name=3; it takes str"):
+        make(3)  # type: ignore[arg-type]

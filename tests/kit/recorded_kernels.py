@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graftlab.engine import graph_runner
+from graftlab.engine.runners import graph
 from graftlab.graphs import capture
 
 # They make the host wait for a number, which no capture can.
@@ -72,4 +72,4 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     capture._memory_of.cache_clear()
-    monkeypatch.setattr(graph_runner, "capturer_for", capture.CudaCapturer)
+    monkeypatch.setattr(graph, "capturer_for", capture.CudaCapturer)

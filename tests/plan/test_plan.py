@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab.errors import FilterError, GraftError, PlanError, ShippingError, TransformError
+from graftlab.errors import FilterError, GraftError, GraftWarning, PlanError, ShippingError, TransformError
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.transforms import GraftTransformInput, TransformSpec
+
+# Of plans that can do nothing, which tests make for other reasons.
+pytestmark = pytest.mark.filterwarnings("ignore:this plan does nothing")
 
 TAGS = {"name": "attn", "layer": 3, "step": 0, "side": "target", "rank": 1, "recompute_status": "original"}
 
@@ -224,3 +228,19 @@ def test_a_plan_arrives_equal_and_says_the_same(protocol: int) -> None:
     assert arrived.rewrite("target", "model.x") == "net.x"
     assert arrived.load_transform()(example()).tolist() == [-1.0]
     assert arrived.edit().version == 3
+
+
+@pytest.mark.parametrize("nothing", [None, "", "  \n"])
+def test_a_plan_that_can_do_nothing_warns(nothing: str | None) -> None:
+    with pytest.warns(
+        GraftWarning, match="this plan does nothing: each of b2t, t2b, compare and keep is blank or None"
+    ):
+        GraftPlan(compare=nothing)
+    with pytest.warns(GraftWarning, match="does nothing"):
+        edited = GraftPlan().edit(compare=nothing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The ranks have been told by the notebook.
+        pickle.loads(pickle.dumps(edited))
+        for some in ({"b2t": "True"}, {"t2b": "True"}, {"keep": "False"}):
+            edited.edit(**some)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -135,20 +135,16 @@ BAD: list[tuple[Any, str]] = [
     ({"dump_requests_threshold": True}, "from 1 on.*True"),
     ({"dump_requests_threshold": 5.0}, "from 1 on"),
     ({"dump_requests_threshold": "5"}, "from 1 on"),
-    ({"dump_requests_threshold": None}, "from 1 on"),
     ({"log_requests": 1}, "log_requests is true or false"),
     ({"log_requests": "true"}, "true or false"),
-    ({"log_requests": None}, "true or false"),
     ({"log_requests_level": 4}, "from 0 to 3"),
     ({"log_requests_level": -1}, "from 0 to 3"),
     ({"log_requests_level": False}, "from 0 to 3"),
     ({"dump_requests_folder": 5}, "path of a folder"),
-    ({"dump_requests_folder": None}, "path of a folder"),
     ({"dump_requests_folder": "a\0b"}, "path of a folder"),
     ({"dump_requests_folder": "/dev/null/x"}, "cannot be made"),
     ({"dump_requests_exclude_meta_keys": "a,b"}, "list of names"),
     ({"dump_requests_exclude_meta_keys": ["a", 1]}, "list of names"),
-    ({"dump_requests_exclude_meta_keys": None}, "list of names"),
     ([], "JSON object"),
     ("null", "JSON object"),
     (b"", "not JSON"),
@@ -303,8 +299,6 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--dump-requests-threshold", "1.5"], "'1.5'"),
         (["--log-requests-level", "4"], "from 0 to 3"),
         (["--log-requests-level", "x"], "from 0 to 3"),
-        (["--dump-requests-exclude-meta-keys", "a,,b"], "commas"),
-        (["--dump-requests-exclude-meta-keys", ","], "commas"),
         (["--log-request"], "--log-request"),
         (["--unknown", "5"], "--unknown"),
         (["extra"], "extra"),
@@ -330,11 +324,46 @@ def test_a_url_that_is_no_servers_is_one_line(url: str, capsys: pytest.CaptureFi
     assert "--url" in one_line(capsys)
 
 
-def test_no_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--log-requests"])
-    assert caught.value.code == 2
-    assert "--url" in one_line(capsys)
+def test_without_a_url_it_is_the_servers_own_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graftlab.engine.serve import _parser
+
+    asked: list[str] = []
+    monkeypatch.setattr("graftlab.requests.configure_logging.post", lambda url, *_: asked.append(url) or "{}")
+    assert main(["--log-requests"]) == 0
+    served = _parser().parse_args([])
+    assert asked == [f"http://{served.host}:{served.port}/configure_logging"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"), [("a,b", ["a", "b"]), (" a , ,b,", ["a", "b"]), (",", []), ("", []), ("a,,b", ["a", "b"])]
+)
+def test_blanks_in_lists_are_dropped(text: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "graftlab.requests.configure_logging.post", lambda _, changes, *__: sent.append(changes) or "{}"
+    )
+    assert main(["--dump-requests-exclude-meta-keys", text]) == 0
+    assert sent == [{"dump_requests_exclude_meta_keys": names}]
+
+
+def test_the_help_says_that_a_missing_level_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3 all of it; unchanged unless given" in text
+    assert "http://127.0.0.1:30000 unless given" in text
+
+
+def test_null_means_unchanged(tmp_path: Path) -> None:
+    dumper = RequestDumper(tmp_path, threshold=7, exclude_meta_keys=("a",))
+    requests = RequestLogging(dumper, log_requests=True, log_requests_level=2)
+    before = requests.settings
+    names = [field.name for field in fields(before)]
+    assert configure(requests, json.dumps(dict.fromkeys(names)))[0] == 200
+    assert requests.settings == before
+    status, _ = configure(requests, {**dict.fromkeys(names), "log_requests_level": 1})
+    assert (status, requests.settings) == (200, replace(before, log_requests_level=1))
+    dumper.close()
 
 
 def test_an_unreachable_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlab.errors import RequestError
-from graftlab.requests.identity import bootstrap_rooms_tensor, request_id_to_int, request_ids_tensor
+from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
+from graftlab.requests.request_id import request_id_to_int
 
 VECTORS = {"": -5426141060434712860, "req-0": -8966579018032821426, "请求-1": 188416781982650042}
 
@@ -28,7 +29,7 @@ def test_an_id_has_the_number_that_other_programs_give_it(request_id: str) -> No
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None:
-    code = "from graftlab.requests.identity import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
+    code = "from graftlab.requests import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
     for seed in ("0", "4711"):
         environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
@@ -59,9 +60,15 @@ def test_different_ids_have_different_numbers_in_the_batchs_order(ids: list[str]
     assert len(set(numbers)) == len(ids)
 
 
-def test_an_id_that_is_there_twice_is_named() -> None:
-    with pytest.raises(RequestError, match=r"\['b'\] are more than once in one batch"):
-        request_ids_tensor(["a", "b", "c", "b"])
+def test_a_request_may_be_in_a_batch_several_times() -> None:
+    number = request_id_to_int("b")
+    assert request_ids_tensor(["b", "a", "b"]).tolist() == [number, request_id_to_int("a"), number]
+
+
+def test_two_ids_of_one_number_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.requests.identity.request_id_to_int", len)
+    with pytest.raises(RequestError, match=r"request ids \[\['b', 'c'\]\] share a number"):
+        request_ids_tensor(["b", "aa", "c", "b"])
 
 
 @pytest.mark.parametrize("bad", [7, None, b"req-0"])

@@ -10,6 +10,7 @@ import enum
 import io
 import os
 import pickle
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,12 +22,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab.engine.request import Request
+import graftlab as gl
 from graftlab.errors import DumpError
 from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump
 from graftlab.requests.pickling import tensor_from_bytes
+from graftlab.requests.served import Finished, Request
 from graftlab.requests.unpickling import Reader, Unreadable
-from graftlab.taps.calls import Here
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -178,15 +179,36 @@ def test_bytes_that_are_no_such_tensor_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_kits_own_dataclasses_come_back(protocol: int) -> None:
-    here = Here("target", 1, 2, torch.device("cpu"), {"a": 1})
-    found = read([here, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)], protocol)
-    assert found == [here, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)]
-    assert type(found[1]) is RecordedRequest
+def test_the_kits_own_requests_come_back(protocol: int) -> None:
     request = Request("r", (1, 2), stop_token_ids=(3,))
+    finished = Finished(request, {"text": "", "output_ids": [], "meta_info": {}}, 1.0, 2.0)
+    found = read([finished, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)], protocol)
+    assert found == [finished, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)]
+    assert type(found[1]) is RecordedRequest
     assert read(request, protocol) == request
     opaque = read(Opaque("a.B", (1,), {"x": 2}, [3]), protocol)
     assert vars(opaque) == {"class_name": "a.B", "args": (1,), "state": {"x": 2}, "items": [3]}
+
+
+@pytest.mark.parametrize("module", ["graftlab.requests.served", "graftlab.engine.request"])
+@pytest.mark.parametrize("before", ["", "import graftlab.engine"])
+def test_a_file_with_requests_of_the_engine_loads_equally_whatever_was_imported(
+    module: str, before: str, tmp_path: Path
+) -> None:
+    """Also one that was written when they were defined in the engine."""
+    data = pickle.dumps({"requests": [(Request("r", (1, 2)), None, 1.0, 2.0), (gl.GraftPlan(), None, 1.0, 2.0)]}, 0)
+    (tmp_path / "r.pkl").write_bytes(data.replace(b"graftlab.requests.served", module.encode()))
+    code = f"""
+import sys
+{before}
+from graftlab.requests import load_dump
+found = load_dump(sys.argv[1])["requests"]
+print([(type(each.request).__module__, type(each.request).__name__) for each in found], found[0].request)
+"""
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "r.pkl"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    kinds = [("graftlab.requests.served", "Request"), ("graftlab.requests.records", "Opaque")]
+    assert ran.stdout == f"{kinds} {Request('r', (1, 2))}\n"
 
 
 # ---- anything else becomes a placeholder ----------------------------------------------------------------------------
@@ -407,12 +429,15 @@ def test_extension_codes_are_not_looked_up(code: int, cached: bool) -> None:
 
 
 def test_a_file_cannot_change_classes_of_this_process() -> None:
-    before = dict(vars(Here)), dict(vars(Opaque))
-    state = pickle.dumps((None, {"__init__": 1, "side": 2}), 4)[2:-1]
-    for named in (stack_global("graftlab.taps.calls", "Here"), stack_global("graftlab.requests.records", "Opaque")):
+    before = dict(vars(Request)), dict(vars(Opaque))
+    state = pickle.dumps((None, {"__init__": 1, "rid": 2}), 4)[2:-1]
+    for named in (
+        stack_global("graftlab.requests.served", "Request"),
+        stack_global("graftlab.requests.records", "Opaque"),
+    ):
         with pytest.raises(Unreadable, match="no state"):
             Reader().read(b"\x80\x04" + named + state + b"b.")
-    assert (dict(vars(Here)), dict(vars(Opaque))) == before
+    assert (dict(vars(Request)), dict(vars(Opaque))) == before
 
 
 def test_a_storage_that_runs_code_is_not_run(tmp_path: Path) -> None:
@@ -537,9 +562,9 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
 
 def test_what_is_no_record_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, 1, 2.0, 3.0), "damaged", (1, 2)]}))
+    path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, {}, 2.0, 3.0), "damaged", [1, 2]]}))
     dump = load_dump(path)
-    assert dump["requests"] == [({"rid": "a"}, 1, 2.0, 3.0), ("damaged", None, None, None), ((1, 2), None, None, None)]
+    assert dump["requests"] == [({"rid": "a"}, {}, 2.0, 3.0), ("damaged", None, None, None), ([1, 2], None, None, None)]
     assert (dump["server_args"], dump["launch_command"], dump["dropped"]) == (None, "", [])
 
 
@@ -562,3 +587,61 @@ def test_a_file_of_any_depth_does_not_end_the_process() -> None:
 @pytest.mark.parametrize("request_", [{"rid": 5}, {}, None, 3, Opaque("a.B"), Opaque("a.B", state=[1]), object()])
 def test_a_request_without_an_id_has_none(request_: Any) -> None:
     assert RecordedRequest(request_).rid is None
+
+
+# ---- tuples of other programs ---------------------------------------------------------------------------------------
+
+REQUEST, RESPONSE = {"text": "a"}, {"text": "b", "output_ids": [1]}
+
+
+def loaded(tmp_path: Path, *records: Any) -> list[RecordedRequest]:
+    path = tmp_path / "r.pkl"
+    path.write_bytes(pickle.dumps({"requests": list(records)}))
+    return load_dump(path)["requests"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ((REQUEST, RESPONSE, 12.5, 13.0), (REQUEST, RESPONSE, 12.5, 13.0)),
+        ((REQUEST, None, 12.5, None), (REQUEST, None, 12.5, None)),
+        ((REQUEST, "text", 12.5, 13), (REQUEST, "text", 12.5, 13)),
+        ((REQUEST, [RESPONSE], 12.5, 13), (REQUEST, [RESPONSE], 12.5, 13)),
+        ((REQUEST, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
+        (({**REQUEST, "rid": "r1"}, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
+        ((REQUEST, 12.5, None, "r1"), ({**REQUEST, "rid": "r1"}, None, 12.5, None)),
+        ((REQUEST, 12.5, 13.0, RESPONSE), (REQUEST, RESPONSE, 12.5, 13.0)),
+        ((REQUEST, 12.5, RESPONSE), (REQUEST, RESPONSE, 12.5, None)),
+        ((REQUEST, RESPONSE), (REQUEST, RESPONSE, None, None)),
+        ((REQUEST, RESPONSE, 12.5, 13.0, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, 13.0)),
+    ],
+)
+def test_a_record_is_recognised_by_what_it_holds(
+    record: tuple[Any, ...], expected: tuple[Any, ...], tmp_path: Path
+) -> None:
+    assert loaded(tmp_path, record) == [RecordedRequest(*expected)]
+
+
+def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> None:
+    (found,) = loaded(tmp_path, (types.SimpleNamespace(text="a"), 12.5, RESPONSE, "r1"))
+    assert (found.rid, found.request.state["text"], found.response, found.created) == ("r1", "a", RESPONSE, 12.5)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ((12.5, REQUEST, RESPONSE), r"a tuple of \(float, dict, dict\) does not begin with a request"),
+        ((REQUEST, RESPONSE, {"more": 1}, 12.5), "has 1 times, 0 ids and 2 responses"),
+        ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
+        ((REQUEST, 13.0, 12.5, RESPONSE), "of which the later comes first"),
+        ((REQUEST, 12.5, "a", "b"), "2 ids"),
+        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple says 'r1'"),
+        ((), "does not begin"),
+    ],
+)
+def test_a_record_that_cannot_be_told_is_an_error_and_the_others_come_with_it(
+    record: tuple[Any, ...], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:
+        loaded(tmp_path, (REQUEST, RESPONSE, 1.0, 2.0), record)
+    assert raised.value.requests == [RecordedRequest(REQUEST, RESPONSE, 1.0, 2.0)]

@@ -242,9 +242,10 @@ def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
     assert frame["name"].tolist() == ["layers.0.attn", "layers.1.attn"]
 
 
-def test_what_cannot_be_watched_is_refused() -> None:
+def test_what_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"taps a torch.nn.Module, not function"):
         gl.watch(lambda x: x)
+    monkeypatch.setattr("graftlab.taps.calls._taker", object())
     model = made_model()
     before = hooks_of(model)
     with pytest.raises(gl.FilterError):
@@ -265,7 +266,19 @@ def hooks_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def test_remove_restores_the_model_exactly_and_leaves_other_hooks() -> None:
+def test_outside_a_session_no_hook_is_put_in() -> None:
+    model = made_model()
+    before = hooks_of(model)
+    with gl.watch(model, exclude="name == 'head'") as watched:
+        assert hooks_of(model) == before
+        assert watched.names
+        assert "head" not in watched.names
+    with pytest.raises(gl.FilterError):
+        gl.watch(model, include="name ==")
+
+
+def test_remove_restores_the_model_exactly_and_leaves_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.taps.calls._taker", object())
     model = made_model()
     mine = model.head.register_forward_hook(lambda module, args, output: None)
     before = hooks_of(model)

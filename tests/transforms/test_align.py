@@ -67,6 +67,13 @@ def test_rows_without_a_counterpart_keep_their_values_and_are_counted() -> None:
     assert [index.tolist() for index in outcome.rows] == [[0]]
 
 
+def test_samples_of_one_request_are_paired_in_their_order() -> None:
+    graft_input = the_input([(rows_of(10, 20, 11, 12), ids(1, 2, 1, 1))], rows_of(1, 5, 1, 2), ids(1, 1, 2, 2))
+    outcome = run_transform(align_by_request, graft_input)
+    assert values_of(outcome.value) == [10, 11, 20, 2]
+    assert outcome.rows_unmatched == 1
+
+
 def test_statistics_cover_the_matched_rows_alone_and_point_into_the_whole_tensor() -> None:
     graft_input = the_input([(rows_of(10, 20), ids(1, 2))], rows_of(1e9, 21, 10), ids(7, 2, 1))
     stats = compare(run_transform(align_by_request, graft_input), graft_input)
@@ -155,7 +162,6 @@ def test_a_tap_without_any_ids_goes_the_defaults_way() -> None:
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no ids here": (ids(1, 2), None, "the receiver passed no request ids; write gl.tap"),
     "no ids there": (None, ids(1, 2), "sender 0 passed no request ids"),
-    "an id twice": (ids(1, 2), ids(3, 3), r"the receiver has ids \[3\] more than once"),
     "more ids than rows": (ids(1, 2, 3), ids(1, 2), r"sender 0 passed 3 rids_int for a tensor of shape \[2, 2\]"),
     "ids that are no integers": ({"rids_int": ["a", "b"]}, ids(1, 2), "rids_int of sender 0 must be a one-dimensional"),
     "lengths that do not fit": (tokens([2, 7], 1, 2), ids(1, 2), r"request_lens \[2, 7\], which fit neither"),

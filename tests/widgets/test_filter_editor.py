@@ -358,7 +358,7 @@ def test_apply_publishes_what_was_typed_and_says_so(screen: Screen, session: Fak
     assert session.plan == GraftPlan(b2t="layer == 0", keep="  name == 'logits' ", version=1)
     assert screen.message == "Version 1 is published; it changes b2t and keep."
     assert "in force" not in screen.below("b2t") + screen.below("keep")
-    session.edit(compare=None)
+    session.edit(compare="False")
     screen.editor.refresh()
     assert screen.message == ""  # it is not about the plan in force any more
 

@@ -14,17 +14,19 @@ from torch import Tensor
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.batch import ForwardBatch, Mode
 from graftlab.engine.kv_cache import KVCache
-from graftlab.engine.runner import EagerRunner, Runner
+from graftlab.engine.runners.eager import EagerRunner, Runner
 from graftlab.errors import GraphError
 from graftlab.grafting.active import grafter
 from graftlab.graphs.capture import capturer_for
 from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import FillContext
-from graftlab.graphs.tap_sites import Grafts, TapChoice
+from graftlab.graphs.tap_sites import Grafts, WantedTaps
 from graftlab.models import Transformer
 from graftlab.models.transformer import Attend
+from graftlab.requests.identity import IDENTITIES
 from graftlab.taps.calls import tags
+from graftlab.taps.extras import carrying
 from graftlab.taps.watch import latest_change
 
 OnHost = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
@@ -54,7 +56,7 @@ class GraphRunner:
         self.eager = False
         self._hooks = latest_change()
         self._capturer = capturer_for(cache.table.device)
-        self._choice = TapChoice(self.grafts)
+        self._wanted = WantedTaps(self.grafts)
         self._captured: defaultdict[Hashable, list[CapturedFunction]] = defaultdict(list)
         self._row_ids: tuple[Tensor, ...] = ()
 
@@ -87,6 +89,9 @@ class GraphRunner:
     @torch.no_grad()
     def _replay(self, batch: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> Tensor:
         """Logits after every token, ``[padded_num_tokens, V]`` in the graph's memory, the batch's own first."""
+        for name in IDENTITIES:
+            if getattr(batch, name) is not None and self.registry.has_slot(name):
+                self.registry.enable_slot(name)
         padded = {"padded_bs": padded_bs, "padded_num_tokens": padded_num_tokens}
         with tags(phase=batch.mode):
             self.registry.fill_from(batch, raw_bs=batch.batch_size, raw_num_tokens=batch.num_tokens, **padded)
@@ -119,7 +124,7 @@ class GraphRunner:
                 variants.insert(0, function)
                 return function
         padded = FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens)
-        function = CapturedFunction(padded, self._choice, self._capturer)
+        function = CapturedFunction(padded, self._wanted, self._capturer)
         self.attention.prepare_metadata(view)
         function.capture(self._forward_of(view, function.on_host))
         self.captures += 1
@@ -141,10 +146,11 @@ class GraphRunner:
     def _forward_of(self, view: ForwardBatch, on_host: OnHost) -> Callable[[], tuple[Tensor, ...]]:
         """What is captured. It has the static buffers, and nothing else of the batch of which `view` is made."""
         mode, input_ids, positions = view.mode, view.input_ids[:, None], view.positions[:, None]
-        identities, attend = _identities(view), self._attend(on_host)
+        identities, extras, attend = _identities(view), view.extras, self._attend(on_host)
 
         def forward() -> tuple[Tensor, ...]:
-            logits = self._call_model(mode, input_ids, positions, attend, on_host)
+            with carrying(extras):
+                logits = self._call_model(mode, input_ids, positions, attend, on_host)
             return (logits.squeeze(1), *(each.clone() for each in identities))
 
         return forward

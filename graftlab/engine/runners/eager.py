@@ -13,6 +13,7 @@ from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.kv_cache import KVCache
 from graftlab.models import Transformer
 from graftlab.taps.calls import tags
+from graftlab.taps.extras import carrying
 
 
 class Runner(Protocol):
@@ -32,7 +33,8 @@ RunnerFactory = Callable[[Transformer, KVCache], Runner]
 class EagerRunner:
     """The model called as it is, every tap in it tagged ``phase="prefill"`` or ``"decode"``.
 
-    The tokens of a batch are the rows, ``[T, 1]``, in both phases: taps show ``[T, 1, ...]``, a row a token.
+    The tokens of a batch are the rows, ``[T, 1]``, in both phases: taps show ``[T, 1, ...]``, a row a token. Where the
+    batch has identities, they travel with every tap, so that `align_by_request` pairs its rows.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, attention: AttentionBackend | None = None) -> None:
@@ -49,7 +51,7 @@ class EagerRunner:
     def forward_tokens(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[T, V]`` after every token of the batch."""
         self.attention.prepare_metadata(batch)
-        with tags(phase=batch.mode):
+        with tags(phase=batch.mode), carrying(batch.extras):
             # Rows, not one row of T: a model limits the length of a row, and a batch may be longer than any context.
             logits: Tensor = self.model(batch.input_ids[:, None], batch.positions[:, None], self.attention.attend)
         return logits.squeeze(1)

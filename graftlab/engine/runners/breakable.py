@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.batch import ForwardBatch, Mode
 from graftlab.engine.graph_attention import GraphAttention
-from graftlab.engine.graph_runner import OnHost
 from graftlab.engine.kv_cache import KVCache
-from graftlab.engine.prefill_runner import TokenGraphRunner, token_registry, with_extend_lens
+from graftlab.engine.runners.graph import OnHost
+from graftlab.engine.runners.prefill import TokenGraphRunner, token_registry, with_extend_lens
 from graftlab.errors import GraphError
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.models import Transformer

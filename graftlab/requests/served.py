@@ -1,21 +1,27 @@
-"""What is asked of the engine, and what it answers."""
+"""What is asked of the kit's own engine, and what it answers: here, because files of recorded requests may hold it."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
-from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
-from graftlab.requests.identity import request_id_to_int
+from graftlab.requests.request_id import request_id_to_int
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """A stop token came, all asked tokens are there, somebody ended it, or the engine could not go on."""
 
 _INT64_MAX = 2**63 - 1
 _HOTTEST = 1e6
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that makes a prompt of text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids. Raises `UnicodeEncodeError` for what has none."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Request:
             raise RequestError(f"temperature must be from 0 to {_HOTTEST:g}, got {_shown(self.temperature)}")
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], tokenizer: ByteTokenizer) -> Request:
+    def from_dict(cls, fields: Mapping[str, Any], tokenizer: Encoder) -> Request:
         """From the body of ``POST /generate``, or a recorded one: ``text`` or ``input_ids``, and any other fields.
 
         What is None counts as not given; a ``rid`` is made up then. Raises :class:`RequestError`.

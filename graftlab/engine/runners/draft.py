@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graftlab.engine.ahead import AheadAttention
 from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
-from graftlab.engine.decode_runner import DecodeGraphRunner
 from graftlab.engine.graph_attention import token_places
-from graftlab.engine.graph_runner import GraphRunner, doubling, padded_size
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
-from graftlab.engine.prefill_runner import with_extend_lens
-from graftlab.engine.runner import EagerRunner, RunnerFactory
+from graftlab.engine.runners.decode import DecodeGraphRunner
+from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
+from graftlab.engine.runners.graph import GraphRunner, doubling, padded_size
+from graftlab.engine.runners.prefill import with_extend_lens
+from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
-from graftlab.graphs.builders import build_prefill_registry
+from graftlab.graphs.builders import build_decode_registry
 from graftlab.models import Transformer
 from graftlab.taps.calls import tags
 
@@ -60,7 +60,7 @@ class DraftGraphRunner(GraphRunner):
     Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
     """
 
-    attention: AheadAttention
+    attention: VerifyAttention
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class DraftGraphRunner(GraphRunner):
         if ahead < 1:
             raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
         depth, most = ahead + 1, cache.max_requests
-        registry = build_prefill_registry(
-            cache.table.device, most, most * depth, share_pool=True, padding_slot=PADDING_SLOT
+        registry = build_decode_registry(
+            cache.table.device, most, share_pool=True, padding_slot=PADDING_SLOT, num_tokens_per_bs=depth
         )
-        attention = AheadAttention(cache, model.config.sliding_window, depth)
+        attention = VerifyAttention(cache, model.config.sliding_window, depth)
         super().__init__(model, cache, with_extend_lens(registry), attention)
         self.guessed = self.accepted = 0
         self.prefill = prefill(model, cache)

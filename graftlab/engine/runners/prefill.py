@@ -11,9 +11,9 @@ from torch import Tensor
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.graph_attention import UnpaddedAttention
-from graftlab.engine.graph_runner import GraphRunner, OnHost, checked_sizes, doubling, padded_size
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
-from graftlab.engine.runner import EagerRunner, RunnerFactory
+from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
+from graftlab.engine.runners.graph import GraphRunner, OnHost, checked_sizes, doubling, padded_size
 from graftlab.graphs.builders import build_prefill_registry
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import GraphSlot, PaddingPolicy

@@ -10,7 +10,7 @@ from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
 
 
-class AheadAttention:
+class VerifyAttention:
     """Each request has ``depth`` tokens in the batch: the one that the engine decodes, and guesses of what follows.
 
     The first token's key and value go into the cache. The guesses' do not, for they may be wrong, and a request need

@@ -1,0 +1,22 @@
+"""A request's id as a number, the same everywhere; without torch, which whoever only reads files need not have."""
+
+from __future__ import annotations
+
+import hashlib
+
+from graftlab.errors import RequestError
+
+
+def request_id_to_int(request_id: str) -> int:
+    """The same int64 in every process and on every machine: BLAKE2b with an 8-byte digest of the UTF-8 bytes, read
+    little-endian and signed (RFC 7693).
+
+    Raises :class:`RequestError` for what is not a string, or has no UTF-8.
+    """
+    if not isinstance(request_id, str):
+        raise RequestError(f"a request id is a string, not {type(request_id).__name__} ({request_id!r})")
+    try:
+        encoded = request_id.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the request id {request_id!r} cannot be written in UTF-8: {error.reason}") from error
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)

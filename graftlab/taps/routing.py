@@ -1,0 +1,72 @@
+"""Taps of some threads that go to another than the grafter: a captured function takes its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from graftlab.taps import calls
+from graftlab.taps.calls import Taker
+
+# By thread.
+_routes: dict[int, Taker] = {}
+_routing = threading.Lock()
+
+
+@contextmanager
+def taken_by(taker: Taker | None) -> Iterator[None]:
+    """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
+
+    Outside a session there is nothing to give, and nothing is done.
+    """
+    if calls.grafter() is None:
+        yield
+        return
+    me = threading.get_ident()
+    before = _routes.get(me)
+    _route(me, taker)
+    try:
+        yield
+    finally:
+        _route(me, before)
+
+
+class _Router:
+    """In place of the grafter while some thread's taps go elsewhere."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        taker = _routes.get(threading.get_ident()) or calls.grafter()
+        return value if taker is None else taker.tap(name, value, extras, tags, replace)
+
+
+@functools.cache
+def _router() -> Taker:
+    import torch  # is there wherever there is a grafter
+
+    router = _Router()
+    # Compiled code has no business with threads.
+    router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
+    return router
+
+
+def _route(thread: int, taker: Taker | None) -> None:
+    with _routing:
+        if taker is None:
+            _routes.pop(thread, None)
+        else:
+            _routes[thread] = taker
+        calls.give_taps_to(_router() if _routes else None)
+
+
+def _forget_routes() -> None:
+    """In a forked child, which is no rank: the parent's other threads are not here to give the lock back."""
+    global _routing
+    _routing = threading.Lock()
+    _routes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_routes)
