@@ -58,15 +58,22 @@ def from_wire(received: WirePlan) -> GraftPlan:
         if (sent.kind == "function") != bool(sent.blob):
             raise PlanError(f"a transform of kind {sent.kind!r} came with {len(sent.blob)} bytes of a function")
         transform = TransformSpec(sent.kind, sent.text, sent.blob)
-    return GraftPlan(
-        b2t=received.b2t,
-        t2b=received.t2b,
-        compare=received.compare,
-        keep=received.keep,
-        transform=transform,
-        rename=received.rename,
-        version=received.version,
+    # As unpickling does, without what there is to say of a new plan: whoever made it was told.
+    plan = GraftPlan.__new__(GraftPlan)
+    plan.__setstate__(
+        {
+            "b2t": received.b2t,
+            "t2b": received.t2b,
+            "compare": received.compare,
+            "keep": received.keep,
+            "transform": transform,
+            "rename": received.rename,
+            "version": received.version,
+        }
     )
+    # Compiles all there is, so that what is not usable is refused now.
+    _ = plan.mentions, plan.rewrite("baseline", "")
+    return plan
 
 
 def pack_plan(plan: GraftPlan) -> bytes:

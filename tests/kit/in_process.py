@@ -19,7 +19,7 @@ from graftlab.ranks.devices import Seat
 from graftlab.ranks.line import Line
 from graftlab.ranks.messages import ToRank, unpack_to_rank
 from graftlab.ranks.rank_process import RankProcess
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.schema import Row
 from kit.deadline import DEADLINE
 
 
@@ -107,5 +107,8 @@ def talking_ranks(folder: Path, baseline: int = 1, target: int = 1) -> Iterator[
 
 def a_row(**values: Any) -> Row:
     """A row that was compared and says nothing else, but for what is given."""
-    row = {"name": "x", "tags": {"name": "x"}, "run": 0, "step": 0, "order": 0, "side": "target", "rank": 0}
-    return {**dict.fromkeys(COLUMNS), "status": "compared", "direction": "b2t", **row, **values}
+    usual: dict[str, Any] = {
+        **{"run": 0, "step": 0, "order": 0, "name": "x", "tags": {"name": "x"}, "direction": "b2t"},
+        **{"side": "target", "rank": 0, "status": "compared", "senders": [0]},
+    }
+    return Row(**{**usual, **values})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ EDITS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:this plan does nothing")
 @given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in EDITS.items()}))
 def test_a_plan_arrives_equal(changes: dict[str, Any]) -> None:
     plan = GraftPlan().edit(**changes)
@@ -45,6 +47,15 @@ def test_a_transform_given_as_a_function_arrives_as_one() -> None:
     transform = arrived.load_transform()
     assert transform is not None
     assert transform(GraftTransformInput({}, [torch.zeros(1)], [None], torch.ones(1))).tolist() == [-1.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:this plan does nothing")
+def test_what_there_is_to_say_of_a_plan_is_not_said_again_where_it_arrives() -> None:
+    sent = pack_plan(GraftPlan(compare=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arrived = unpack_plan(sent)
+    assert arrived.compare is None
 
 
 def test_the_wire_has_every_part_of_a_plan_and_an_edit_all_but_the_version() -> None:
