@@ -114,7 +114,7 @@ def _codes(column: pd.Series[Any]) -> Array:
     try:
         return np.asarray(pd.factorize(column)[0])
     except TypeError:  # a list or a dict as a tag
-        return np.asarray(pd.factorize(column.map(repr))[0])
+        return np.asarray(pd.factorize(column.map(_plain))[0])
 
 
 def _step_indices(frame: pd.DataFrame, order: Array) -> tuple[Array, list[Any]]:
