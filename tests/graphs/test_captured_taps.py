@@ -223,7 +223,7 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
     counts, answers = [run.target[0][1]["captures"]], []
     for plan in (
         {"compare": "name == 'mlp_out'"},
-        {"compare": None},
+        {"compare": "False"},
         {"b2t": "name == 'mlp_out'"},
         {"b2t": "name == 'mlp_out' and layer == 1"},
         {"b2t": "name == 'mlp_out'", "transform": halfway},
