@@ -145,13 +145,13 @@ def test_a_full_buffer_is_a_row_and_nobody_waits_for_the_tap() -> None:
     assert told(world.target.rows) == [("target[0]", "h", "missing")]
 
 
-def test_extras_that_cannot_travel_raise_at_their_tap_and_nobody_waits_for_it() -> None:
+def test_extras_that_cannot_travel_give_a_failed_row_and_nobody_waits_for_them() -> None:
     world = GrafterWorld()
-    with pytest.raises(gl.ShippingError, match="the extras cannot be pickled"):
-        world.baseline.tap("h", 1.0, extras=Unpackable())
+    world.baseline.tap("h", 1.0, extras=Unpackable())
     world.target.tap("h", 1.0)
-    assert told(world.rows) == [("target[0]", "h", "missing")]
-    assert world.rows[0].error == "baseline[0] did not send this tap"
+    assert told(world.rows) == [("baseline[0]", "h", "failed"), ("target[0]", "h", "missing")]
+    assert "of gl.tap('h') on baseline[0] cannot be pickled" in str(world.rows[0].error)
+    assert world.rows[1].error == "baseline[0] did not send this tap"
 
 
 @pytest.mark.parametrize("value", ["text", None, 7j, torch.ones(2).to_sparse(), torch.ones(2, device="meta")], ids=str)
