@@ -136,7 +136,7 @@ class tags:
 
             @functools.wraps(function)
             async def tagged_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-                if _grafter is None:
+                if not self._is_heard():
                     return await function(*args, **kwargs)
                 with self._of_call(args, kwargs):
                     return await function(*args, **kwargs)
@@ -145,12 +145,18 @@ class tags:
 
         @functools.wraps(function)
         def tagged(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _grafter is None:
+            if not self._is_heard():
                 return function(*args, **kwargs)
             with self._of_call(args, kwargs):
                 return function(*args, **kwargs)
 
         return tagged
+
+    @staticmethod
+    def _is_heard() -> bool:
+        # Asked of this class, which travels by its name. A decorated function of a notebook travels by value, and takes
+        # along the globals that it names as they are there: for it there would never be a grafter.
+        return _grafter is not None
 
     def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tags:
         computed = {} if self._compute is None else self._compute(*args, **kwargs)
