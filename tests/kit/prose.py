@@ -8,6 +8,7 @@ paragraph that begins with "Not run by the tests", and says why.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def cells(page: Path) -> list[tuple[Block, str | None]]:
     found = blocks(page)
     return [
         (block, _shown_by(block, following))
-        for block, following in zip(found, [*found[1:], None], strict=True)
+        for block, following in itertools.zip_longest(found, found[1:])
         if block.language == "python" and block.is_run
     ]
 
@@ -104,5 +105,6 @@ def error_of(reply: Reply) -> str:
 
 
 def shown_by(reply: Reply) -> str:
-    """What the notebook shows below a cell, as text."""
-    return "\n".join([reply.stdout, *reply.values])
+    """What the notebook shows below a cell, as text, but for widgets: a wait that is long shows a bar."""
+    values = [data["text/plain"] for data in reply.shown if "application/vnd.jupyter.widget-view+json" not in data]
+    return "\n".join([reply.stdout, *values])
