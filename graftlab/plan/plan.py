@@ -56,6 +56,10 @@ class GraftPlan:
     paired.
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable.
+
+    >>> plan = gl.GraftPlan(b2t="search('attn', name) and layer < 4", compare=None)
+    >>> plan.edit(b2t=None, keep="step == 0").version
+    1
     """
 
     b2t: str | None = None
@@ -84,7 +88,11 @@ class GraftPlan:
         transform: str | Transform | TransformSpec | Unset | None = UNSET,
         rename: Mapping[Side, Mapping[str, str]] | Unset | None = UNSET,
     ) -> GraftPlan:
-        """The plan that follows this one, with what is given changed and the version one higher."""
+        """The plan that follows this one, with what is given changed and the version one higher.
+
+        >>> gl.GraftPlan().edit(b2t="layer == 3").edit(b2t=None).version
+        2
+        """
         changes: dict[str, Any] = {
             name: text
             for name, text in (("b2t", b2t), ("t2b", t2b), ("compare", compare), ("keep", keep))

@@ -24,6 +24,10 @@ def request_id_to_int(request_id: str) -> int:
     little-endian and signed (RFC 7693).
 
     Raises :class:`RequestError` for what is not a string, or has no UTF-8.
+
+    >>> from graftlab.requests import request_id_to_int
+    >>> request_id_to_int("req-0")
+    -8966579018032821426
     """
     if not isinstance(request_id, str):
         raise RequestError(f"a request id is a string, not {type(request_id).__name__} ({request_id!r})")
@@ -38,6 +42,10 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
     """``[B]`` int64: each request's id as :func:`request_id_to_int` makes it.
 
     Raises :class:`RequestError` for ids that are there twice, or that share a number (one in 2**64), or the padding's.
+
+    >>> from graftlab.requests import request_ids_tensor
+    >>> request_ids_tensor(["req-0", "req-1"]).shape
+    torch.Size([2])
     """
     numbers = [request_id_to_int(each) for each in request_ids]
     if len(set(numbers)) < len(numbers):
@@ -54,6 +62,10 @@ def bootstrap_rooms_tensor(rooms: Sequence[int | None], device: torch.device | s
     """``[B]`` int64: each request's bootstrap room, -1 where it has none.
 
     Raises :class:`RequestError` for a room that is not an integer or does not fit into int64.
+
+    >>> from graftlab.requests import bootstrap_rooms_tensor
+    >>> bootstrap_rooms_tensor([7, None])
+    tensor([ 7, -1])
     """
     numbers = []
     for index, room in enumerate(rooms):

@@ -77,6 +77,12 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
 
     Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
     this tap in both directions. Outside a session it does nothing.
+
+    >>> x = torch.ones(2, 3)
+    >>> x = gl.tap("attn_out", x, layer=3)
+    >>> gl.tap("logits", lambda: x @ x.T)(), gl.here()
+    (tensor([[3., 3.],
+            [3., 3.]]), None)
     """
     if _taker is None:
         return value
@@ -85,13 +91,27 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
 
 
 def step() -> None:
-    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force."""
+    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force.
+
+    >>> def loop():
+    ...     for _ in range(3):
+    ...         gl.tap("x", torch.ones(2))
+    ...         gl.step()
+    >>> session.run(loop, loop).steps >= 3
+    True
+    """
     if _grafter is not None:
         _grafter.step()
 
 
 def here() -> Here | None:
-    """Where this process stands in the session; None outside one."""
+    """Where this process stands in the session; None outside one.
+
+    >>> session.run(target=lambda: gl.here()).target
+    [Here(side='target', rank=0, world_size=1, device=device(type='cpu'))]
+    >>> gl.here() is None
+    True
+    """
     return _here
 
 
@@ -103,6 +123,13 @@ class tags:
     ones, and a tap's own over both. Each thread, and each asyncio task, has its own.
 
     Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which no decorator can follow.
+
+    >>> @gl.tags(lambda layer: {"layer": layer})
+    ... def block(layer):
+    ...     with gl.tags(phase="decode"):
+    ...         gl.tap("x", torch.ones(2))
+    >>> session.run(lambda: block(3), lambda: block(3)).frame[["name", "layer", "phase"]].values.tolist()
+    [['x', 3, 'decode']]
     """
 
     def __init__(self, compute: Callable[..., dict[str, Any]] | None = None, /, **given: Any) -> None:
