@@ -9,15 +9,17 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=
+DOCS_ARGS ?=
 
 run := $(VENV)/bin/python
 demo_ready := $(VENV)/.graftlab-demo
+docs_ready := $(VENV)/.graftlab-docs
 test_ready := $(VENV)/.graftlab-test
 # The constraints keep pip from taking a newer and far larger build of torch.
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint soak bench clean
+.PHONY: help demo lab test test-fast lint docs soak bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,10 @@ lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 	$(run) -m ruff format --check .
 	$(run) -m mypy
 
+docs: $(docs_ready) ## build the pages, the API and the executed notebooks into build/docs, a site to read offline
+	$(run) -m sphinx -W --keep-going -c docs -d build/docs-doctrees . build/docs $(DOCS_ARGS)
+	@echo "Open build/docs/index.html"
+
 soak: $(test_ready) ## run the tests that take minutes
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
 
@@ -54,6 +60,11 @@ $(demo_ready): pyproject.toml constraints.txt | $(run)
 	@echo "Installing graftlab[demo] into $(VENV); the first time downloads PyTorch."
 	$(install) -e '.[demo]'
 	@touch $@
+
+$(docs_ready): pyproject.toml constraints.txt | $(run)
+	@echo "Installing graftlab[docs] into $(VENV); the first time downloads PyTorch."
+	$(install) -e '.[docs]'
+	@touch $@ $(demo_ready)
 
 $(test_ready): pyproject.toml constraints.txt | $(run)
 	@echo "Installing graftlab[test] into $(VENV); the first time downloads PyTorch."

@@ -43,6 +43,10 @@ def launch(
     way and for pairs that the plan keeps.
 
     Raises :class:`LaunchError`, with the log's tail where a rank died.
+
+    >>> with gl.launch(baseline=1, target=2, timeout=30) as other:
+    ...     [rank.label for rank in other.ranks]
+    ['baseline[0]', 'target[0]', 'target[1]']
     """
     options = LaunchOptions(baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget)
     return Session.launched(options, plan or GraftPlan(), make_run_folder(folder))
@@ -52,6 +56,9 @@ class Session(SessionCore):
     """Live ranks of both sides, the plan in force, and every row so far. Made by :func:`launch`.
 
     Methods may be called from any thread (widgets do).
+
+    >>> session
+    <Session 1+1: 2 ranks alive, ... runs, ... rows, plan ...>
     """
 
     def replay(
@@ -77,6 +84,17 @@ class Session(SessionCore):
         A damaged request is reported and skipped; one at which a function raises has the status ``failed``. Raises
         :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay, and
         what :meth:`run` raises.
+
+        >>> from graftlab.requests import RequestDumper
+        >>> dumper = RequestDumper(session.folder / "requests")
+        >>> dumper.add({"rid": "req-0", "ids": [1, 2]}, {"output_ids": [3]}, created=0.0, finished=1.0)
+        True
+        >>> dumper.close()
+        True
+        >>> def generate(requests):
+        ...     return [{"output_ids": [sum(request["ids"])]} for request in requests]
+        >>> session.replay(session.folder / "requests", generate, generate).summary["same_tokens"].tolist()
+        [True]
         """
         from graftlab.control.replay import replay
 
@@ -93,25 +111,38 @@ class Session(SessionCore):
 
     @property
     def plot(self) -> SessionPlots:
-        """Figures of this session: ``session.plot.divergence()``, ``session.plot.heatmap("attn_out", layer=3)``, ..."""
+        """Figures of this session: ``session.plot.divergence()``, ``session.plot.heatmap("attn_out", layer=3)``, ...
+
+        >>> figure = session.plot.divergence(noise_floor=1e-5)
+        >>> figure = session.plot.heatmap("hidden", layer=3)
+        """
         from graftlab.control.session_plots import SessionPlots
 
         return SessionPlots(self)
 
     def dashboard(self) -> Dashboard:
-        """A widget that shows every rank and tap live, with the divergence figure, both editors and the logs."""
+        """A widget that shows every rank and tap live, with the divergence figure, both editors and the logs.
+
+        >>> session.dashboard().close()
+        """
         from graftlab.widgets.dashboard import Dashboard
 
         return Dashboard(self)
 
     def filter_editor(self) -> FilterEditor:
-        """A widget that edits the plan's four filters, and shows what each matches, while the ranks run."""
+        """A widget that edits the plan's four filters, and shows what each matches, while the ranks run.
+
+        >>> session.filter_editor().close()
+        """
         from graftlab.widgets.filter_editor import FilterEditor
 
         return FilterEditor(self)
 
     def transform_editor(self) -> TransformEditor:
-        """A widget that edits the transform, tries drafts on kept pairs, and applies them while the ranks run."""
+        """A widget that edits the transform, tries drafts on kept pairs, and applies them while the ranks run.
+
+        >>> session.transform_editor().close()
+        """
         from graftlab.widgets.transform_editor import TransformEditor
 
         return TransformEditor(self)

@@ -106,6 +106,12 @@ class SessionCore:
 
         Raises :class:`RunError` when the code raised or a rank died, :class:`SessionBusyError` while another run is
         going on, :class:`ShippingError` when a function or an argument cannot be sent.
+
+        >>> run = session.run(forward, forward, args=(x,))
+        >>> run.target, len(run.frame)
+        ([8.0], 2)
+        >>> session.run(target="1 + 1").target
+        [2]
         """
         return self.start(baseline, target, args=args, kwargs=kwargs).wait()
 
@@ -117,7 +123,12 @@ class SessionCore:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Run:
-        """Like :meth:`run`, without waiting: see :attr:`Run.done` and :meth:`Run.wait`."""
+        """Like :meth:`run`, without waiting: see :attr:`Run.done` and :meth:`Run.wait`.
+
+        >>> run = session.start(forward, forward, args=(x,))
+        >>> run.wait().done
+        True
+        """
         if baseline is None and target is None:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works: dict[int, Work] = {}
@@ -134,12 +145,21 @@ class SessionCore:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
 
         ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``.
+
+        >>> session.execute("scale = 2.0", on="target")
+        <Run ...: done, 0 rows>
+        >>> session.execute("scale * 3", on="target[0]").target
+        [6.0]
         """
         work = self._works.of_cell(source)
         return self._begin({rank.place.world_rank: work for rank in self.select(on)}).wait()
 
     def select(self, on: str) -> list[RankProcess]:
-        """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means."""
+        """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
+
+        >>> [rank.label for rank in session.select("target")]
+        ['target[0]']
+        """
         chosen = [rank for rank in self._ranks if on in ("both", rank.place.side, rank.label)]
         if not chosen:
             labels = ", ".join(rank.label for rank in self._ranks)
@@ -153,26 +173,49 @@ class SessionCore:
 
     @property
     def runs(self) -> list[Run]:
+        """Every run of this session, oldest first.
+
+        >>> session.runs[-1].done
+        True
+        """
         return self._runs.all()
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All rows so far, one a tap a receiving rank; see :meth:`graftlab.rows.store.RowStore.frame`."""
+        """All rows so far, one a tap a receiving rank, by step and execution order.
+
+        The frame is yours; replace the lists and dicts in its cells rather than change them.
+
+        >>> session.frame.loc[session.frame["run"] == run.number, ["name", "layer", "status"]].values.tolist()
+        [['hidden', 3.0, 'compared'], ['out', nan, 'compared']]
+        """
         return self._rows.frame()
 
     def frame_of(self, number: int) -> pd.DataFrame:
-        """The rows of one run."""
+        """The rows of one run.
+
+        >>> session.frame_of(run.number)["name"].tolist()
+        ['hidden', 'out']
+        """
         return self._rows.frame(number)
 
     def live_taps(self) -> LiveTaps:
-        """A new follower of this session's rows, for whoever shows them while they come."""
+        """A new follower of this session's rows, for whoever shows them while they come.
+
+        >>> len(session.live_taps().look()) > 0
+        True
+        """
         return LiveTaps(self._rows)
 
     @property
     def row_count(self) -> int:
-        """How many rows have arrived."""
+        """How many rows have arrived.
+
+        >>> session.row_count == len(session.frame)
+        True
+        """
         return len(self._rows)
 
     # ---- kept pairs ---------------------------------------------------------------------------------------------
@@ -182,6 +225,10 @@ class SessionCore:
 
         ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
         :class:`SessionError` that lists what is kept when there is none.
+
+        >>> baseline, target = session.tensors("hidden", layer=3)
+        >>> baseline
+        tensor([2., 2., 2., 2.])
         """
         self._require_open()
         pair: tuple[torch.Tensor, torch.Tensor] = self._pairs.pair(name, rank, tags)
@@ -192,6 +239,9 @@ class SessionCore:
 
         With ``failed`` also where the transform in force failed, which leaves something to try another one on, but no
         pair.
+
+        >>> "hidden" in [tags["name"] for tags in session.kept()]
+        True
         """
         self._require_open()
         return self._pairs.tags(failed)
@@ -211,6 +261,10 @@ class SessionCore:
         It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds: a draft may loop
         for ever, or exit. What is wrong with the draft is in the result; raises :class:`SessionError` only when no such
         pair is kept, and :class:`ShippingError` for a function that cannot be sent.
+
+        >>> trial = session.try_transform(lambda graft_input: graft_input.received_list[0], "hidden", layer=3)
+        >>> trial.ok, trial.after.max_abs
+        (True, 0.0)
         """
         self._require_open()
         kept: bytes | None = None
@@ -222,10 +276,13 @@ class SessionCore:
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
     ) -> DifferenceMap:
-        """|baseline - target| of a kept pair over two axes, reduced by maximum where the pair is kept.
+        """``|baseline - target|`` of a kept pair over two axes, reduced by maximum where the pair is kept.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, and the same is raised;
         :func:`graftlab.plots.draw_difference_map` draws it.
+
+        >>> session.difference_map("hidden", layer=3).worst
+        0.0
         """
         self._require_open()
         found: DifferenceMap = self._pairs.difference_map(name, rank, tags, dims)
@@ -235,12 +292,20 @@ class SessionCore:
 
     @property
     def plan(self) -> GraftPlan:
-        """The newest plan: in force at the next step of a run that is going on, at once otherwise."""
+        """The newest plan: in force at the next step of a run that is going on, at once otherwise.
+
+        >>> session.plan.compare
+        'True'
+        """
         return self._plans.newest
 
     @property
     def plans(self) -> list[GraftPlan]:
-        """Every plan of this session, oldest first."""
+        """Every plan of this session, oldest first.
+
+        >>> session.plans[0].version
+        0
+        """
         return self._plans.all()
 
     @takes_plan_edit
@@ -249,6 +314,11 @@ class SessionCore:
 
         A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
         (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`) and the plan in force stays.
+
+        >>> session.edit(b2t="name == 'hidden' and layer == 3", rename={"target": {r"^model\\.": ""}}).b2t
+        "name == 'hidden' and layer == 3"
+        >>> session.edit(b2t=None, rename=None).b2t is None
+        True
         """
         with self._lock:
             self._require_open()
@@ -257,26 +327,47 @@ class SessionCore:
             return plan
 
     def adopted(self, version: int) -> dict[str, int]:
-        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out."""
+        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out.
+
+        >>> sorted(session.adopted(run.frame["plan_version"].max()))
+        ['baseline[0]', 'target[0]']
+        """
         return self._plans.adopted(version)
 
     @property
     def taps(self) -> list[dict[str, Any]]:
-        """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen."""
+        """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen.
+
+        >>> {"hidden", "out"} <= {tags["name"] for tags in session.taps}
+        True
+        """
         return self._taps.all()
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> list[RankProcess]:
+        """Every rank as the notebook sees it: the baseline's first, then the target's.
+
+        >>> [rank.label for rank in session.ranks]
+        ['baseline[0]', 'target[0]']
+        """
         return list(self._ranks)
 
     def status(self) -> pd.DataFrame:
-        """One line a rank: where it is at this moment, read from shared memory, so that a hanging rank shows too."""
+        """One line a rank: where it is at this moment, read from shared memory, so that a hanging rank shows too.
+
+        >>> session.status()["state"].tolist()
+        ['idle', 'idle']
+        """
         return ranks_frame(self._ranks)
 
     def stacks(self) -> dict[str, str]:
-        """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits."""
+        """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits.
+
+        >>> sorted(session.stacks())
+        ['baseline[0]', 'target[0]']
+        """
         return {rank.label: self._queries.stack_of(rank) for rank in self._ranks if rank.alive}
 
     def interrupt(self) -> None:
@@ -284,16 +375,36 @@ class SessionCore:
 
         Code that waits inside a collective cannot be interrupted: it ends with its group's time limit, or with
         :meth:`close`.
+
+        >>> def serve():
+        ...     while True:
+        ...         gl.step()
+        >>> run = session.start(serve, serve).wait_steps(1)
+        >>> session.interrupt()
+        >>> run.wait()
+        Traceback (most recent call last):
+        graftlab.errors.RunError: run ... failed on baseline[0], target[0]
+        ...
         """
         self._runs.interrupt()
 
     def log(self, on: str, lines: int = 50) -> str:
-        """The tail of the logs of these ranks; see :meth:`select`."""
+        """The tail of the logs of these ranks; see :meth:`select`.
+
+        >>> session.log("target[0]", lines=5).splitlines()[0]
+        '--- target[0]: ...target-0.log'
+        """
         tails = [f"--- {rank.label}: {rank.log}\n{rank.log_tail(lines)}" for rank in self.select(on)]
         return "\n".join(tails)
 
     def close(self) -> None:
-        """End every rank; rows and logs stay in ``folder``. Safe to call twice."""
+        """End every rank; rows and logs stay in ``folder``. Safe to call twice.
+
+        >>> other = gl.launch()
+        >>> other.close()
+        >>> other.closed
+        True
+        """
         with self._lock:
             if self._closed:
                 return
@@ -309,6 +420,11 @@ class SessionCore:
 
     @property
     def closed(self) -> bool:
+        """Whether the session has ended.
+
+        >>> session.closed
+        False
+        """
         return self._closed
 
     def __enter__(self) -> Self:

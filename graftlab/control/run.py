@@ -30,6 +30,11 @@ class Run:
     """One call on the ranks of one or both sides. ``number`` is the value of the rows' ``run`` column.
 
     :meth:`wait` raises what went wrong; the rows that were made until then are there all the same.
+
+    >>> run
+    <Run ...: done, 2 rows>
+    >>> run.baseline, run.target, run.failures
+    ([8.0], [8.0], {})
     """
 
     def __init__(
@@ -95,6 +100,9 @@ class Run:
         Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
         interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on. ``bar``
         takes the place of the usual one, which counts rows.
+
+        >>> session.start(forward, forward, args=(x,)).wait(timeout=30).done
+        True
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -131,6 +139,9 @@ class Run:
         """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
 
         Raises TimeoutError after ``timeout`` seconds. Failures are told by :meth:`wait`.
+
+        >>> session.start(forward, forward, args=(x,)).wait_steps(1, timeout=30).wait().done
+        True
         """
         deadline = None if timeout is None else time.monotonic() + timeout
 

@@ -19,30 +19,48 @@ class SessionPlots:
         self._session = session
 
     def divergence(self, **options: Any) -> Figure:
-        """The newest run that has rows: each tap's difference, in execution order."""
+        """The newest run that has rows: each tap's difference, in execution order.
+
+        >>> figure = session.plot.divergence(noise_floor=1e-5)
+        """
         frame = self._session.frame
         newest = frame["run"].max() if len(frame) else None
         return plots.divergence(frame[frame["run"] == newest] if newest is not None else frame, **options)
 
     def history(self, name: str, **options: Any) -> Figure:
-        """One tap over all steps so far."""
+        """One tap over all steps so far.
+
+        >>> figure = session.plot.history("hidden", layer=3)
+        """
         return plots.history(self._session.frame, name, **options)
 
     def ranks(self, name: str, **options: Any) -> Figure:
-        """One tap over the receiving ranks: which shard is wrong."""
+        """One tap over the receiving ranks: which shard is wrong.
+
+        >>> figure = session.plot.ranks("hidden", layer=3)
+        """
         return plots.ranks(self._session.frame, name, **options)
 
     def heatmap(self, name: str, *, dims: tuple[int, int] | None = None, **tags: Any) -> Figure:
-        """|baseline - target| of a kept pair; see :meth:`Session.tensors` for the tags."""
+        """``|baseline - target|`` of a kept pair; see :meth:`Session.tensors` for the tags.
+
+        >>> figure = session.plot.heatmap("hidden", layer=3)
+        """
         found = self._session.difference_map(name, dims=dims, **tags)
         return plots.draw_difference_map(found, title=_title(name, tags))
 
     def histogram(self, name: str, **tags: Any) -> Figure:
-        """The value distributions of a kept pair, and of its difference."""
+        """The value distributions of a kept pair, and of its difference.
+
+        >>> figure = session.plot.histogram("hidden", layer=3)
+        """
         return plots.histogram(*self._session.tensors(name, **tags), title=_title(name, tags))
 
     def scatter(self, name: str, **tags: Any) -> Figure:
-        """Baseline against target values of a kept pair."""
+        """Baseline against target values of a kept pair.
+
+        >>> figure = session.plot.scatter("hidden", layer=3)
+        """
         return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
 
 

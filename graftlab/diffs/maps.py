@@ -172,6 +172,10 @@ def max_downsample(diff: Tensor, dims: Sequence[int] | None = None, limit: int =
     gives a (0, 0) array.
 
     Raises ValueError for axes that do not exist and for ``limit < 1``.
+
+    >>> grid, extent = gl.plots.max_downsample(torch.eye(1000), limit=10)
+    >>> grid.shape, float(grid.max())
+    ((10, 10), 1.0)
     """
     view, pair, _ = _lift(diff, resolve_dims(diff.ndim, dims))
     limit = _checked_limit(limit)
@@ -216,6 +220,10 @@ def difference_map(
     needs it.
 
     Raises TypeError or ValueError when the two cannot be compared or ``dims`` does not fit.
+
+    >>> found = gl.plots.difference_map(torch.zeros(4, 6), torch.eye(4, 6) * 0.5)
+    >>> found.worst, found.worst_index, found.grid.shape
+    (0.5, (0, 0), (4, 6))
     """
     check_pair(baseline, target)
     chosen = resolve_dims(baseline.ndim, dims)

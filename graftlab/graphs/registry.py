@@ -184,7 +184,7 @@ class CudaGraphBufferRegistry:
         reads it all the same, and keeps what it has where not. A source may lie in the buffers themselves.
 
         Raises :class:`GraphError`, before anything was written, for sizes beyond the registry's, a source that has not
-        exactly the batch's own size in its slot, and one whose dtype would lose data (:func:`is_lossless`).
+        exactly the batch's own size in its slot, and one whose dtype would lose data.
         """
         ctx = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
         sources: list[Any] = [

@@ -84,6 +84,10 @@ class GraftPlan:
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
     where no filter is left.
+
+    >>> plan = gl.GraftPlan(b2t="search('attn', name) and layer < 4", compare=None)
+    >>> plan.edit(b2t=None, keep="step == 0").version
+    1
     """
 
     b2t: str | None = None
@@ -109,7 +113,11 @@ class GraftPlan:
 
     @takes_plan_edit
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
-        """The plan that follows this one, with what is given changed and the version one higher."""
+        """The plan that follows this one, with what is given changed and the version one higher.
+
+        >>> gl.GraftPlan().edit(b2t="layer == 3").edit(b2t=None).version
+        2
+        """
         unknown = changes.keys() - PlanEdit.__annotations__.keys()
         if unknown:
             raise TypeError(

@@ -45,12 +45,18 @@ def heatmap(
     The tensors have one shape, any dtype (complex: magnitude of the difference) and device, and are read in
     blocks. Raises TypeError when one is no tensor, ValueError when the shapes differ or ``dims`` does not
     fit.
+
+    >>> figure = gl.plots.heatmap(torch.zeros(8, 16), torch.eye(8, 16))
     """
     return draw_difference_map(difference_map(baseline, target, dims=dims), title=title, ax=ax)
 
 
 def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """`heatmap` for a map that was reduced elsewhere, for instance in a rank, with `difference_map`."""
+    """`heatmap` for a map that was reduced elsewhere, for instance in a rank, with `difference_map`.
+
+    >>> found = gl.plots.difference_map(torch.zeros(8, 16), torch.eye(8, 16))
+    >>> figure = gl.plots.draw_difference_map(found, title="attn_out")
+    """
     rows, columns = _two(found.dims, None)
     flat = rows is None
     figure, ax = style.new_axes(ax, 7.4, 3.0 if flat else 6.4)
@@ -109,6 +115,8 @@ def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax:
 
     The tensors have one shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
     both panels are drawn inside it. Raises TypeError when one is no tensor, ValueError when the shapes differ.
+
+    >>> figure = gl.plots.histogram(torch.zeros(8, 16), torch.eye(8, 16))
     """
     found = distributions(baseline, target, bins=int(np.clip(2 * math.isqrt(baseline.numel()), 20, 120)))
     figure, whole = style.new_axes(ax, 9.6, 4.2)
@@ -182,6 +190,8 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
     The tensors have one shape, any dtype (complex: magnitudes, so a turned phase does not show here) and
     device, and are read in blocks. Raises TypeError when one is no tensor, ValueError when the shapes
     differ.
+
+    >>> figure = gl.plots.scatter(torch.zeros(8, 16), torch.eye(8, 16))
     """
     points = sample(baseline, target)
     figure, ax = style.new_axes(ax, 6.0, 6.5)

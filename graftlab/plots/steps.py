@@ -41,6 +41,8 @@ def history(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes |
     the largest value of a step is shown and the title says which tags vary.
 
     Raises ValueError naming a column (name, step, status, ``value`` or a tag) that the frame lacks.
+
+    >>> figure = gl.plots.history(session.frame, "hidden", layer=3)
     """
     figure, ax = style.new_axes(ax, 8.0, 4.2)
     style.label_axes(ax, "step", style.value_label(value))
@@ -113,6 +115,8 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
 
     ``tags`` pick the tap as in `history`. Raises ValueError naming a column (name, step, status, ``value``
     or a tag) that the frame lacks.
+
+    >>> figure = gl.plots.ranks(session.frame, "hidden", layer=3)
     """
     rows = _select(frame, name, value, tags)
     cells = _cells(rows, value)

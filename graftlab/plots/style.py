@@ -75,7 +75,11 @@ class NotebookFigure(Figure):
 
 
 def to_png(figure: Figure, *, dpi: float = 110) -> bytes:
-    """Render a figure to PNG bytes, one figure of the process at a time; safe to call from any thread."""
+    """Render a figure to PNG bytes, one figure of the process at a time; safe to call from any thread.
+
+    >>> gl.plots.to_png(gl.plots.divergence(run.frame))[:4]
+    b'\\x89PNG'
+    """
     out = io.BytesIO()
     with _RENDERING:
         figure.savefig(out, format="png", dpi=dpi)

@@ -58,6 +58,9 @@ def divergence(
 
     Raises ValueError naming a column (name, order, status or ``value``) that a frame lacks, or when
     ``labels`` does not fit ``frames``.
+
+    >>> figure = gl.plots.divergence(run.frame, noise_floor=1e-5)
+    >>> figure = gl.plots.divergence({"before": run.frame, "after": run.frame})
     """
     runs, names = _lay_out(_named(frames, labels), value)
     count = len(names.keys)

@@ -49,6 +49,13 @@ class RequestDumper:
 
     Raises :class:`~graftlab.errors.DumpError` where a folder cannot be made, and with ``catch_crashes`` outside of the
     main thread; ValueError for a ``threshold`` below 1.
+
+    >>> from graftlab.requests import RequestDumper
+    >>> dumper = RequestDumper(session.folder / "served", threshold=100)
+    >>> dumper.add({"rid": "req-0", "text": "hello"}, {"text": "world"}, created=0.0, finished=1.5)
+    True
+    >>> dumper.close()
+    True
     """
 
     def __init__(

@@ -27,6 +27,10 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
     A request that is sampled several times is there as often; its rows are told apart by their order.
 
     Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for one that has the padding's.
+
+    >>> from graftlab.requests import request_ids_tensor
+    >>> request_ids_tensor(["req-0", "req-1"]).shape
+    torch.Size([2])
     """
     numbers = [request_id_to_int(each) for each in request_ids]
     if len(set(numbers)) < len(set(request_ids)):
@@ -46,6 +50,10 @@ def bootstrap_rooms_tensor(rooms: Sequence[int | None], device: torch.device | s
     """``[B]`` int64: each request's bootstrap room, -1 where it has none.
 
     Raises :class:`RequestError` for a room that is not an integer or does not fit into int64.
+
+    >>> from graftlab.requests import bootstrap_rooms_tensor
+    >>> bootstrap_rooms_tensor([7, None])
+    tensor([ 7, -1])
     """
     numbers = []
     for index, room in enumerate(rooms):

@@ -25,6 +25,16 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     Raises :class:`~graftlab.errors.DumpError` for a file that ends early, is damaged or is something else, with the
     byte up to which it could be read and the requests before it, and for tuples that cannot be recognised, with those
     that can; OSError where there is no file to read.
+
+    >>> from graftlab.requests import RequestDumper, load_dump
+    >>> dumper = RequestDumper(session.folder / "loaded")
+    >>> dumper.add({"rid": "req-0", "text": "hello"}, {"text": "world"}, created=0.0, finished=1.5)
+    True
+    >>> dumper.close()
+    True
+    >>> (path,) = (session.folder / "loaded").glob("*.pkl")
+    >>> load_dump(path)["requests"][0].request
+    {'rid': 'req-0', 'text': 'hello'}
     """
     data = Path(path).read_bytes()
     if trusted:

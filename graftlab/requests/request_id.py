@@ -12,6 +12,10 @@ def request_id_to_int(request_id: str) -> int:
     little-endian and signed (RFC 7693).
 
     Raises :class:`RequestError` for what is not a string, or has no UTF-8.
+
+    >>> from graftlab.requests import request_id_to_int
+    >>> request_id_to_int("req-0")
+    -8966579018032821426
     """
     if not isinstance(request_id, str):
         raise RequestError(f"a request id is a string, not {type(request_id).__name__} ({request_id!r})")

@@ -37,7 +37,13 @@ class LoggingSettings:
 
 
 class RequestLogging:
-    """What a server calls for each request: it logs and dumps as the settings in force tell. Any thread may call."""
+    """What a server calls for each request: it logs and dumps as the settings in force tell. Any thread may call.
+
+    >>> from graftlab.requests import RequestDumper, RequestLogging
+    >>> requests = RequestLogging(RequestDumper(None))
+    >>> requests.settings.log_requests
+    False
+    """
 
     def __init__(self, dumper: RequestDumper, log_requests: bool = False, log_requests_level: int = 0) -> None:
         self.dumper = dumper
@@ -85,6 +91,11 @@ def configure(requests: RequestLogging, body: bytes | str | Mapping[str, Any]) -
     ``body`` is a JSON object of fields of :class:`LoggingSettings`, those alone that shall change; ``null`` changes
     nothing either. An empty list of keys keeps every key, an empty folder ends dumping. 200 comes with the settings now
     in force. What is unknown, of another type or impossible gives 400 with ``{"error": reason}``, and changes nothing.
+
+    >>> from graftlab.requests import RequestDumper, RequestLogging, configure
+    >>> requests = RequestLogging(RequestDumper(None))
+    >>> configure(requests, '{"log_requests": true}')[0], configure(requests, '{"log_request": true}')[0]
+    (200, 400)
     """
     try:
         return 200, asdict(requests.change(**_changes(body)))

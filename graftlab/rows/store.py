@@ -142,6 +142,9 @@ def load_run(folder: str | Path) -> pd.DataFrame:
     """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
 
     Raises :class:`SessionError` when there are no rows to read or a line in the middle is damaged.
+
+    >>> len(gl.load_run(session.folder)) == len(session.frame)
+    True
     """
     path = Path(folder).expanduser() / ROWS_FILE
     names: Sequence[str] = COLUMNS

@@ -75,6 +75,12 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
 
     Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
     this tap in both directions. Outside a session it does nothing.
+
+    >>> x = torch.ones(2, 3)
+    >>> x = gl.tap("attn_out", x, layer=3)
+    >>> gl.tap("logits", lambda: x @ x.T)(), gl.here()
+    (tensor([[3., 3.],
+            [3., 3.]]), None)
     """
     if _taker is None:
         return value
@@ -83,13 +89,27 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
 
 
 def step() -> None:
-    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force."""
+    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force.
+
+    >>> def loop():
+    ...     for _ in range(3):
+    ...         gl.tap("x", torch.ones(2))
+    ...         gl.step()
+    >>> session.run(loop, loop).steps >= 3
+    True
+    """
     if _grafter is not None:
         _grafter.step()
 
 
 def here() -> Here | None:
-    """Where this process stands in the session; None outside one."""
+    """Where this process stands in the session; None outside one.
+
+    >>> session.run(target=lambda: gl.here()).target
+    [Here(side='target', rank=0, world_size=1, device=device(type='cpu'))]
+    >>> gl.here() is None
+    True
+    """
     return _here
 
 
@@ -101,6 +121,13 @@ class tags:
     ones, and a tap's own over both. Each thread, and each asyncio task, has its own.
 
     Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which no decorator can follow.
+
+    >>> @gl.tags(lambda layer: {"layer": layer})
+    ... def block(layer):
+    ...     with gl.tags(phase="decode"):
+    ...         gl.tap("x", torch.ones(2))
+    >>> session.run(lambda: block(3), lambda: block(3)).frame[["name", "layer", "phase"]].values.tolist()
+    [['x', 3, 'decode']]
     """
 
     def __init__(self, compute: Callable[..., dict[str, Any]] | None = None, /, **given: Any) -> None:
@@ -134,7 +161,7 @@ class tags:
 
             @functools.wraps(function)
             async def tagged_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-                if _grafter is None:
+                if not self._is_heard():
                     return await function(*args, **kwargs)
                 with self._of_call(args, kwargs):
                     return await function(*args, **kwargs)
@@ -143,12 +170,18 @@ class tags:
 
         @functools.wraps(function)
         def tagged(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _grafter is None:
+            if not self._is_heard():
                 return function(*args, **kwargs)
             with self._of_call(args, kwargs):
                 return function(*args, **kwargs)
 
         return tagged
+
+    @staticmethod
+    def _is_heard() -> bool:
+        # Asked of this class, which travels by its name. A decorated function of a notebook travels by value, and takes
+        # along the globals that it names as they are there: for it there would never be a grafter.
+        return _grafter is not None
 
     def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tags:
         computed = {} if self._compute is None else self._compute(*args, **kwargs)

@@ -46,7 +46,13 @@ class _Change:
 
 
 class Watch:
-    """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them."""
+    """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them.
+
+    >>> watched = gl.watch(torch.nn.Linear(3, 4))
+    >>> watched
+    <graftlab.Watch of 1 taps>
+    >>> watched.remove()
+    """
 
     def __init__(self, handles: Sequence[Removable], names: list[str]) -> None:
         self._handles = handles
@@ -92,6 +98,11 @@ def watch(
     Outside a session no hook is put in, and the handle has the names alone.
 
     Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
+    >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
+    ...     watched.names
+    ['mlp.output', 'mlp.0']
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")

@@ -34,6 +34,16 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     at which nobody passed ids goes the default's way.
 
     Raises :class:`TransformError` where only some passed ids, for unusable extras, and where rows differ in shape.
+
+    >>> given = gl.GraftTransformInput(
+    ...     {"name": "hidden"},
+    ...     received_list=[torch.tensor([[1.0], [2.0], [3.0]])],
+    ...     received_extras_list=[{"rids_int": torch.tensor([11, 12, 13])}],
+    ...     target=torch.zeros(2, 1),
+    ...     target_extras={"rids_int": torch.tensor([13, 11])},
+    ... )
+    >>> gl.transforms.align_by_request(given).value.tolist()
+    [[3.0], [1.0]]
     """
     everybodys = [graft_input.target_extras, *graft_input.received_extras_list]
     if not any(isinstance(extras, Mapping) and extras.get("rids_int") is not None for extras in everybodys):

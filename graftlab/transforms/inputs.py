@@ -23,6 +23,12 @@ class GraftTransformInput:
     included. ``target`` is the receiver's own tensor, ``target_extras`` what the receiver's own tap passed. The tensors
     and the extras are private copies when the transform is the user's, so it may write into them; one that returns
     None has written its result into ``target``.
+
+    >>> def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor:
+    ...     return torch.cat(graft_input.received_list, dim=-1)
+    >>> shards = [torch.zeros(2), torch.ones(2)]
+    >>> transform(gl.GraftTransformInput({"name": "q"}, shards, [None, None], target=torch.empty(4)))
+    tensor([0., 0., 1., 1.])
     """
 
     tags: dict[str, Any]
@@ -45,6 +51,9 @@ class Outcome:
     only part of it was received, and the rest is the target's own: one int64 index tensor for each leading dimension,
     all of one length, so that ``value[rows]`` is that part. Statistics then cover these rows alone.
     ``rows_unmatched`` counts the rows for which something should have come and did not.
+
+    >>> gl.transforms.Outcome(torch.ones(2), aligned_by="layer order").aligned_by
+    'layer order'
     """
 
     value: torch.Tensor
@@ -58,4 +67,9 @@ Transform = Callable[[GraftTransformInput], "torch.Tensor | Outcome"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in words: ``"bfloat16"``.
+
+    >>> gl.transforms.dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
     return str(dtype).removeprefix("torch.")

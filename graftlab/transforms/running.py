@@ -25,6 +25,10 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
     write into them, and one that returns None has written its result into ``target``. Raises whatever the transform
     raises, and :class:`TransformError`, with the transform's own line in its traceback, when it returned something that
     is not a tensor of the target's shape. Another dtype or device is converted and noted in ``cast``.
+
+    >>> given = gl.GraftTransformInput({"name": "q"}, [torch.ones(2)], [None], target=torch.zeros(2))
+    >>> gl.transforms.run_transform(lambda graft_input: graft_input.received_list[0].double(), given).cast
+    'float64 -> float32'
     """
     with torch.no_grad():
         if transform is None:
@@ -68,7 +72,12 @@ def _outcome(value: object, own: torch.Tensor, target: torch.Tensor, version: in
 
 
 def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
-    """How far the target is from what the transform made, in the rows that were received."""
+    """How far the target is from what the transform made, in the rows that were received.
+
+    >>> given = gl.GraftTransformInput({"name": "q"}, [torch.ones(2)], [None], target=torch.zeros(2))
+    >>> gl.transforms.compare(gl.transforms.run_transform(None, given), given).rel_l2
+    1.0
+    """
     mine, theirs = graft_input.target, outcome.value
     rows = outcome.rows
     if rows is not None:
@@ -118,7 +127,14 @@ def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame outside graftlab on: the user's own line comes first."""
+    """The traceback from the first frame outside graftlab on: the user's own line comes first.
+
+    >>> try:
+    ...     torch.ones(2) @ torch.ones(3)
+    ... except RuntimeError as error:
+    ...     "RuntimeError" in gl.transforms.user_traceback(error)
+    True
+    """
     own = __name__.partition(".")[0]
     frames = _skip(error.__traceback__, own)
     # A decorator, torch.no_grad() say, may stand between graftlab and the user's function.

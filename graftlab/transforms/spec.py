@@ -25,6 +25,9 @@ class TransformSpec:
 
     Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is refused here and
     not on a rank.
+
+    >>> gl.transforms.TransformSpec.of("graftlab.transforms.align_by_request").label
+    'graftlab.transforms.align_by_request'
     """
 
     kind: Literal["path", "source", "function"]

@@ -209,6 +209,9 @@ def first_divergent(
 
     Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
     ValueError naming a column (name, order, status, ``value``) that the frame lacks.
+
+    >>> gl.plots.first_divergent(run.frame, noise_floor=1e-5) is None
+    True
     """
     if isinstance(frame, pd.DataFrame) and frame.empty:
         return None

@@ -1,1 +1,4 @@
-"""The widgets: editors and a dashboard over a live session."""
+"""The widgets: editors and a dashboard over a live session.
+
+Internal: it may change without notice; docs/api says what is public.
+"""

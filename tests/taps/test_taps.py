@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import own_value, reset
+from kit.support import own_value, reset, run_cell
 
 import graftlab as gl
 from graftlab.taps import calls as taps
@@ -314,6 +314,30 @@ def test_ambient_tags_reach_filters_rows_and_pairing(session: gl.Session) -> Non
         **{"name": "h", "step": frame["step"].iloc[0], "side": "target", "rank": 0},
         **{"recompute_status": "original", "phase": "prefill", "layer": 1, "tensor": "h"},
     }
+
+
+def test_a_function_that_was_decorated_in_the_notebook_adds_its_tags_on_the_ranks(session: gl.Session) -> None:
+    cell = """
+        import asyncio
+        import torch
+        import graftlab as gl
+
+        @gl.tags(lambda layer: {"layer": layer})
+        def block(layer):
+            gl.tap("h", torch.ones(1))
+
+        @gl.tags(phase="decode")
+        async def decode():
+            gl.tap("logits", torch.ones(1))
+
+        def forward():
+            block(3)
+            asyncio.run(decode())
+    """
+    forward = run_cell(cell)["forward"]
+    tags = session.run(forward, forward).frame["tags"]
+    assert [tag.get("layer") for tag in tags] == [3, None]
+    assert [tag.get("phase") for tag in tags] == [None, "decode"]
 
 
 def test_here_tells_each_rank_where_it_stands() -> None:
