@@ -17,6 +17,7 @@ ROOMS = [
     "base",
     "requests",
     "diffs",
+    "layouts",
     "filters",
     "exchange",
     "rows",
