@@ -8,7 +8,7 @@ from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.placements import layout_of_dtensor
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
-from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Unpack, Window
+from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
 from graftlab.layouts.text import parse_layout
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Scale",
     "Shard",
     "Step",
+    "Strided",
     "Unpack",
     "Window",
     "join_parts",

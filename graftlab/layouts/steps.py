@@ -235,6 +235,65 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Strided:
+    """Element by element: a tensor of ``shape`` whose digits in ``sizes`` lie ``strides`` apart in the flat whole.
+
+    What matching found and no other step puts into words. ``sizes`` multiply up to ``shape``; a stride of 0 repeats.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "sizes", "strides"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if len(self.sizes) != len(self.strides) or math.prod(self.sizes) != math.prod(self.shape):
+            raise LayoutError(f"{self.text}: sizes and strides go together, and sizes multiply up to the shape")
+        for stride in (*self.strides, self.offset):
+            check_count("strided", "strides and offset", stride, least=0)
+
+    @property
+    def leaves_out(self) -> str | None:
+        return f"what is not in {self.text}"
+
+    @property
+    def caveat(self) -> str | None:
+        return None
+
+    @property
+    def text(self) -> str:
+        lists = {"shape": list(self.shape), "sizes": list(self.sizes), "strides": list(self.strides)}
+        return call("strided", **lists, offset=self.offset or None)
+
+    def _of(self, whole: Tensor) -> Tensor:
+        last = self.offset + sum(n * (size - 1) for n, size in zip(self.strides, self.sizes, strict=True))
+        if last >= whole.numel():
+            raise LayoutError(f"{self.text} reaches beyond the {whole.numel()} elements of {list(whole.shape)}")
+        return whole.as_strided(self.sizes, self.strides, self.offset)
+
+    def get(self, before: Tensor, at: At) -> Tensor:
+        # Strides count from where the storage begins, so a view of something larger is copied first.
+        flat = before.contiguous()
+        return self._of(flat.clone() if flat.storage_offset() else flat).reshape(self.shape)
+
+    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+        if shape is None:
+            raise LayoutError(f"{self.text} does not say how much is left out; give the whole tensor's shape")
+        whole = after.new_zeros(tuple(shape))
+        values = after.reshape(self.sizes)
+        for dim, stride in enumerate(self.strides):
+            if stride == 0 and self.sizes[dim] > 1:
+                first = values.narrow(dim, 0, 1)
+                at.compare(f"repetitions in {self.text}", first.expand_as(values), values)
+                values = first
+        kept = tuple(1 if stride == 0 else size for stride, size in zip(self.strides, self.sizes, strict=True))
+        whole.as_strided(kept, self.strides, self.offset).copy_(values)
+        return whole
+
+
+@dataclass(frozen=True)
 class Pad:
     """A dimension of ``size`` elements padded at its end to ``to``, as vocabularies are; the padding's content is free.
 

@@ -18,7 +18,7 @@ from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
-from graftlab.layouts.steps import Pack, Pad, Part, Scale, Step, Unpack, Window
+from graftlab.layouts.steps import Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
 
 SAME = "same"
 
@@ -26,6 +26,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "rearrange": lambda pattern, **sizes: Rearrange(pattern, tuple(sizes.items())),
     "part": Part,
     "window": Window,
+    "strided": Strided,
     "pad": Pad,
     "scale": Scale,
     "pack": Pack,
