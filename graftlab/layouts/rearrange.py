@@ -158,6 +158,30 @@ class Rearrange:
         moved = split.permute([onto.index(axis) for axis in atoms])
         return moved.reshape(self._shape(self._left, sizes, more))
 
+    def torch_code(self, shape: Sequence[int]) -> str:
+        """The torch calls that do the same to a tensor of this shape, to be written after it: ``.T``.
+
+        Raises :class:`LayoutError` for a shape that the pattern is not of.
+        """
+        sizes, more = self._solve(self._left, shape, "left")
+        atoms, onto = self._atoms(self._left, more), self._atoms(self._right, more)
+        kept = [axis for axis in onto if axis in atoms]
+        order = [atoms.index(axis) for axis in kept]
+        split, final = [sizes[axis] for axis in atoms], self._shape(self._right, sizes, more)
+        code, now = "", list(shape)
+        if split != now and (order != sorted(order) or len(onto) > len(atoms)):
+            code, now = f".reshape({_listed(split)})", split
+        if order != sorted(order):
+            code += ".T" if len(order) == 2 and len(now) == 2 else f".permute({_listed(order)})"
+            now = [now[place] for place in order]
+        for place, axis in enumerate(onto):
+            if axis not in atoms:
+                code += f".unsqueeze({place})"
+                now = [*now[:place], sizes[axis], *now[place:]]
+        if len(onto) > len(atoms):
+            code += f".expand({_listed(now)})"
+        return code if now == final else f"{code}.reshape({_listed(final)})"
+
     def _atoms(self, groups: Sequence[Group], more: int) -> list[str]:
         return [atom for group in groups for axis in group for atom in _expanded(axis, more)]
 
@@ -197,6 +221,10 @@ class Rearrange:
                 axes = " ".join(f"{axis}={sizes.get(axis, '?')}" for axis in group) or "1"
                 raise LayoutError(f"{self.pattern!r}: dimension {dim} of {list(shape)} on the {side} is not ({axes})")
         return sizes, more
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _expanded(axis: str, more: int) -> list[str]:

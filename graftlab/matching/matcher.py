@@ -48,10 +48,12 @@ def match_taps(
     say too, because taps before it were grafted, is ``confirmed``. With ``guesses`` what is left may be paired by name
     alone, which is never grafted.
     """
-    return _Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses)
+    return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses)
 
 
-class _Matcher:
+class Matcher:
+    """One matching: the pairs so far, and the ways to find more. :func:`match_taps` goes them in order."""
+
     def __init__(
         self,
         baseline: Sequence[RecordedTap],
@@ -67,26 +69,28 @@ class _Matcher:
         self.fetched: list[RecordedTap] = []
 
     def run(self, before: Proposal | None, guesses: bool) -> Proposal:
-        self._match_equals()
-        self._match_parts()
-        self._apply_rules()
+        self.match_equals()
+        self.match_parts()
+        self.apply_rules()
         if guesses:
-            self._guess()
-        pairs = tuple(self._in_order(_after(before, self.pairs)))
-        return Proposal(
-            pairs,
+            self.guess()
+        pairs = tuple(self.in_order(_after(before, self.pairs)))
+        return Proposal(pairs, *self.unmatched(), tuple(odd_layouts(pairs)))
+
+    def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What has no partner and why, of the baseline and of the target."""
+        return (
             {
                 name: self._reason(tap, "baseline")
                 for name, tap in self.baseline.items()
                 if not self._has(name, "baseline")
             },
             {name: self._reason(tap, "target") for name, tap in self.target.items() if not self._has(name, "target")},
-            tuple(odd_layouts(pairs)),
         )
 
     # ---- by value -----------------------------------------------------------------------------------------------
 
-    def _match_equals(self) -> None:
+    def match_equals(self) -> None:
         """Taps of one size: all that could be the same, then the choice between those that are equally good."""
         mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
         found: dict[str, list[Found]] = {}
@@ -156,13 +160,13 @@ class _Matcher:
             note = f"{note}; only extreme values compared" if note else "only extreme values compared"
         self.pairs.append(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
 
-    def _match_parts(self) -> None:
+    def match_parts(self) -> None:
         """What is left on one side may be a part of something on the other, or the other repeated."""
-        left = self._left("target")
+        left = self.left("target")
         for tap in left:
             outer = [other for other in self.baseline.values() if other.sketch.numel != tap.sketch.numel]
             self._best_part(outer, tap, "baseline")
-        for tap in self._left("baseline"):
+        for tap in self.left("baseline"):
             outer = [other for other in self.target.values() if other.sketch.numel > tap.sketch.numel]
             self._best_part(outer, tap, "target")
         for tap in (*self.baseline.values(), *self.target.values()):
@@ -172,7 +176,7 @@ class _Matcher:
         if inner.sketch.constant:
             return
         # What has no partner of its own size is likelier to be made of parts.
-        alone = {tap.name for tap in self._left(whole)}
+        alone = {tap.name for tap in self.left(whole)}
         found = [each for other in outer if (each := self._find(other, inner)) is not None]
         if found:
             best = min(found, key=lambda each: (each.outer.name not in alone, round(each.rel, 7), -self._fit_of(each)))
@@ -180,9 +184,9 @@ class _Matcher:
 
     # ---- by rule, and by name -----------------------------------------------------------------------------------
 
-    def _apply_rules(self) -> None:
+    def apply_rules(self) -> None:
         for rule in rules_of(pair for pair in self.pairs if pair.by_value):
-            for tap in self._left("target"):
+            for tap in self.left("target"):
                 if pattern_of(tap.name) != rule.target:
                     continue
                 name = rule.baseline_for(tap.name)
@@ -210,9 +214,9 @@ class _Matcher:
             note += f", where the values match; here they differ by {rel:.2g}"
         return Pair(baseline.name, target.name, example.layout, example.whole, "rule", rel, note)
 
-    def _guess(self) -> None:
+    def guess(self) -> None:
         """Names and shapes alone, where nothing else is left; only where both sides would choose each other."""
-        mine, theirs = self._left("baseline"), self._left("target")
+        mine, theirs = self.left("baseline"), self.left("target")
 
         def best(name: RecordedTap, others: Iterable[RecordedTap]) -> RecordedTap | None:
             scored = [
@@ -234,12 +238,12 @@ class _Matcher:
     def _has(self, name: str, side: Side) -> bool:
         return any(getattr(pair, side) == name for pair in self.pairs)
 
-    def _left(self, side: Side) -> list[RecordedTap]:
+    def left(self, side: Side) -> list[RecordedTap]:
         taps = self.baseline if side == "baseline" else self.target
         have = {getattr(pair, side) for pair in self.pairs}
         return [tap for name, tap in taps.items() if name not in have]
 
-    def _in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
+    def in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
         return sorted(pairs, key=lambda pair: (self.target[pair.target].order, self.baseline[pair.baseline].order))
 
     def _reason(self, tap: RecordedTap, side: Side) -> str:

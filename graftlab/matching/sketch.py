@@ -52,8 +52,10 @@ def flat_values(tensor: Tensor) -> Values:
     dense = tensor.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj().resolve_neg())
-    array: Values = dense.to("cpu", torch.float64).reshape(-1).numpy()
-    return array
+    dense = dense.cpu().reshape(-1)
+    # What numpy has no dtype for goes over one that holds all its values.
+    array = (dense.float() if dense.is_floating_point() and dense.element_size() < 4 else dense).numpy()
+    return array.astype(np.float64)
 
 
 def sketch_of(tensor: Tensor) -> Sketch:
@@ -71,7 +73,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
     places = np.argpartition(-magnitude, count - 1)[:count]
     places = places[np.lexsort((places, -magnitude[places]))]
     distinct = 1 + int((np.diff(ordered) > 0).sum())
-    rms = math.sqrt(float(np.dot(kept, kept)) / len(kept))
+    rms = math.sqrt(float(np.einsum("i,i", kept, kept)) / len(kept))
     return Sketch(len(flat), quantiles, flat[places], places, rms, len(flat) - len(kept), distinct)
 
 

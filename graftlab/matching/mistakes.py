@@ -1,0 +1,285 @@
+"""What a conversion of weights got wrong, told from contradictions: between values, names, layers and layouts."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout, Part, Rearrange, Scale, join_parts
+from graftlab.matching.items import RecordedTap
+from graftlab.matching.matcher import odd_layouts
+from graftlab.matching.names import fused_roles, last_role, layer_of, module_of, role_of
+from graftlab.matching.proposal import Pair
+
+Items = Mapping[str, RecordedTap]
+
+TRANSPOSED = "a b -> b a"
+_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
+    """One sentence for each mistake, in the order of the target's parameters."""
+    said: list[str] = []
+    sure = [pair for pair in pairs if pair.by_value]
+    roles = _roles(sure)
+    misplaced: set[str] = set()
+    for pair in sure:
+        wrong = _other_role(pair, roles) or _other_kind(pair)
+        if wrong:
+            misplaced.add(pair.target)
+            said.append(wrong)
+    said += _other_layers(sure, misplaced)
+    said += [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in misplaced]
+    said += _odd_transpositions(sure, baseline)
+    said += _odd_biases(sure)
+    for pair in pairs:
+        said += _changed_values(pair, baseline, target)
+    said += _not_covered(sure, target)
+    paired = {pair.target for pair in pairs}
+    for name, tap in target.items():
+        if name not in paired:
+            said.append(_without_partner(name, tap, baseline))
+    order = {name: place for place, name in enumerate(target)}
+    return sorted(dict.fromkeys(said), key=lambda text: order.get(text.partition(" ")[0], len(order)))
+
+
+def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
+    """What is unusual and may be meant: rows in another order, parts that are used by nobody."""
+    said: list[str] = []
+    for pair in pairs:
+        for step in pair.layout.steps:
+            if isinstance(step, Rearrange) and step.text != TRANSPOSED and step.sizes:
+                said.append(
+                    f"{pair.target} is {pair.baseline} with its rows or columns in another order ({pair.layout}): "
+                    f"right where the two sides' code counts heads or rotary pairs differently"
+                )
+    wholes: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.whole == "baseline" and pair.layout.leaves_out:
+            wholes[pair.baseline].append(pair)
+    for name, parts in wholes.items():
+        rest = _rest(name, parts, baseline)
+        if rest:
+            said.append(f"{name} is used only in part: {rest} of it went nowhere")
+    return list(dict.fromkeys(said))
+
+
+# ---- roles ----------------------------------------------------------------------------------------------------------
+
+
+def _roles(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
+    """The role that each pair's part of a fused parameter has there, by the order of the parts."""
+    fused: dict[str, list[tuple[float, Pair]]] = defaultdict(list)
+    for pair in pairs:
+        outer = pair.baseline if pair.whole == "baseline" else pair.target
+        if pair.layout.steps and isinstance(pair.layout.steps[0], Part) and fused_roles(outer):
+            part = pair.layout.steps[0]
+            fused[outer].append((sum(part.of[: part.index]) / sum(part.of), pair))
+    roles: dict[tuple[str, str], tuple[str, str]] = {}
+    for outer, parts in fused.items():
+        starts = sorted({start for start, _ in parts})
+        names = fused_roles(outer)
+        if len(starts) == len(names):
+            for start, pair in parts:
+                roles[pair.baseline, pair.target] = (outer, names[starts.index(start)])
+    return roles
+
+
+def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) -> str | None:
+    if (pair.baseline, pair.target) in roles:
+        outer, role = roles[pair.baseline, pair.target]
+        inner = pair.target if outer == pair.baseline else pair.baseline
+        named = role_of(inner)
+        if named and named[0] in ("attention", "mlp") and named[1] != role:
+            if outer == pair.target:
+                return f"{outer} holds {inner} where its {role} belongs"
+            return f"{inner} is the {role} of {outer}, not its {named[1]}"
+        return None
+    mine, theirs = role_of(pair.baseline), role_of(pair.target)
+    if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
+        return f"{pair.target} is {theirs[1]} by its name, and holds {pair.baseline}, which is {mine[1]}"
+    return None
+
+
+def _other_kind(pair: Pair) -> str | None:
+    mine, theirs = last_role(pair.baseline), last_role(pair.target)
+    if mine and theirs and mine != theirs:
+        return f"{pair.target} is {theirs} by its name, and holds {pair.baseline}, which is {mine}"
+    return None
+
+
+# ---- layers and layouts ---------------------------------------------------------------------------------------------
+
+
+def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
+    shifts: Counter[int] = Counter()
+    layered = []
+    for pair in pairs:
+        mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
+        if mine is not None and theirs is not None:
+            shifts[mine - theirs] += 1
+            layered.append((pair, mine, theirs))
+    if not shifts:
+        return []
+    usual, count = shifts.most_common(1)[0]
+    said = []
+    for pair, mine, theirs in layered:
+        if mine - theirs != usual and pair.target not in misplaced and shifts[mine - theirs] * 2 < count:
+            misplaced.add(pair.target)
+            said.append(
+                f"{pair.target} holds {pair.baseline}, which is of layer {mine}; layer {theirs + usual} belongs there, "
+                f"as {count} others have it"
+            )
+    return said
+
+
+def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+    """Square matrices fit either way; how the others are tells which way is meant."""
+    ways: dict[bool, list[Pair]] = {True: [], False: []}
+    square: list[tuple[Pair, bool]] = []
+    for pair in pairs:
+        shape = baseline[pair.baseline].shape
+        names = role_of(pair.baseline, "embedding") or role_of(pair.target, "embedding")
+        if len(shape) != 2 or names or "embed" in pair.baseline or "head" in pair.baseline:
+            continue
+        texts = [step.text for step in pair.layout.steps if not isinstance(step, (Part, Scale))]
+        if texts not in ([], [TRANSPOSED]):
+            continue
+        transposed = texts == [TRANSPOSED]
+        if shape[0] == shape[1]:
+            square.append((pair, transposed))
+        else:
+            ways[transposed].append(pair)
+    said = []
+    for pair, transposed in square:
+        if not ways[transposed] and len(ways[not transposed]) >= 2:
+            how, others = ("transposed", "are not") if transposed else ("not transposed", "are")
+            said.append(
+                f"{pair.target} is {pair.baseline} {how}, and all {len(ways[not transposed])} matrices that are not "
+                f"square {others}: it is square, so that nothing else shows it"
+            )
+    return said
+
+
+def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
+    """A weight and its bias taken apart, or put together, in two different ways."""
+    modules: dict[tuple[str, str], dict[str, Pair]] = defaultdict(dict)
+    for pair in pairs:
+        role = last_role(pair.target)
+        if role in ("the weight", "the bias"):
+            modules[module_of(pair.baseline), module_of(pair.target)][role] = pair
+    said = []
+    for both in modules.values():
+        if len(both) < 2:
+            continue
+        weight, bias = both["the weight"], both["the bias"]
+        rows = [step.text for step in weight.layout.steps if isinstance(step, Part)]
+        own = [step.text for step in bias.layout.steps if isinstance(step, Part)]
+        mixed = [step for step in (*weight.layout.steps, *bias.layout.steps) if not isinstance(step, Part)]
+        if rows != own and not [step for step in mixed if step.text != TRANSPOSED] and not _columns(weight.layout):
+            said.append(
+                f"{bias.target} has {bias.baseline} in the layout {bias.layout.text!r}, and its weight is in the "
+                f"layout {weight.layout.text!r}"
+            )
+    return said
+
+
+def _columns(layout: Layout) -> bool:
+    return any(isinstance(step, Part) and step.dim != 0 for step in layout.steps) or TRANSPOSED in layout.text
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | None:
+    """The half-width dtype that a target's wider values went through on their way; None where they did not."""
+    if pair.sureness != "near" or baseline.value is None or target.value is None or pair.whole != "baseline":
+        return None
+    if not target.dtype.is_floating_point or target.dtype.itemsize < 4 or baseline.dtype.itemsize < 4:
+        return None
+    try:
+        taken = pair.layout.local(baseline.value.detach())
+    except LayoutError:
+        return None
+    for dtype, name in _HALVES.items():
+        if torch.equal(taken.to(dtype).to(target.dtype), target.value.detach()):
+            return name
+    return None
+
+
+def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
+    one, other = baseline[pair.baseline], target[pair.target]
+    scales = [step for step in pair.layout.steps if isinstance(step, Scale)]
+    if scales:
+        scale = scales[0]
+        how = [f"times {scale.factor:.6g}"] if scale.factor != 1 else []
+        how += [f"{'plus' if scale.add > 0 else 'minus'} {abs(scale.add):.6g}"] if scale.add else []
+        return [f"{pair.target} is {pair.baseline} {' '.join(how)}"]
+    rounded = rounded_to(one, other, pair)
+    if rounded:
+        return [f"{pair.target} is {pair.baseline} rounded to {rounded} on the way"]
+    if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
+        return [f"{pair.target} differs from {pair.baseline}{_where(pair, one, other)}"]
+    return []
+
+
+def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
+    """Which rows differ, where it is not all of them."""
+    if one.value is None or other.value is None:
+        return ""
+    try:
+        taken = pair.layout.local(one.value.detach()).double()
+    except LayoutError:
+        return ""
+    mine = other.value.detach().double()
+    if taken.shape != mine.shape:
+        return ""
+    differs = (taken - mine).abs() > 1e-6 * taken.abs()
+    rows = np.flatnonzero(differs.reshape(differs.shape[0], -1).any(dim=1).numpy())
+    if other.sketch.constant and other.flat is not None:
+        return f": all its values are {other.flat[0]:g}, as if it had not been loaded"
+    count = int(differs.sum())
+    if len(rows) == differs.shape[0] and count == differs.numel():
+        return f" everywhere, by {pair.rel:.2g} in relative L2"
+    span = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows, {rows[0]} to {rows[-1]}"
+    return f" in {count} of {differs.numel()} elements: {span}"
+
+
+def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
+    """Fused parameters of the target of which a part has no partner."""
+    wholes: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.whole == "target":
+            wholes[pair.target].append(pair)
+    said = []
+    for name, parts in wholes.items():
+        rest = _rest(name, parts, target)
+        if rest:
+            names = ", ".join(pair.baseline for pair in parts)
+            said.append(f"{name} holds {names}, and {rest} of it is nothing of the baseline's")
+    return said
+
+
+def _rest(name: str, parts: Sequence[Pair], items: Items) -> str:
+    """What of a whole none of its parts covers, in words; blank where all of it is covered."""
+    shape = items[name].shape
+    ones = torch.ones(shape, dtype=torch.bool)
+    known = join_parts([(pair.layout, [pair.layout.local(ones)]) for pair in parts], shape).known
+    if known is None:
+        return ""
+    rows = np.flatnonzero(~known.reshape(shape[0], -1).any(dim=1).numpy())
+    if not len(rows):
+        return f"{int((~known).sum())} of {known.numel()} elements"
+    return f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {shape[0]} rows, {rows[0]} to {rows[-1]},"
+
+
+def _without_partner(name: str, tap: RecordedTap, baseline: Items) -> str:
+    if tap.sketch.constant and tap.flat is not None:
+        return f"{name} has no partner: all its values are {tap.flat[0]:g}, as if it had not been loaded"
+    if not any(other.sketch.numel == tap.sketch.numel for other in baseline.values()):
+        return f"{name} has no partner: no parameter of the baseline has its size or holds its values"
+    return f"{name} has no partner: no parameter of the baseline holds its values"
