@@ -46,14 +46,19 @@ def converter(
         made.setdefault(pair.target, []).append(pair)
     written = {target: _assigned(target, of_it, shapes, dtypes) for target, of_it in made.items()}
     lines: list[str] = []
+    looped: range | None = None
     for group in _loops(written):
         code = written[group[0]]
-        lines += [f"    # {text}" for target in group for text in problems if text.startswith(f"{target} ")]
+        comments = [f"# {text}" for target in group for text in problems if text.startswith(f"{target} ")]
         if len(group) == 1:
-            lines.append(f"    {code}")
-        else:
-            layers = [numbers_of(target)[0] for target in group]
-            lines += [f"    for n in range({layers[0]}, {layers[-1] + 1}):", f"        {_indexed(code, layers[0])}"]
+            looped = None
+            lines += [f"    {line}" for line in (*comments, code)]
+            continue
+        layers = range(numbers_of(group[0])[0], numbers_of(group[-1])[0] + 1)
+        if layers != looped:
+            lines.append(f"    for n in range({layers.start}, {layers.stop}):")
+        looped = layers
+        lines += [f"        {line}" for line in (*comments, _indexed(code, layers.start))]
     imports = ["import torch"]
     if any("join_parts" in line for line in lines):
         imports += ["", "from graftlab.layouts import join_parts, parse_layout"]

@@ -57,7 +57,7 @@ class RecordedTap:
     @cached_property
     def lookup(self) -> Lookup:
         """Where which value stands: all of them, or only the extremes where the others were not kept."""
-        return Lookup.of_sketch(self.sketch) if self.flat is None else Lookup.of(self.flat)
+        return Lookup.of_sketch(self.sketch) if self.flat is None else Lookup(self.flat)
 
     def forget(self) -> None:
         """Give back what was worked out from the values, and not the values."""

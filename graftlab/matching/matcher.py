@@ -176,8 +176,16 @@ class Matcher:
         if inner.sketch.constant:
             return
         # What has no partner of its own size is likelier to be made of parts.
-        alone = {tap.name for tap in self.left(whole)}
-        found = [each for other in outer if (each := self._find(other, inner)) is not None]
+        alone = {tap.name for tap in self.left(whole)} | {
+            pair.baseline if whole == "baseline" else pair.target for pair in self.pairs if pair.layout.leaves_out
+        }
+        found: list[Found] = []
+        for other in sorted(outer, key=lambda each: (each.name not in alone, each.sketch.numel)):
+            each = self._find(other, inner)
+            if each is not None:
+                found.append(each)
+                if each.rel <= TIE_FLOOR and other.name in alone:
+                    break
         if found:
             best = min(found, key=lambda each: (each.outer.name not in alone, round(each.rel, 7), -self._fit_of(each)))
             self._add(best, whole)

@@ -93,6 +93,7 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
     for tolerance in (1e-9, 1e-6, 1e-4, limit / 2):
         if tolerance > limit:
             break
+        # Of a sketch only a few values are known, so that it can say nothing of the others.
         if outer.flat is not None and outer.lookup.share(values, tolerance * scale) < 0.9:
             continue
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -54,22 +54,24 @@ class Strides:
         return low >= 0 and high < size and all(stride >= 0 for stride in self.strides)
 
 
-@dataclass(frozen=True)
 class Lookup:
     """The values of a whole in order of size, to find where a value stands."""
 
-    ordered: Values
-    places: Places
-
-    @classmethod
-    def of(cls, values: Values) -> Lookup:
-        order = np.argsort(values, kind="stable")
-        return cls(values[order], order)
+    def __init__(self, values: Values, places: Places | None = None) -> None:
+        """``places`` are where the values stand in the whole, where they are not all of it, one after the other."""
+        self._values, self._places = values, places
+        # Without the places, which take twenty times as long and are wanted of few.
+        self.ordered = np.sort(values)
 
     @classmethod
     def of_sketch(cls, sketch: Sketch) -> Lookup:
-        order = np.argsort(sketch.extremes, kind="stable")
-        return cls(sketch.extremes[order], sketch.places[order])
+        return cls(sketch.extremes, sketch.places)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each of the ordered values stands in the whole."""
+        order = np.argsort(self._values)
+        return order if self._places is None else self._places[order]
 
     def unique(self, values: Values, tolerance: float) -> Places:
         """The place of each value, or -1 where there is none within the tolerance, or more than one within three."""

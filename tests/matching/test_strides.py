@@ -18,7 +18,7 @@ from graftlab.matching.wording import layout_of
 def fitted(whole: Tensor, part: Tensor, tolerance: float = 1e-9) -> str | None:
     elements = sampled(part.numel(), sketch_of(part))
     values = flat_values(part)
-    found = fit(Lookup.of(flat_values(whole)), whole.numel(), elements, values[elements], part.shape, tolerance)
+    found = fit(Lookup(flat_values(whole)), whole.numel(), elements, values[elements], part.shape, tolerance)
     if found is None:
         return None
     assert np.array_equal(found.taken(flat_values(whole)), values)
