@@ -25,6 +25,7 @@ ROOMS = [
     "models",
     "transforms",
     "plan",
+    "matching",
     "verdict",
     "plots",
     "grafting",

@@ -60,7 +60,10 @@ class Matcher:
         target: Sequence[RecordedTap],
         fetch_baseline: Fetch | None,
         fetch_target: Fetch | None,
+        limit: float | None = None,
     ) -> None:
+        """``limit`` is how far two tensors may be from each other, where their dtypes are not to say it."""
+        self.limit = limit
         self.baseline = {tap.name: tap for tap in sorted(baseline, key=lambda tap: tap.order)}
         self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
@@ -111,7 +114,7 @@ class Matcher:
         self._choose(found)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> Found | None:
-        return find(outer, inner, self._bring)
+        return find(outer, inner, self._bring, self.limit)
 
     def _bring(self, tap: RecordedTap) -> None:
         """Fetch a tap's values, and let go of those fetched longest ago when they are too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, join_parts
 from graftlab.matching.items import RecordedTap
 from graftlab.matching.matcher import odd_layouts
-from graftlab.matching.names import fused_roles, last_role, layer_of, module_of, role_of
+from graftlab.matching.names import fused_roles, last_role, layer_of, module_of, pattern_of, role_of, similarity
 from graftlab.matching.proposal import Pair
 
 Items = Mapping[str, RecordedTap]
@@ -36,6 +37,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     said += [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in misplaced]
     said += _odd_transpositions(sure, baseline)
     said += _odd_biases(sure)
+    said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]
     for pair in pairs:
         said += _changed_values(pair, baseline, target)
     said += _not_covered(sure, target)
@@ -116,24 +118,48 @@ def _other_kind(pair: Pair) -> str | None:
 
 
 def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
-    shifts: Counter[int] = Counter()
-    layered = []
+    """Layers must come in one order on both sides, each once; which, and how many are left out, is free."""
+    groups: dict[tuple[str, str, str], list[tuple[int, int, Pair]]] = defaultdict(list)
     for pair in pairs:
         mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
-        if mine is not None and theirs is not None:
-            shifts[mine - theirs] += 1
-            layered.append((pair, mine, theirs))
-    if not shifts:
-        return []
-    usual, count = shifts.most_common(1)[0]
+        if mine is not None and theirs is not None and pair.target not in misplaced:
+            key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
+            groups[key].append((theirs, mine, pair))
     said = []
-    for pair, mine, theirs in layered:
-        if mine - theirs != usual and pair.target not in misplaced and shifts[mine - theirs] * 2 < count:
+    for group in groups.values():
+        group.sort(key=lambda each: each[:2])
+        if all(one[1] < other[1] for one, other in itertools.pairwise(group)):
+            continue
+        shifts = Counter(mine - theirs for theirs, mine, _ in group)
+        usual, count = shifts.most_common(1)[0]
+        for theirs, mine, pair in group:
+            text = f"{pair.target} holds {pair.baseline}, which is of layer {mine}"
+            if count < 2 or 2 * count < len(group):
+                said.append(f"{text}; the layers come in another order than the baseline's")
+            elif mine - theirs != usual:
+                said.append(f"{text}; layer {theirs + usual} belongs there, as in {count} other layers")
+            else:
+                continue
             misplaced.add(pair.target)
-            said.append(
-                f"{pair.target} holds {pair.baseline}, which is of layer {mine}; layer {theirs + usual} belongs there, "
-                f"as {count} others have it"
-            )
+    return said
+
+
+def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+    """One parameter of the baseline in two of the target's, while another of its shape is nowhere."""
+    holders: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if not pair.layout.leaves_out and pair.whole == "baseline":
+            holders[pair.baseline].append(pair)
+    used = {pair.baseline for pair in pairs}
+    said = []
+    for name, twice in holders.items():
+        if len(twice) < 2:
+            continue
+        unused = [other for other, tap in baseline.items() if other not in used and tap.shape == baseline[name].shape]
+        for other in unused:
+            own = max(twice, key=lambda pair: similarity(pair.target, other) - similarity(pair.target, name))
+            also = next(pair.target for pair in twice if pair is not own)
+            said.append(f"{own.target} holds {name}, which {also} holds too; {other} of the baseline is nowhere")
     return said
 
 
@@ -211,6 +237,11 @@ def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | 
     return None
 
 
+def _rounding(*dtypes: torch.dtype) -> float:
+    """How far, in relative L2, a copy of a parameter may be that was rounded to the coarser of two dtypes."""
+    return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
+
+
 def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
     one, other = baseline[pair.baseline], target[pair.target]
     scales = [step for step in pair.layout.steps if isinstance(step, Scale)]
@@ -222,6 +253,8 @@ def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
     rounded = rounded_to(one, other, pair)
     if rounded:
         return [f"{pair.target} is {pair.baseline} rounded to {rounded} on the way"]
+    if pair.sureness == "near" and pair.rel is not None and pair.rel > _rounding(one.dtype, other.dtype):
+        return [f"{pair.target} is {pair.baseline} but for {pair.rel:.2g} in relative L2{_where(pair, one, other)}"]
     if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
         return [f"{pair.target} differs from {pair.baseline}{_where(pair, one, other)}"]
     return []

@@ -37,12 +37,14 @@ class Found:
     sampled: bool = False
 
 
-def find(outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None) -> Found | None:
+def find(
+    outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None, limit: float | None = None
+) -> Found | None:
     """Whether ``inner`` lies in ``outer``, all of it or a part; None where it does not.
 
     ``bring`` sees to the values of whichever of the two has only a sketch, if the sketches say that it is worth it.
     """
-    limit = limit_for(outer.dtype, inner.dtype)
+    limit = limit_for(outer.dtype, inner.dtype) if limit is None else limit
     whole = outer.sketch.numel == inner.sketch.numel
     if not (alike(outer.sketch, inner.sketch, limit) if whole else _may_lie_in(outer.sketch, inner.sketch, limit)):
         return None

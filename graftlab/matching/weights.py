@@ -23,6 +23,9 @@ from graftlab.matching.proposal import Pair, Proposal, Sureness
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for
 
+# No two trained weights are this near each other by chance, and no rounding moves one further.
+LIMIT = 3e-2
+
 State = Mapping[str, Any] | nn.Module
 
 
@@ -77,12 +80,12 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     """
     states = _state(baseline, "baseline"), _state(target, "target")
     mine, theirs = (_items(state) for state in states)
-    matcher = Matcher(mine, theirs, None, None)
+    matcher = Matcher(mine, theirs, None, None, LIMIT)
     matcher.match_equals()
     matcher.match_parts()
     _match_siblings(matcher)
-    matcher.apply_rules()
     _match_scaled(matcher)
+    matcher.apply_rules()
     _match_constants(matcher)
     _match_differing(matcher)
     pairs = tuple(matcher.in_order(_worded(matcher, pair) for pair in matcher.pairs))
@@ -149,7 +152,7 @@ def _match_siblings(matcher: Matcher) -> None:
                     continue
                 pieces = (other, tap) if pair.whole == "baseline" else (tap, other)
                 rel = applied(layout, *pieces)
-                if rel is not None and rel <= limit_for(other.dtype, tap.dtype):
+                if rel is not None and rel <= LIMIT:
                     note = (
                         f"as {pair.target}; all its values are the same" if tap.sketch.constant else f"as {pair.target}"
                     )
@@ -171,7 +174,7 @@ def _match_fused_siblings(matcher: Matcher) -> None:
                 if module_of(other.name) != module_of(pair.baseline):
                     continue
                 rel = applied(layout, fused, other)
-                if rel is not None and rel <= limit_for(fused.dtype, other.dtype):
+                if rel is not None and rel <= LIMIT:
                     sureness: Sureness = "exact" if rel == 0 else "near"
                     _append(matcher, Pair(other.name, fused.name, layout, "target", sureness, rel, f"as {pair.target}"))
 
@@ -231,6 +234,7 @@ def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None
     factor = float(np.einsum("i,i", spread, tap.flat) / np.einsum("i,i", spread, spread))
     if factor == 0 or not np.isfinite(factor):
         return None
+    # A factor and a sum can be fitted to anything a little; so they must fit as well as rounding allows.
     limit = limit_for(other.dtype, tap.dtype)
     # What is near a plain number is that number.
     factor = next((near for near in (1.0, -1.0) if abs(factor - near) <= limit), factor)
