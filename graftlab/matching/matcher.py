@@ -14,6 +14,7 @@ import numpy as np
 
 from graftlab.base.world import Side
 from graftlab.layouts import Layout
+from graftlab.matching.contradictions import odd_layouts, other_roles
 from graftlab.matching.items import Fetch, RecordedTap
 from graftlab.matching.names import pattern_of, similarity
 from graftlab.matching.proposal import Pair, Proposal, Sureness
@@ -28,6 +29,8 @@ COARSEST = 6e-2
 # Partners this much worse than the best are no longer a tie with it.
 TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
+# Kinds of modules whose output is their input when a model is not in training.
+HANDS_ON = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Below this much in common a name says nothing.
 LEAST_SIMILARITY = 0.5
 
@@ -78,7 +81,20 @@ class Matcher:
         if guesses:
             self.guess()
         pairs = tuple(self.in_order(_after(before, self.pairs)))
-        return Proposal(pairs, *self.unmatched(), tuple(odd_layouts(pairs)))
+        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)))
+
+    def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
+        """What contradicts itself, each with the tap after it at which the values part."""
+        sure = [pair for pair in pairs if pair.by_value]
+        roles = other_roles(sure)
+        names = {name for name, _ in roles}
+        said = [text for _, text in roles] + [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in names]
+        matching = {pair.target for pair in sure}
+        for text in said:
+            tap = self.target.get(text.partition(" ")[0])
+            after = [other for other in self.target.values() if tap is not None and other.order > tap.order]
+            parted = next((other.name for other in after if other.name not in matching), None)
+            yield f"{text}; the first tap after it that does not match is {parted}" if parted else text
 
     def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
         """What has no partner and why, of the baseline and of the target."""
@@ -151,6 +167,8 @@ class Matcher:
         """How well two taps go together beside their values: kind, name and place in the order."""
         one, other = found.outer, found.inner
         kind = 0.5 if one.kind and one.kind == other.kind else 0.0
+        # What hands its input on is the partner of such only, where there is a choice.
+        kind -= 0.5 * ((one.kind in HANDS_ON) != (other.kind in HANDS_ON))
         places = one.order / max(1, len(self.baseline) - 1), other.order / max(1, len(self.target) - 1)
         plain = 0.3 if not found.layout.steps else 0.0
         return similarity(one.name, other.name) + kind + plain - 2 * abs(places[0] - places[1])
@@ -262,10 +280,10 @@ class Matcher:
             return self.why[tap.name]
         others = self.target if side == "baseline" else self.baseline
         other = "target" if side == "baseline" else "baseline"
-        if tap.sketch.constant:
-            return "all its values are the same, so they say nothing of its partner"
         if tap.sketch.nonfinite == tap.sketch.numel:
             return "none of its values is finite"
+        if tap.sketch.constant:
+            return "all its values are the same, so they say nothing of its partner"
         if not any(each.sketch.numel == tap.sketch.numel for each in others.values()):
             return f"no {other} tap has {tap.sketch.numel} elements, and it is part of none"
         twin = next((pair for pair in self.pairs if pair.by_value and self._equal(tap, side, pair)), None)
@@ -309,38 +327,3 @@ def _after(before: Proposal | None, pairs: Iterable[Pair]) -> list[Pair]:
         else pair
         for pair in pairs
     ]
-
-
-def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
-    """What matches in another layout than its neighbours in other layers do, which may itself be the fault."""
-    groups: dict[str, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        if pair.by_value:
-            groups[pattern_of(pair.target)].append(pair)
-    said = []
-    for group in groups.values():
-        layouts: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
-        for pair in group:
-            layouts[(pair.layout.text, pair.whole, pattern_of(pair.baseline))].append(pair)
-        usual = max(layouts.values(), key=len)
-        if len(usual) < 2 or len(layouts) == 1:
-            continue
-        for odd in layouts.values():
-            # Parts of one fused tensor are different layouts by right; only a minority is odd.
-            if odd is usual or len(odd) * 2 > len(usual):
-                continue
-            for pair in odd:
-                own, others = pair.layout.text, usual[0].layout.text
-                if any(other.target == pair.target for other in usual):
-                    continue
-                if own != others:
-                    said.append(
-                        f"{pair.target} is {pair.baseline} in the layout {own!r}, where {len(usual)} others like it "
-                        f"are in the layout {others!r}"
-                    )
-                else:
-                    said.append(
-                        f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are such as "
-                        f"{usual[0].target} is {usual[0].baseline}"
-                    )
-    return said

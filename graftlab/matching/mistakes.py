@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, join_parts
+from graftlab.matching.contradictions import odd_layouts, other_roles
 from graftlab.matching.items import RecordedTap
-from graftlab.matching.matcher import odd_layouts
-from graftlab.matching.names import fused_roles, last_role, layer_of, module_of, pattern_of, role_of, similarity
+from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
 from graftlab.matching.proposal import Pair
 
 Items = Mapping[str, RecordedTap]
@@ -26,13 +26,10 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     """One sentence for each mistake, in the order of the target's parameters."""
     said: list[str] = []
     sure = [pair for pair in pairs if pair.by_value]
-    roles = _roles(sure)
     misplaced: set[str] = set()
-    for pair in sure:
-        wrong = _other_role(pair, roles) or _other_kind(pair)
-        if wrong:
-            misplaced.add(pair.target)
-            said.append(wrong)
+    for name, wrong in (*other_roles(sure), *_other_kinds(sure)):
+        misplaced.add(name)
+        said.append(wrong)
     said += _other_layers(sure, misplaced)
     said += [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in misplaced]
     said += _odd_transpositions(sure, baseline)
@@ -70,51 +67,18 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
     return list(dict.fromkeys(said))
 
 
-# ---- roles ----------------------------------------------------------------------------------------------------------
+# ---- names, layers and layouts ---------------------------------------------------------------------------------------
 
 
-def _roles(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
-    """The role that each pair's part of a fused parameter has there, by the order of the parts."""
-    fused: dict[str, list[tuple[float, Pair]]] = defaultdict(list)
+def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+    """Weights that hold a bias, and the like."""
+    said = []
     for pair in pairs:
-        outer = pair.baseline if pair.whole == "baseline" else pair.target
-        if pair.layout.steps and isinstance(pair.layout.steps[0], Part) and fused_roles(outer):
-            part = pair.layout.steps[0]
-            fused[outer].append((sum(part.of[: part.index]) / sum(part.of), pair))
-    roles: dict[tuple[str, str], tuple[str, str]] = {}
-    for outer, parts in fused.items():
-        starts = sorted({start for start, _ in parts})
-        names = fused_roles(outer)
-        if len(starts) == len(names):
-            for start, pair in parts:
-                roles[pair.baseline, pair.target] = (outer, names[starts.index(start)])
-    return roles
-
-
-def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) -> str | None:
-    if (pair.baseline, pair.target) in roles:
-        outer, role = roles[pair.baseline, pair.target]
-        inner = pair.target if outer == pair.baseline else pair.baseline
-        named = role_of(inner)
-        if named and named[0] in ("attention", "mlp") and named[1] != role:
-            if outer == pair.target:
-                return f"{outer} holds {inner} where its {role} belongs"
-            return f"{inner} is the {role} of {outer}, not its {named[1]}"
-        return None
-    mine, theirs = role_of(pair.baseline), role_of(pair.target)
-    if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
-        return f"{pair.target} is {theirs[1]} by its name, and holds {pair.baseline}, which is {mine[1]}"
-    return None
-
-
-def _other_kind(pair: Pair) -> str | None:
-    mine, theirs = last_role(pair.baseline), last_role(pair.target)
-    if mine and theirs and mine != theirs:
-        return f"{pair.target} is {theirs} by its name, and holds {pair.baseline}, which is {mine}"
-    return None
-
-
-# ---- layers and layouts ---------------------------------------------------------------------------------------------
+        mine, theirs = last_role(pair.baseline), last_role(pair.target)
+        if mine and theirs and mine != theirs:
+            text = f"{pair.target} is {theirs} by its name, and holds {pair.baseline}, which is {mine}"
+            said.append((pair.target, text))
+    return said
 
 
 def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:

@@ -92,11 +92,12 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
         elements, values = elements[finite], values[finite]
     scale = max(outer.sketch.rms, 1e-30)
     # From rounding alone upwards: the finer, the more values are unique.
-    for tolerance in (1e-9, 1e-6, 1e-4, limit / 2):
+    for tolerance in (1e-9, 1e-6, 1e-5, 1e-4, limit / 2):
         if tolerance > limit:
             break
-        # Of a sketch only a few values are known, so that it can say nothing of the others.
-        if outer.flat is not None and outer.lookup.share(values, tolerance * scale) < 0.9:
+        # By the extremes, which are far apart: of the others many are near something by chance. A sketch has too few
+        # values to say that one is not there.
+        if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
             continue
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
         if found is not None:

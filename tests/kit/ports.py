@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graftlab.matching.items import Recorder
+
 State = dict[str, Tensor]
 
 
@@ -176,3 +178,37 @@ def hand_from_gpt2(state: State) -> State:
             for last in ("weight", "bias"):
                 new[f"{to}{theirs}.{last}"] = state[f"{old}{mine}.{last}"]
     return new
+
+
+# ---- taps without a session ------------------------------------------------------------------------------------------
+
+
+def record_taps(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    grafts: dict[str, Callable[[Tensor], Tensor]] | None = None,
+    budget: int = 1 << 30,
+) -> Recorder:
+    """What every module's output showed in one run; ``grafts`` replace a tap's tensor after it was recorded."""
+    recorder = Recorder({name or "output": type(module).__name__ for name, module in model.named_modules()}, budget)
+
+    def shown(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            recorder.tap(name, value, None, {})
+            return grafts[name](value) if grafts and name in grafts else value
+        if isinstance(value, (tuple, list)):
+            return type(value)(shown(f"{name}[{index}]", item) for index, item in enumerate(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = shown(f"{name}.{key}", item)
+        return value
+
+    hooks = [
+        module.register_forward_hook(lambda module, args, output, name=name: shown(name or "output", output))
+        for name, module in model.named_modules()
+    ]
+    with torch.no_grad():
+        run(model)
+    for hook in hooks:
+        hook.remove()
+    return recorder
