@@ -216,6 +216,11 @@ def test_a_rule_follows_the_right_number_of_several() -> None:
     assert rule.seen == 6
 
 
+def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
+    assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
+    assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
+
+
 def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
     baseline = [tap("head.logits", values(4, 8, seed=1), 0)]
     target = [tap("head.logits", values(4, 8, seed=2), 0)]
