@@ -19,6 +19,8 @@ from graftlab.errors import (
     GraftWarning,
     GraphError,
     LaunchError,
+    LayoutError,
+    MatchError,
     PlanError,
     RequestError,
     RunError,
@@ -34,6 +36,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 if TYPE_CHECKING:
     from graftlab import plots, transforms
     from graftlab.control.run import Run
+    from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
     from graftlab.rows.store import load_run
     from graftlab.session import Session, launch
@@ -54,6 +57,8 @@ _LAZY = {
     "Watch": "graftlab.taps.watch",
     "launch": "graftlab.session",
     "load_run": "graftlab.rows.store",
+    "make_converter": "graftlab.matching.weights",
+    "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
@@ -71,6 +76,8 @@ __all__ = [
     "GraphError",
     "Here",
     "LaunchError",
+    "LayoutError",
+    "MatchError",
     "PlanError",
     "RequestError",
     "Run",
@@ -87,6 +94,8 @@ __all__ = [
     "launch",
     "load_ipython_extension",
     "load_run",
+    "make_converter",
+    "match_weights",
     "plots",
     "step",
     "tags",

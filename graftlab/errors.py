@@ -4,6 +4,8 @@
 
     GraftError
     |-- FilterError(ValueError)           a filter expression cannot be compiled
+    |-- LayoutError(ValueError)           a layout cannot be read, or a tensor is not of the layout it is said to have
+    |-- MatchError(ValueError)            what was given to be matched cannot be, or a proposal cannot be used like that
     |-- PlanError(ValueError)             a plan, or a part of it, is not usable
     |-- TransformError                    a transform cannot be loaded, or its result cannot be used
     |-- TagError(ValueError)              a tap was called with tags that it cannot have
@@ -41,6 +43,17 @@ class GraftError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+def _pointed(message: str, text: str, position: int) -> str:
+    """The message, and below it the text with a mark under the fault."""
+    if not text:
+        return message
+    # One line of context is enough to see the fault, however much was pasted.
+    start = max(0, position - 60)
+    line = text[start : position + 60].replace("\n", " ")
+    caret = " " * (position - start) + "^"
+    return f"{message} (at position {position})\n    {line}\n    {caret}"
+
+
 class FilterError(GraftError, ValueError):
     """A filter expression cannot be compiled.
 
@@ -54,13 +67,27 @@ class FilterError(GraftError, ValueError):
         self.position = position
 
     def __str__(self) -> str:
-        if not self.expression:
-            return self.message
-        # One line of context is enough to see the fault, however much was pasted.
-        start = max(0, self.position - 60)
-        line = self.expression[start : self.position + 60].replace("\n", " ")
-        caret = " " * (self.position - start) + "^"
-        return f"{self.message} (at position {self.position})\n    {line}\n    {caret}"
+        return _pointed(self.message, self.expression, self.position)
+
+
+class LayoutError(GraftError, ValueError):
+    """A layout cannot be read, or a tensor does not have the layout that it is said to have.
+
+    For a text that cannot be read, ``text`` is the text and ``position`` the 0-based offset of the fault in it.
+    """
+
+    def __init__(self, message: str, text: str = "", position: int = 0) -> None:
+        super().__init__(message, text, position)
+        self.message = message
+        self.text = text
+        self.position = position
+
+    def __str__(self) -> str:
+        return _pointed(self.message, self.text, self.position)
+
+
+class MatchError(GraftError, ValueError):
+    """What was given to be matched cannot be, or a proposal cannot be used as asked."""
 
 
 class PlanError(GraftError, ValueError):

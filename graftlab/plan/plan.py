@@ -79,8 +79,8 @@ class GraftPlan:
     ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
     of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
     nothing. ``transform`` is what :meth:`TransformSpec.of` takes. ``rename`` is ``{side: {regex: replacement}}`` or a
-    tuple of ``(side, regex, replacement)``, applied in order with ``re.sub`` to the names of that side before taps are
-    paired.
+    tuple of ``(side, regex, replacement)`` for the names of that side before taps are paired: the first rule that
+    matches a name rewrites it with ``re.sub``, and no other looks at what it made.
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
     where no filter is left.
@@ -174,7 +174,8 @@ class GraftPlan:
     def rewrite(self, side: Side, name: str) -> str:
         """The name under which this side's tap is paired."""
         for pattern, replacement in self._renames[side]:
-            name = pattern.sub(replacement, name)
+            if pattern.search(name):
+                return pattern.sub(replacement, name)
         return name
 
     def load_transform(self) -> Transform | None:

@@ -19,6 +19,16 @@ ROOT = "output"
 # Outputs nest a few levels; whatever goes deeper is a cache or a graph, not an output.
 _MAX_DEPTH = 6
 
+# What wrappers call the module they wrap, where it is no name that people give too; and where it is, in which classes.
+# By name, because most of these are imported by nobody who does not use them.
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "PeftModel": "base_model",
+    "BaseTuner": "model",
+}
+
 Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
@@ -84,7 +94,10 @@ def watch(
 ) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
-    A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``.
+    A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``. What
+    wrappers put into names (``module.`` of DDP, ``_orig_mod.`` of ``torch.compile``, ``base_model.model.`` of PEFT,
+    those of FSDP and activation checkpointing) is left out, so that a model has the same names wrapped and not. A
+    wrapper and what it wraps are one tap, at the wrapper's output, with the type of what it wraps.
     Tensors inside an output are named ``name[0]`` (tuples, lists) and ``name.key`` (dicts, dataclasses, Hugging Face
     ``ModelOutput``). A graft replaces the tensor in the output; nothing is written into the one the module made.
 
@@ -108,9 +121,8 @@ def watch(
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
-    for path, module in model.named_modules():
+    for path, (module, kind) in _unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
-        kind = type(module).__name__
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
     names = [name for name, _ in chosen]
@@ -122,6 +134,27 @@ def watch(
         *(module.register_forward_hook(_hook(name, extras)) for name, module in chosen),
     ]
     return Watch(handles, names)
+
+
+def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Modules by their names without the wrappers' part: the outermost of equal names, and the innermost's type."""
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        name = _unwrapped(path, modules)
+        found[name] = (found[name][0] if name in found else module, type(module).__name__)
+    return found
+
+
+def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:
+    parts = path.split(".")
+    kept = []
+    for place, part in enumerate(parts):
+        above = modules[".".join(parts[:place])]
+        wraps = any(_WRAPPERS.get(each.__name__) == part for each in type(above).__mro__)
+        if part not in _WRAPPED and not wraps:
+            kept.append(part)
+    return ".".join(kept)
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:

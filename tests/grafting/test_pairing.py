@@ -230,7 +230,7 @@ def test_sides_with_other_module_names_pair_through_the_plans_rewriting(session:
         b2t="True",
         rename={
             "baseline": {r"^transformer\.h\.(\d+)\.attn$": r"layers.\1.attention"},
-            "target": {r"^model\.": "", r"self_attn": "attention"},
+            "target": {r"^model\.(.*)\.self_attn$": r"\1.attention"},
         },
     )
     run = run_in_order(

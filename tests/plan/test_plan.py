@@ -139,18 +139,24 @@ def test_a_plan_knows_every_tag_that_some_filter_looks_at() -> None:
 # ---- the names under which taps are paired --------------------------------------------------------------------------
 
 
-def test_renames_apply_in_order_to_the_names_of_their_own_side() -> None:
+def test_a_name_is_rewritten_once_by_the_first_rule_of_its_side_that_matches() -> None:
     plan = GraftPlan().edit(
         rename={
-            "target": {r"^model\.": "", r"blocks\.(\d+)\.": r"layers[\1]."},
+            "target": {r"^model\.blocks\.(\d+)\.": r"layers[\1].", r"^model\.": ""},
             "baseline": {r"^model\.blocks": "late"},
         }
     )
     assert plan.rewrite("target", "model.blocks.3.attn") == "layers[3].attn"
+    assert plan.rewrite("target", "model.norm") == "norm"
     assert plan.rewrite("baseline", "model.blocks.3.attn") == "late.3.attn"
     assert GraftPlan().rewrite("target", "model.blocks.3.attn") == "model.blocks.3.attn"
-    assert GraftPlan().edit(rename={"target": {"a": "b", "b": "c"}}).rewrite("target", "a") == "c"
-    assert GraftPlan().edit(rename={"target": {"b": "c", "a": "b"}}).rewrite("target", "a") == "b"
+    # What one rule made is not for the next: else two names could not be exchanged.
+    assert GraftPlan().edit(rename={"target": {"^a$": "b", "^b$": "a"}}).rewrite("target", "a") == "b"
+    assert GraftPlan().edit(rename={"target": {"^a$": "b", "^b$": "a"}}).rewrite("target", "b") == "a"
+    chained = {"dropout1": "attention.output.dropout", "dropout": "intermediate.act"}
+    assert GraftPlan().edit(rename={"target": chained}).rewrite("target", "dropout1") == "attention.output.dropout"
+    # A rule applies wherever it matches in the name.
+    assert GraftPlan().edit(rename={"target": {"a": "b"}}).rewrite("target", "a.a") == "b.b"
 
 
 UNUSABLE_RENAMES: dict[str, Any] = {

@@ -218,6 +218,73 @@ def test_a_graft_flows_into_the_modules_that_follow(session: gl.Session) -> None
     assert rows.loc["output.logits", "max_abs"] == 0.0
 
 
+class PeftModel(nn.Module):
+    """Named and built as PEFT's: the model is two levels down."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = BaseTuner(model)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_model(x)
+
+
+class BaseTuner(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x)
+
+
+def checkpointed(model: Model) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    return model
+
+
+WRAPPERS = {
+    "not": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "data parallel": nn.DataParallel,
+    "PEFT": PeftModel,
+    "checkpointed": checkpointed,
+    "several": lambda model: nn.DataParallel(PeftModel(checkpointed(model))),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_has_the_names_of_the_model(wrapper: str) -> None:
+    names = gl.watch(made_model()).names
+    with gl.watch(WRAPPERS[wrapper](made_model())) as handle:
+        assert sorted(handle.names) == sorted(names)
+    # Filters on the type see what is wrapped.
+    assert gl.watch(WRAPPERS[wrapper](made_model()), include="type == 'Block'").names == ["layers.0", "layers.1"]
+
+
+def test_a_wrapped_module_is_one_tap_and_pairs_with_one_that_is_not(session: gl.Session) -> None:
+    def plain() -> None:
+        model = made_model()
+        with gl.watch(model):
+            model(torch.ones(1, 4))
+
+    def wrapped() -> None:
+        model = nn.DataParallel(PeftModel(made_model()))
+        with gl.watch(model):
+            model(torch.ones(1, 4))
+
+    frame = session.run(plain, wrapped).frame
+    assert frame["name"].tolist() == ALL
+    assert set(frame["status"]) == {"compared"}
+
+
+def test_a_module_that_people_call_like_a_wrappers_keeps_its_name() -> None:
+    holder = nn.ModuleDict({"module": nn.ModuleDict({"model": nn.Linear(2, 2)})})
+    assert gl.watch(holder).names == ["output", "module", "module.model"]
+
+
 # ---- which modules --------------------------------------------------------------------------------------------------
 
 

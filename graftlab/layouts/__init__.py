@@ -1,0 +1,40 @@
+"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those."""
+
+from __future__ import annotations
+
+from graftlab.layouts.dims import Dims, layouts_of_pair, parse_dims
+from graftlab.layouts.layout import Joined, Layout, Relaid, join_parts, relayout
+from graftlab.layouts.mesh import Mesh
+from graftlab.layouts.placements import layout_of_dtensor
+from graftlab.layouts.rearrange import Rearrange
+from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
+from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
+from graftlab.layouts.text import parse_layout
+
+__all__ = [
+    "Dims",
+    "Disagreement",
+    "Joined",
+    "Layout",
+    "Mesh",
+    "OneOf",
+    "Pack",
+    "Pad",
+    "Part",
+    "Partial",
+    "Rearrange",
+    "Relaid",
+    "Replicate",
+    "Scale",
+    "Shard",
+    "Step",
+    "Strided",
+    "Unpack",
+    "Window",
+    "join_parts",
+    "layout_of_dtensor",
+    "layouts_of_pair",
+    "parse_dims",
+    "parse_layout",
+    "relayout",
+]

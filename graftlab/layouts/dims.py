@@ -1,0 +1,244 @@
+"""The notation for dimensions that SGLang's comparator made usual: ``"b s[cp:zigzag] h[tp] d # ep:replicated"``.
+
+What it means: one name for each dimension of a rank's tensor, in order. In brackets stand the axes over which it is
+split, outermost first, each with what is particular about it: ``zigzag`` (or ``natural``) order, ``partial`` for a sum
+that is yet to be taken, ``sharded`` for what goes without saying. ``(a*b)`` is one dimension fused from two, ``1`` one
+of size 1. After ``#`` stand axes over which all ranks hold the same (``ep:replicated``), and with ``dp:=moe_dp`` the
+name of the data parallel group of which one rank holds the tensor and the others nothing. ``t`` are the tokens of all
+sequences in one dimension, ``b`` and ``s`` batch and sequence in two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graftlab.errors import LayoutError
+from graftlab.layouts.layout import Layout
+from graftlab.layouts.rearrange import Rearrange
+from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
+from graftlab.layouts.steps import Pack, Step, Unpack
+
+AXES = ("tp", "cp", "ep", "sp", "recompute_pseudo")
+TOKENS, BATCH, SEQUENCE = "t", "b", "s"
+
+_WORD = re.compile(r"\S+")
+_DIM = re.compile(r"(?P<one>1)$|(?:(?P<name>[A-Za-z_]\w*)|\((?P<fused>[^()]*)\))(?:\[(?P<modifiers>[^\[\]]*)\])?$")
+_NAME = re.compile(r"[A-Za-z_]\w*$")
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """Over which axis a dimension is split, and how."""
+
+    axis: str
+    zigzag: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension: the names fused in it (none for one of size 1), and what it is split over, outermost first."""
+
+    names: tuple[str, ...]
+    modifiers: tuple[Modifier, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dims:
+    """An annotation that was read."""
+
+    dims: tuple[Dim, ...]
+    replicated: tuple[str, ...] = ()
+    dp: str = "dp"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for dim in self.dims for name in dim.names)
+
+    def layout(self) -> Layout:
+        """The layout from a whole tensor of these dimensions."""
+        steps: list[Step] = []
+        for place, dim in enumerate(self.dims):
+            packed = TOKENS in dim.names
+            for modifier in dim.modifiers:
+                if modifier.partial:
+                    steps.append(Partial(modifier.axis))
+                elif modifier.zigzag:
+                    steps.append(Shard(place, modifier.axis, order="zigzag", packed=packed))
+                else:
+                    steps.append(Shard(place, modifier.axis))
+        return Layout((*steps, *(Replicate(axis) for axis in self.replicated), OneOf(self.dp)))
+
+
+def layouts_of_pair(
+    baseline: str, target: str, sizes: Mapping[str, int] | None = None, *, packed: bool = False
+) -> tuple[Layout, Layout]:
+    """The layouts of two sides whose taps are annotated; the whole is what the baseline's names say.
+
+    Dimensions with equal names are the same. ``t`` on one side is ``b`` and ``s`` on the other: row by row, or with
+    ``packed`` without the padding, by the lengths of the sequences. ``sizes`` are those of fused dimensions that
+    shapes do not tell. Raises :class:`LayoutError` for names that only one side has.
+    """
+    one, other = parse_dims(baseline), parse_dims(target)
+    mine, theirs = set(one.names), set(other.names)
+    left, right = [dim.names for dim in one.dims], [dim.names for dim in other.dims]
+    before: list[Step] = []
+    tokens = {TOKENS}, {BATCH, SEQUENCE}
+    unlike = mine - theirs, theirs - mine
+    if unlike in (tokens, tokens[::-1]):
+        flat, padded = (left, right) if TOKENS in mine else (right, left)
+        if packed:
+            # Packing joins the two first dimensions, or takes them apart; the rest is a rearrangement after it.
+            if padded[:2] != [(BATCH,), (SEQUENCE,)] or flat[0] != (TOKENS,):
+                raise LayoutError("packed needs t, or b and s, as the first dimensions", baseline)
+            before.append(Unpack() if TOKENS in mine else Pack())
+            flat[0:1] = [(BATCH,), (SEQUENCE,)] if TOKENS in mine else flat[0:1]
+            padded[0:2] = [(TOKENS,)] if TOKENS not in mine else padded[0:2]
+        else:
+            flat[:] = [tuple(_spread(group)) for group in flat]
+    elif mine != theirs:
+        alone = sorted(unlike[0] or unlike[1])[0]
+        text, side = (baseline, "baseline") if unlike[0] else (target, "target")
+        raise LayoutError(f"only the {side} has {alone!r}, so the two are not one tensor", text, _place(text, alone))
+    rearranged = _rearrangement(left, right, dict(sizes or {}))
+    between = (*before, *([] if rearranged is None else [rearranged]))
+    return one.layout(), Layout((*between, *other.layout().steps))
+
+
+def _spread(group: tuple[str, ...]) -> list[str]:
+    return [part for name in group for part in ((BATCH, SEQUENCE) if name == TOKENS else (name,))]
+
+
+def _rearrangement(
+    left: list[tuple[str, ...]], right: list[tuple[str, ...]], sizes: dict[str, int]
+) -> Rearrange | None:
+    if left == right:
+        return None
+    pattern = f"{' '.join(map(_written, left))} -> {' '.join(map(_written, right))}"
+    axes = {name for group in left for name in group}
+    return Rearrange(pattern, tuple((name, size) for name, size in sizes.items() if name in axes))
+
+
+def _written(group: tuple[str, ...]) -> str:
+    return "1" if not group else group[0] if len(group) == 1 else f"({' '.join(group)})"
+
+
+def parse_dims(text: str) -> Dims:
+    """Read an annotation. Raises :class:`LayoutError` with the position of whatever is not of this notation."""
+    shape, hash_, comment = text.partition("#")
+    if not shape.strip():
+        raise LayoutError("the dimensions are missing", text, 0)
+    dims = []
+    places: dict[str, int] = {}
+    split: dict[str, int] = {}
+    for word in _words(shape):
+        dim = _dim(text, word)
+        for name in dim.names:
+            if name in places:
+                raise LayoutError(f"dimension {name!r} is named twice", text, word.start())
+            places[name] = word.start()
+        for modifier in dim.modifiers:
+            if modifier.axis in split:
+                raise LayoutError(f"axis {modifier.axis!r} splits two dimensions", text, word.start())
+            split[modifier.axis] = word.start()
+        dims.append(dim)
+    if {TOKENS} & set(places) and {BATCH, SEQUENCE} & set(places):
+        raise LayoutError("'t' is 'b' and 's' in one, and stands beside them here", text, places[TOKENS])
+    replicated, dp = _comment(text, len(shape) + 1, comment, split) if hash_ else ((), "dp")
+    return Dims(tuple(dims), replicated, dp)
+
+
+def _words(shape: str) -> list[re.Match[str]]:
+    # Spaces inside of brackets belong to the word: `h[cp, tp]`, `(a * b)`.
+    found = re.finditer(r"(?:\([^()]*\)|\[[^\[\]]*\]|\S)+", shape)
+    return list(found)
+
+
+def _dim(text: str, word: re.Match[str]) -> Dim:
+    read = _DIM.match(word.group())
+    if read is None:
+        raise LayoutError(f"{word.group()!r} is not a dimension: a name, (a*b) or 1, then [axes]", text, word.start())
+    if read["one"]:
+        return Dim(())
+    names: tuple[str, ...] = (read["name"],)
+    if read["fused"] is not None:
+        parts = read["fused"].split("*")
+        place = word.start() + read.start("fused")
+        for part in parts:
+            if not _NAME.match(part.strip()):
+                raise LayoutError(f"{part.strip()!r} is not a name; fused dimensions are (a*b)", text, place)
+            place += len(part) + 1
+        names = tuple(part.strip() for part in parts)
+        if len(names) < 2:
+            raise LayoutError("( ) is for several dimensions fused in one, as (a*b)", text, word.start())
+        if len(set(names)) < len(names):
+            raise LayoutError(f"{word.group()!r} names a dimension twice", text, word.start())
+    modifiers = []
+    if read["modifiers"] is not None:
+        place = word.start() + read.start("modifiers")
+        for part in read["modifiers"].split(","):
+            modifiers.append(_modifier(text, part, place, names))
+            place += len(part) + 1
+    if len({modifier.axis for modifier in modifiers}) < len(modifiers):
+        raise LayoutError(f"{word.group()!r} has an axis twice", text, word.start())
+    return Dim(names, tuple(modifiers))
+
+
+def _modifier(text: str, part: str, place: int, names: tuple[str, ...]) -> Modifier:
+    place += len(part) - len(part.lstrip())
+    axis, colon, rest = part.strip().partition(":")
+    if axis.strip() not in AXES:
+        raise LayoutError(f"{axis.strip()!r} is not an axis; there are {', '.join(AXES)}", text, place)
+    order: set[str] = set()
+    partial = False
+    inside = place + len(axis) + len(colon)
+    for word in rest.split("+") if colon else ():
+        qualifier = word.strip()
+        if qualifier not in ("sharded", "zigzag", "natural", "partial"):
+            raise LayoutError(
+                f"{qualifier!r} is not known here; there are sharded, zigzag, natural, partial", text, inside
+            )
+        if (qualifier == "partial" and partial) or (qualifier in ("zigzag", "natural") and order):
+            raise LayoutError(f"{part.strip()!r} says twice how it is split", text, inside)
+        partial |= qualifier == "partial"
+        order |= {qualifier} & {"zigzag", "natural"}
+        inside += len(word) + 1
+    zigzag = "zigzag" in order
+    if zigzag and partial:
+        raise LayoutError("a partial sum is not split, so it has no order", text, place)
+    if zigzag and not {TOKENS, SEQUENCE} & set(names):
+        raise LayoutError("zigzag is an order of sequences: of 's' or 't'", text, place)
+    return Modifier(axis.strip(), zigzag, partial)
+
+
+def _comment(text: str, offset: int, comment: str, split: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    replicated: list[str] = []
+    dp: str | None = None
+    for word in _WORD.finditer(comment):
+        place = offset + word.start()
+        group = re.fullmatch(r"dp:=([A-Za-z_]\w*)", word.group())
+        axis = re.fullmatch(r"(\w+):replicated", word.group())
+        if group:
+            if dp is not None:
+                raise LayoutError(f"dp is {dp!r} already", text, place)
+            dp = group[1]
+        elif axis and axis[1] in AXES:
+            if axis[1] in split:
+                raise LayoutError(f"axis {axis[1]!r} splits a dimension, so it is not replicated", text, place)
+            if axis[1] in replicated:
+                raise LayoutError(f"axis {axis[1]!r} is replicated already", text, place)
+            replicated.append(axis[1])
+        elif axis:
+            raise LayoutError(f"{axis[1]!r} is not an axis; there are {', '.join(AXES)}", text, place)
+        else:
+            raise LayoutError(
+                f"{word.group()!r} is not known here; there are dp:=GROUP and AXIS:replicated", text, place
+            )
+    return tuple(replicated), dp or "dp"
+
+
+def _place(text: str, name: str) -> int:
+    found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+    return found.start() if found else 0

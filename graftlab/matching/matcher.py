@@ -1,0 +1,329 @@
+"""Matching by value: two lists of recorded taps become a proposal.
+
+First tensors of equal size whose quantiles agree, then parts of larger ones, then rules over layers. Where several
+partners hold the same values, the kind of module, the name and the order choose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from graftlab.base.world import Side
+from graftlab.layouts import Layout
+from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.items import Fetch, RecordedTap
+from graftlab.matching.names import pattern_of, similarity
+from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.rules import rules_of
+from graftlab.matching.search import Found, applied, find
+from graftlab.matching.sketch import limit_for
+
+# Bytes of values that are brought for a comparison and kept for the next.
+FETCHED = 1 << 28
+# Quantiles further apart than this, relative to the tensor, are of no dtype's rounding; see sketch.alike.
+COARSEST = 6e-2
+# Partners this much worse than the best are no longer a tie with it.
+TIE_FACTOR = 10.0
+TIE_FLOOR = 1e-6
+# Kinds of modules whose output is their input when a model is not in training.
+HANDS_ON = ("Dropout", "Identity", "DropPath", "StochasticDepth")
+# Below this much in common a name says nothing.
+LEAST_SIMILARITY = 0.5
+
+
+def match_taps(
+    baseline: Sequence[RecordedTap],
+    target: Sequence[RecordedTap],
+    *,
+    fetch_baseline: Fetch | None = None,
+    fetch_target: Fetch | None = None,
+    before: Proposal | None = None,
+    guesses: bool = True,
+) -> Proposal:
+    """Which target tap is which baseline tap, in which layout, from the values that one run of both sides showed.
+
+    ``fetch_baseline`` and ``fetch_target`` bring values of which only sketches were recorded; without them those are
+    compared by their sketches. ``before`` is the proposal of an earlier run: what it had by rule and the values now
+    say too, because taps before it were grafted, is ``confirmed``. With ``guesses`` what is left may be paired by name
+    alone, which is never grafted.
+    """
+    return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses)
+
+
+class Matcher:
+    """One matching: the pairs so far, and the ways to find more. :func:`match_taps` goes them in order."""
+
+    def __init__(
+        self,
+        baseline: Sequence[RecordedTap],
+        target: Sequence[RecordedTap],
+        fetch_baseline: Fetch | None,
+        fetch_target: Fetch | None,
+        limit: float | None = None,
+    ) -> None:
+        """``limit`` is how far two tensors may be from each other, where their dtypes are not to say it."""
+        self.limit = limit
+        self.baseline = {tap.name: tap for tap in sorted(baseline, key=lambda tap: tap.order)}
+        self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
+        self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
+        self.pairs: list[Pair] = []
+        self.why: dict[str, str] = {}
+        self.fetched: list[RecordedTap] = []
+
+    def run(self, before: Proposal | None, guesses: bool) -> Proposal:
+        self.match_equals()
+        self.match_parts()
+        self.apply_rules()
+        if guesses:
+            self.guess()
+        pairs = tuple(self.in_order(_after(before, self.pairs)))
+        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)))
+
+    def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
+        """What contradicts itself, each with the tap after it at which the values part."""
+        sure = [pair for pair in pairs if pair.by_value]
+        roles = other_roles(sure)
+        names = {name for name, _ in roles}
+        said = [text for _, text in roles] + [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in names]
+        matching = {pair.target for pair in sure}
+        for text in said:
+            tap = self.target.get(text.partition(" ")[0])
+            after = [other for other in self.target.values() if tap is not None and other.order > tap.order]
+            parted = next((other.name for other in after if other.name not in matching), None)
+            yield f"{text}; the first tap after it that does not match is {parted}" if parted else text
+
+    def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What has no partner and why, of the baseline and of the target."""
+        return (
+            {
+                name: self._reason(tap, "baseline")
+                for name, tap in self.baseline.items()
+                if not self._has(name, "baseline")
+            },
+            {name: self._reason(tap, "target") for name, tap in self.target.items() if not self._has(name, "target")},
+        )
+
+    # ---- by value -----------------------------------------------------------------------------------------------
+
+    def match_equals(self) -> None:
+        """Taps of one size: all that could be the same, then the choice between those that are equally good."""
+        mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
+        found: dict[str, list[Found]] = {}
+        for numel in mine.keys() & theirs.keys():
+            others = mine[numel]
+            quantiles = np.stack([other.sketch.quantiles for other in others])
+            for tap in theirs[numel]:
+                # All sketches at once; the values only of those that are left.
+                scale = np.maximum(np.abs(quantiles), tap.sketch.rms)
+                apart = (np.abs(quantiles - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1)
+                near = [others[place] for place in np.flatnonzero(apart <= COARSEST)]
+                matching = [each for other in near if (each := self._find(other, tap)) is not None]
+                if matching:
+                    found[tap.name] = _ties(matching)
+                tap.forget()
+            for tap in others:
+                tap.forget()
+        self._choose(found)
+
+    def _find(self, outer: RecordedTap, inner: RecordedTap) -> Found | None:
+        return find(outer, inner, self._bring, self.limit)
+
+    def _bring(self, tap: RecordedTap) -> None:
+        """Fetch a tap's values, and let go of those fetched longest ago when they are too many."""
+        side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
+        fetch = self.fetch[side]
+        value = None if fetch is None else fetch(tap.name)
+        if value is None:
+            return
+        tap.forget()
+        tap.value = value.detach()
+        self.fetched.append(tap)
+        while len(self.fetched) > 2 and sum(each.nbytes for each in self.fetched) > FETCHED:
+            oldest = self.fetched.pop(0)
+            oldest.value = None
+            oldest.forget()
+
+    def _choose(self, found: dict[str, list[Found]]) -> None:
+        """One partner for each, best fits first; a partner is shared only where there are not enough of them."""
+        scored = [(self._fit_of(each), -each.rel, name, each) for name, options in found.items() for each in options]
+        scored.sort(key=lambda entry: (-entry[0], -entry[1], self.target[entry[2]].order))
+        taken: dict[str, str] = {}
+        done: set[str] = set()
+        for _, _, name, each in scored:
+            if name not in done and each.outer.name not in taken:
+                taken[each.outer.name] = name
+                done.add(name)
+                self._add(each, "baseline")
+        for _, _, name, each in scored:
+            if name not in done:
+                done.add(name)
+                self._add(each, "baseline", f"has the same values as {taken[each.outer.name]}")
+
+    def _fit_of(self, found: Found) -> float:
+        """How well two taps go together beside their values: kind, name and place in the order."""
+        one, other = found.outer, found.inner
+        kind = 0.5 if one.kind and one.kind == other.kind else 0.0
+        # What hands its input on is the partner of such only, where there is a choice.
+        kind -= 0.5 * ((one.kind in HANDS_ON) != (other.kind in HANDS_ON))
+        places = one.order / max(1, len(self.baseline) - 1), other.order / max(1, len(self.target) - 1)
+        plain = 0.3 if not found.layout.steps else 0.0
+        return similarity(one.name, other.name) + kind + plain - 2 * abs(places[0] - places[1])
+
+    def _add(self, found: Found, whole: Side, note: str = "") -> None:
+        names = (found.outer.name, found.inner.name)
+        baseline, target = names if whole == "baseline" else names[::-1]
+        sureness: Sureness = "exact" if found.exact else "near"
+        if found.sampled:
+            note = f"{note}; only extreme values compared" if note else "only extreme values compared"
+        self.pairs.append(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
+
+    def match_parts(self) -> None:
+        """What is left on one side may be a part of something on the other, or the other repeated."""
+        left = self.left("target")
+        for tap in left:
+            outer = [other for other in self.baseline.values() if other.sketch.numel != tap.sketch.numel]
+            self._best_part(outer, tap, "baseline")
+        for tap in self.left("baseline"):
+            outer = [other for other in self.target.values() if other.sketch.numel > tap.sketch.numel]
+            self._best_part(outer, tap, "target")
+        for tap in (*self.baseline.values(), *self.target.values()):
+            tap.forget()
+
+    def _best_part(self, outer: Sequence[RecordedTap], inner: RecordedTap, whole: Side) -> None:
+        if inner.sketch.constant:
+            return
+        # What has no partner of its own size is likelier to be made of parts.
+        alone = {tap.name for tap in self.left(whole)} | {
+            pair.baseline if whole == "baseline" else pair.target for pair in self.pairs if pair.layout.leaves_out
+        }
+        found: list[Found] = []
+        for other in sorted(outer, key=lambda each: (each.name not in alone, each.sketch.numel)):
+            each = self._find(other, inner)
+            if each is not None:
+                found.append(each)
+                if each.rel <= TIE_FLOOR and other.name in alone:
+                    break
+        if found:
+            best = min(found, key=lambda each: (each.outer.name not in alone, round(each.rel, 7), -self._fit_of(each)))
+            self._add(best, whole)
+
+    # ---- by rule, and by name -----------------------------------------------------------------------------------
+
+    def apply_rules(self) -> None:
+        for rule in rules_of(pair for pair in self.pairs if pair.by_value):
+            for tap in self.left("target"):
+                if pattern_of(tap.name) != rule.target:
+                    continue
+                name = rule.baseline_for(tap.name)
+                other = self.baseline.get(name)
+                if other is None:
+                    self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which there is not"
+                    continue
+                shared = rule.example.whole == "baseline" and rule.example.layout.leaves_out
+                if self._has(name, "baseline") and not shared:
+                    partner = next(pair.target for pair in self.pairs if pair.baseline == name)
+                    self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which is {partner}"
+                    continue
+                self.pairs.append(self._by_rule(rule.example, rule.seen, other, tap))
+
+    def _by_rule(self, example: Pair, seen: int, baseline: RecordedTap, target: RecordedTap) -> Pair:
+        outer, inner = (baseline, target) if example.whole == "baseline" else (target, baseline)
+        rel = applied(example.layout, outer, inner)
+        note = f"as in {seen} other layers"
+        constant = baseline.sketch.constant and target.sketch.constant
+        if constant and rel == 0.0:
+            note += "; all values are the same, so they say nothing"
+        elif rel is None:
+            note += "; its values could not be compared in that layout"
+        elif rel > limit_for(baseline.dtype, target.dtype):
+            note += f", where the values match; here they differ by {rel:.2g}"
+        return Pair(baseline.name, target.name, example.layout, example.whole, "rule", rel, note)
+
+    def guess(self) -> None:
+        """Names and shapes alone, where nothing else is left; only where both sides would choose each other."""
+        mine, theirs = self.left("baseline"), self.left("target")
+
+        def best(name: RecordedTap, others: Iterable[RecordedTap]) -> RecordedTap | None:
+            scored = [
+                (similarity(name.name, o.name), -abs(o.order - name.order), o) for o in others if o.shape == name.shape
+            ]
+            top = max(scored, key=lambda each: each[:2], default=None)
+            return top[2] if top is not None and top[0] >= LEAST_SIMILARITY else None
+
+        for tap in theirs:
+            other = best(tap, mine)
+            if other is not None and best(other, theirs) is tap:
+                rel = applied(Layout(), other, tap)
+                self.pairs.append(
+                    Pair(other.name, tap.name, Layout(), "baseline", "guess", rel, "by name and shape alone")
+                )
+
+    # ---- what is left -------------------------------------------------------------------------------------------
+
+    def _has(self, name: str, side: Side) -> bool:
+        return any(getattr(pair, side) == name for pair in self.pairs)
+
+    def left(self, side: Side) -> list[RecordedTap]:
+        taps = self.baseline if side == "baseline" else self.target
+        have = {getattr(pair, side) for pair in self.pairs}
+        return [tap for name, tap in taps.items() if name not in have]
+
+    def in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
+        return sorted(pairs, key=lambda pair: (self.target[pair.target].order, self.baseline[pair.baseline].order))
+
+    def _reason(self, tap: RecordedTap, side: Side) -> str:
+        if tap.name in self.why:
+            return self.why[tap.name]
+        others = self.target if side == "baseline" else self.baseline
+        other = "target" if side == "baseline" else "baseline"
+        if tap.sketch.nonfinite == tap.sketch.numel:
+            return "none of its values is finite"
+        if tap.sketch.constant:
+            return "all its values are the same, so they say nothing of its partner"
+        if not any(each.sketch.numel == tap.sketch.numel for each in others.values()):
+            return f"no {other} tap has {tap.sketch.numel} elements, and it is part of none"
+        twin = next((pair for pair in self.pairs if pair.by_value and self._equal(tap, side, pair)), None)
+        if twin is not None:
+            return f"has the same values as {getattr(twin, side)}, which is paired"
+        return f"no {other} tap has its values"
+
+    def _equal(self, tap: RecordedTap, side: Side, pair: Pair) -> bool:
+        taps = self.baseline if side == "baseline" else self.target
+        twin = taps[getattr(pair, side)].sketch
+        own = tap.sketch
+        return (
+            twin.numel == own.numel
+            and bool(np.allclose(twin.extremes, own.extremes, rtol=TIE_FLOOR, atol=0))
+            and bool(np.allclose(twin.quantiles, own.quantiles, rtol=TIE_FLOOR, atol=TIE_FLOOR * own.rms))
+        )
+
+
+def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
+    """By their number of elements; those whose values say nothing are left out."""
+    buckets: dict[int, list[RecordedTap]] = defaultdict(list)
+    for tap in taps:
+        if not tap.sketch.constant and len(tap.sketch.quantiles):
+            buckets[tap.sketch.numel].append(tap)
+    return buckets
+
+
+def _ties(matching: Sequence[Found]) -> list[Found]:
+    best = min(each.rel for each in matching)
+    return [each for each in matching if each.rel <= max(best * TIE_FACTOR, TIE_FLOOR)]
+
+
+def _after(before: Proposal | None, pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs of a run, seen after those of the run before it."""
+    if before is None:
+        return list(pairs)
+    ruled = {(pair.baseline, pair.target) for pair in before.pairs if pair.sureness in ("rule", "confirmed")}
+    return [
+        replace(pair, sureness="confirmed")
+        if pair.sureness == "near" and (pair.baseline, pair.target) in ruled
+        else pair
+        for pair in pairs
+    ]

@@ -1,0 +1,282 @@
+"""What a conversion of weights got wrong, told from contradictions: between values, names, layers and layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout, Part, Rearrange, Scale, join_parts
+from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.items import RecordedTap
+from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
+from graftlab.matching.proposal import Pair
+
+Items = Mapping[str, RecordedTap]
+
+TRANSPOSED = "a b -> b a"
+_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
+    """One sentence for each mistake, in the order of the target's parameters."""
+    said: list[str] = []
+    sure = [pair for pair in pairs if pair.by_value]
+    misplaced: set[str] = set()
+    for name, wrong in (*other_roles(sure), *_other_kinds(sure)):
+        misplaced.add(name)
+        said.append(wrong)
+    said += _other_layers(sure, misplaced)
+    said += [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in misplaced]
+    said += _odd_transpositions(sure, baseline)
+    said += _odd_biases(sure)
+    said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]
+    for pair in pairs:
+        said += _changed_values(pair, baseline, target)
+    said += _not_covered(sure, target)
+    paired = {pair.target for pair in pairs}
+    for name, tap in target.items():
+        if name not in paired:
+            said.append(_without_partner(name, tap, baseline))
+    order = {name: place for place, name in enumerate(target)}
+    return sorted(dict.fromkeys(said), key=lambda text: order.get(text.partition(" ")[0], len(order)))
+
+
+def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
+    """What is unusual and may be meant: rows in another order, parts that are used by nobody."""
+    said: list[str] = []
+    for pair in pairs:
+        for step in pair.layout.steps:
+            if isinstance(step, Rearrange) and step.text != TRANSPOSED and step.sizes:
+                said.append(
+                    f"{pair.target} is {pair.baseline} with its rows or columns in another order ({pair.layout}): "
+                    f"right where the two sides' code counts heads or rotary pairs differently"
+                )
+    wholes: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.whole == "baseline" and pair.layout.leaves_out:
+            wholes[pair.baseline].append(pair)
+    for name, parts in wholes.items():
+        rest = _rest(name, parts, baseline)
+        if rest:
+            said.append(f"{name} is used only in part: {rest} of it went nowhere")
+    return list(dict.fromkeys(said))
+
+
+# ---- names, layers and layouts ---------------------------------------------------------------------------------------
+
+
+def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+    """Weights that hold a bias, and the like."""
+    said = []
+    for pair in pairs:
+        mine, theirs = last_role(pair.baseline), last_role(pair.target)
+        if mine and theirs and mine != theirs:
+            text = f"{pair.target} is {theirs} by its name, and holds {pair.baseline}, which is {mine}"
+            said.append((pair.target, text))
+    return said
+
+
+def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
+    """Layers must come in one order on both sides, each once; which, and how many are left out, is free."""
+    groups: dict[tuple[str, str, str], list[tuple[int, int, Pair]]] = defaultdict(list)
+    for pair in pairs:
+        mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
+        if mine is not None and theirs is not None and pair.target not in misplaced:
+            key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
+            groups[key].append((theirs, mine, pair))
+    said = []
+    for group in groups.values():
+        group.sort(key=lambda each: each[:2])
+        if all(one[1] < other[1] for one, other in itertools.pairwise(group)):
+            continue
+        shifts = Counter(mine - theirs for theirs, mine, _ in group)
+        usual, count = shifts.most_common(1)[0]
+        for theirs, mine, pair in group:
+            text = f"{pair.target} holds {pair.baseline}, which is of layer {mine}"
+            if count < 2 or 2 * count < len(group):
+                said.append(f"{text}; the layers come in another order than the baseline's")
+            elif mine - theirs != usual:
+                said.append(f"{text}; layer {theirs + usual} belongs there, as in {count} other layers")
+            else:
+                continue
+            misplaced.add(pair.target)
+    return said
+
+
+def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+    """One parameter of the baseline in two of the target's, while another of its shape is nowhere."""
+    holders: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if not pair.layout.leaves_out and pair.whole == "baseline":
+            holders[pair.baseline].append(pair)
+    used = {pair.baseline for pair in pairs}
+    said = []
+    for name, twice in holders.items():
+        if len(twice) < 2:
+            continue
+        unused = [other for other, tap in baseline.items() if other not in used and tap.shape == baseline[name].shape]
+        for other in unused:
+            own = max(twice, key=lambda pair: similarity(pair.target, other) - similarity(pair.target, name))
+            also = next(pair.target for pair in twice if pair is not own)
+            said.append(f"{own.target} holds {name}, which {also} holds too; {other} of the baseline is nowhere")
+    return said
+
+
+def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+    """Square matrices fit either way; how the others are tells which way is meant."""
+    ways: dict[bool, list[Pair]] = {True: [], False: []}
+    square: list[tuple[Pair, bool]] = []
+    for pair in pairs:
+        shape = baseline[pair.baseline].shape
+        names = role_of(pair.baseline, "embedding") or role_of(pair.target, "embedding")
+        if len(shape) != 2 or names or "embed" in pair.baseline or "head" in pair.baseline:
+            continue
+        texts = [step.text for step in pair.layout.steps if not isinstance(step, (Part, Scale))]
+        if texts not in ([], [TRANSPOSED]):
+            continue
+        transposed = texts == [TRANSPOSED]
+        if shape[0] == shape[1]:
+            square.append((pair, transposed))
+        else:
+            ways[transposed].append(pair)
+    said = []
+    for pair, transposed in square:
+        if not ways[transposed] and len(ways[not transposed]) >= 2:
+            how, others = ("transposed", "are not") if transposed else ("not transposed", "are")
+            said.append(
+                f"{pair.target} is {pair.baseline} {how}, and all {len(ways[not transposed])} matrices that are not "
+                f"square {others}: it is square, so that nothing else shows it"
+            )
+    return said
+
+
+def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
+    """A weight and its bias taken apart, or put together, in two different ways."""
+    modules: dict[tuple[str, str], dict[str, Pair]] = defaultdict(dict)
+    for pair in pairs:
+        role = last_role(pair.target)
+        if role in ("the weight", "the bias"):
+            modules[module_of(pair.baseline), module_of(pair.target)][role] = pair
+    said = []
+    for both in modules.values():
+        if len(both) < 2:
+            continue
+        weight, bias = both["the weight"], both["the bias"]
+        rows = [step.text for step in weight.layout.steps if isinstance(step, Part)]
+        own = [step.text for step in bias.layout.steps if isinstance(step, Part)]
+        mixed = [step for step in (*weight.layout.steps, *bias.layout.steps) if not isinstance(step, Part)]
+        if rows != own and not [step for step in mixed if step.text != TRANSPOSED] and not _columns(weight.layout):
+            said.append(
+                f"{bias.target} has {bias.baseline} in the layout {bias.layout.text!r}, and its weight is in the "
+                f"layout {weight.layout.text!r}"
+            )
+    return said
+
+
+def _columns(layout: Layout) -> bool:
+    return any(isinstance(step, Part) and step.dim != 0 for step in layout.steps) or TRANSPOSED in layout.text
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | None:
+    """The half-width dtype that a target's wider values went through on their way; None where they did not."""
+    if pair.sureness != "near" or baseline.value is None or target.value is None or pair.whole != "baseline":
+        return None
+    if not target.dtype.is_floating_point or target.dtype.itemsize < 4 or baseline.dtype.itemsize < 4:
+        return None
+    try:
+        taken = pair.layout.local(baseline.value.detach())
+    except LayoutError:
+        return None
+    for dtype, name in _HALVES.items():
+        if torch.equal(taken.to(dtype).to(target.dtype), target.value.detach()):
+            return name
+    return None
+
+
+def _rounding(*dtypes: torch.dtype) -> float:
+    """How far, in relative L2, a copy of a parameter may be that was rounded to the coarser of two dtypes."""
+    return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
+
+
+def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
+    one, other = baseline[pair.baseline], target[pair.target]
+    scales = [step for step in pair.layout.steps if isinstance(step, Scale)]
+    if scales:
+        scale = scales[0]
+        how = [f"times {scale.factor:.6g}"] if scale.factor != 1 else []
+        how += [f"{'plus' if scale.add > 0 else 'minus'} {abs(scale.add):.6g}"] if scale.add else []
+        return [f"{pair.target} is {pair.baseline} {' '.join(how)}"]
+    rounded = rounded_to(one, other, pair)
+    if rounded:
+        return [f"{pair.target} is {pair.baseline} rounded to {rounded} on the way"]
+    if pair.sureness == "near" and pair.rel is not None and pair.rel > _rounding(one.dtype, other.dtype):
+        return [f"{pair.target} is {pair.baseline} but for {pair.rel:.2g} in relative L2{_where(pair, one, other)}"]
+    if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
+        return [f"{pair.target} differs from {pair.baseline}{_where(pair, one, other)}"]
+    return []
+
+
+def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
+    """Which rows differ, where it is not all of them."""
+    if one.value is None or other.value is None:
+        return ""
+    try:
+        taken = pair.layout.local(one.value.detach()).double()
+    except LayoutError:
+        return ""
+    mine = other.value.detach().double()
+    if taken.shape != mine.shape:
+        return ""
+    differs = (taken - mine).abs() > 1e-6 * taken.abs()
+    rows = np.flatnonzero(differs.reshape(differs.shape[0], -1).any(dim=1).numpy())
+    if other.sketch.constant and other.flat is not None:
+        return f": all its values are {other.flat[0]:g}, as if it had not been loaded"
+    count = int(differs.sum())
+    if len(rows) == differs.shape[0] and count == differs.numel():
+        return f" everywhere, by {pair.rel:.2g} in relative L2"
+    span = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows, {rows[0]} to {rows[-1]}"
+    return f" in {count} of {differs.numel()} elements: {span}"
+
+
+def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
+    """Fused parameters of the target of which a part has no partner."""
+    wholes: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.whole == "target":
+            wholes[pair.target].append(pair)
+    said = []
+    for name, parts in wholes.items():
+        rest = _rest(name, parts, target)
+        if rest:
+            names = ", ".join(pair.baseline for pair in parts)
+            said.append(f"{name} holds {names}, and {rest} of it is nothing of the baseline's")
+    return said
+
+
+def _rest(name: str, parts: Sequence[Pair], items: Items) -> str:
+    """What of a whole none of its parts covers, in words; blank where all of it is covered."""
+    shape = items[name].shape
+    ones = torch.ones(shape, dtype=torch.bool)
+    known = join_parts([(pair.layout, [pair.layout.local(ones)]) for pair in parts], shape).known
+    if known is None:
+        return ""
+    rows = np.flatnonzero(~known.reshape(shape[0], -1).any(dim=1).numpy())
+    if not len(rows):
+        return f"{int((~known).sum())} of {known.numel()} elements"
+    return f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {shape[0]} rows, {rows[0]} to {rows[-1]},"
+
+
+def _without_partner(name: str, tap: RecordedTap, baseline: Items) -> str:
+    if tap.sketch.constant and tap.flat is not None:
+        return f"{name} has no partner: all its values are {tap.flat[0]:g}, as if it had not been loaded"
+    if not any(other.sketch.numel == tap.sketch.numel for other in baseline.values()):
+        return f"{name} has no partner: no parameter of the baseline has its size or holds its values"
+    return f"{name} has no partner: no parameter of the baseline holds its values"

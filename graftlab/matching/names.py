@@ -1,0 +1,186 @@
+"""What names tell: numbers of layers, words in common, and the roles that the field has usual names for.
+
+Names never make a pair by themselves. They choose between partners whose values are the same, carry a rule from one
+layer to another, and contradict values, which is how a swapped weight shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+_NUMBER = re.compile(r"\d+")
+_PATH_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+# What one part of a model is called in different code bases; only to compare names, so a word may stand for several.
+_SYNONYMS = {
+    "attention": "attn",
+    "attend": "attn",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "wq": "q",
+    "wk": "k",
+    "wv": "v",
+    "wo": "o",
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "ln": "norm",
+    "ffn": "mlp",
+    "feed": "mlp",
+    "forward": "mlp",
+    "feedforward": "mlp",
+    "intermediate": "mlp",
+    "blocks": "layers",
+    "block": "layers",
+    "layer": "layers",
+    "h": "layers",
+    "embed": "embedding",
+    "embeddings": "embedding",
+    "emb": "embedding",
+    "wte": "embedding",
+    "gamma": "weight",
+    "beta": "bias",
+    "proj": "projection",
+    "linear": "projection",
+    "dense": "projection",
+    "fc": "projection",
+}
+
+
+def pattern_of(name: str) -> str:
+    """The name with every number taken for any number."""
+    return _NUMBER.sub("#", name)
+
+
+def numbers_of(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _NUMBER.findall(name))
+
+
+def with_numbers(pattern: str, numbers: Sequence[int]) -> str:
+    """The name of a pattern with these numbers in it."""
+    left = iter(numbers)
+    return re.sub("#", lambda _: str(next(left)), pattern)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a name is in: its first number that is a part of its path."""
+    found = _PATH_NUMBER.search(name)
+    return int(found.group()) if found else None
+
+
+@lru_cache(maxsize=8192)
+def words_of(name: str) -> tuple[str, ...]:
+    return tuple(_SYNONYMS.get(word.lower(), word.lower()) for word in _WORDS.findall(name))
+
+
+@lru_cache(maxsize=65536)
+def similarity(one: str, other: str) -> float:
+    """How much two names have in common, from 0 to 1: shared words, the last one counting double, and the numbers."""
+    mine, theirs = words_of(one), words_of(other)
+    if not mine or not theirs:
+        return 0.0
+    shared = len(set(mine) & set(theirs)) + (mine[-1] == theirs[-1])
+    total = len(set(mine) | set(theirs)) + 1
+    numbers = numbers_of(one) == numbers_of(other)
+    return 0.8 * shared / total + (0.2 if numbers else 0.0)
+
+
+# ---- roles ----------------------------------------------------------------------------------------------------------
+
+# The first that matches counts. Of each family only one role belongs at each place of a model.
+_ROLES: list[tuple[str, str, re.Pattern[str]]] = [
+    (family, role, re.compile(pattern, re.IGNORECASE))
+    for family, role, pattern in (
+        ("attention", "q", r"(^|[._])(q|query|wq|to_q|q_proj|q_lin|q_proj_weight)([._]|$)"),
+        ("attention", "k", r"(^|[._])(k|key|wk|to_k|k_proj|k_lin|k_proj_weight)([._]|$)"),
+        ("attention", "v", r"(^|[._])(v|value|wv|to_v|v_proj|v_lin|v_proj_weight)([._]|$)"),
+        ("mlp", "gate", r"(^|[._])(gate_proj|gate|w1|fc_1)([._]|$)"),
+        ("mlp", "up", r"(^|[._])(up_proj|up|w3|fc_2)([._]|$)"),
+        (
+            "norm",
+            "the norm of attention",
+            r"(^|[._])(input_layernorm|attention_norm|attn_norm|ln_1|ln1|norm1|norm_1)([._]|$)",
+        ),
+        (
+            "norm",
+            "the norm of attention",
+            r"layernorm_before|attention\.output\.layernorm|self_attn_layer_norm|sa_layer_norm",
+        ),
+        (
+            "norm",
+            "the norm of the MLP",
+            r"(^|[._])(post_attention_layernorm|ffn_norm|mlp_norm|ln_2|ln2|norm2|norm_2)([._]|$)",
+        ),
+        ("norm", "the norm of the MLP", r"layernorm_after|(\d)\.output\.layernorm|final_layer_norm|output_layer_norm"),
+        (
+            "embedding",
+            "the embedding of tokens",
+            r"(^|[._])(wte|word_embeddings|embed_tokens|tok_embeddings|token_embedding)",
+        ),
+        (
+            "embedding",
+            "the embedding of positions",
+            r"(^|[._])(wpe|position_embeddings|embed_positions|pos_embed|position_embedding)",
+        ),
+        ("embedding", "the embedding of segments", r"(^|[._])(token_type_embeddings|segment_embeddings)"),
+    )
+]
+_LAST = {
+    "weight": "the weight",
+    "gamma": "the weight",
+    "scale": "the weight",
+    "bias": "the bias",
+    "beta": "the bias",
+    "running_mean": "the running mean",
+    "running_var": "the running variance",
+}
+# Of fused tensors: the roles of the parts, in order.
+_FUSED: list[tuple[re.Pattern[str], tuple[str, ...], str]] = [
+    (re.compile(pattern, re.IGNORECASE), roles, family)
+    for pattern, roles, family in (
+        (
+            r"(^|[._])(in_proj_weight|in_proj_bias|qkv|qkv_proj|wqkv|c_attn|query_key_value|qkv_linear)([._]|$)",
+            ("q", "k", "v"),
+            "attention",
+        ),
+        (r"(^|[._])(kv_proj|wkv|key_value)([._]|$)", ("k", "v"), "attention"),
+        (r"(^|[._])(gate_up_proj|gate_up)([._]|$)", ("gate", "up"), "mlp"),
+    )
+]
+
+
+@lru_cache(maxsize=8192)
+def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
+    """The family and the role that a name tells, if its words are usual ones."""
+    if fused_roles(name):
+        return None
+    for own, role, pattern in _ROLES:
+        if (family is None or own == family) and pattern.search(name):
+            # A code base that norms before and after has other roles under the same words.
+            return None if own == "norm" and "feedforward" in name else (own, role)
+    return None
+
+
+def fused_roles(name: str) -> tuple[str, ...]:
+    """The roles that a fused tensor of this name has in it, in their order; none where the name tells nothing."""
+    for pattern, roles, _ in _FUSED:
+        if pattern.search(name):
+            return roles
+    return ()
+
+
+def last_role(name: str) -> str | None:
+    """Whether a name says weight, bias or a running statistic."""
+    last = name.rpartition(".")[2].lower()
+    for word in (last, last.rpartition("_")[2]):
+        if word in _LAST:
+            return _LAST[word]
+    return None
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter's name is in."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,226 @@
+"""A proposal: which tap is which, in which layout, how sure that is, and what has no partner and why."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from graftlab.base.html import bundle, cell, number, table
+from graftlab.base.world import Side
+from graftlab.layouts import Layout, parse_layout
+from graftlab.matching.names import numbers_of, pattern_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Sureness = Literal["exact", "near", "confirmed", "rule", "guess"]
+SURENESS: tuple[Sureness, ...] = ("exact", "near", "confirmed", "rule", "guess")
+
+MEANINGS = {
+    "exact": "the values are equal in every bit",
+    "near": "the values are equal up to rounding",
+    "confirmed": "by rule first, and by value once the taps before it were grafted",
+    "rule": "as in other layers, where the values match",
+    "guess": "by name alone; never grafted",
+}
+COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A baseline tap and a target tap that show the same quantity.
+
+    ``layout`` takes one out of the other: what side ``whole`` holds is the larger of the two, or equal. So a target's
+    fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is the relative L2 between
+    them in that layout, None where it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule,
+    guess``. ``note`` is what should be known of it.
+    """
+
+    baseline: str
+    target: str
+    layout: Layout = field(default_factory=Layout)
+    whole: Side = "baseline"
+    sureness: Sureness = "near"
+    rel: float | None = None
+    note: str = ""
+
+    @property
+    def by_value(self) -> bool:
+        """Whether the values themselves say so, which a graft may rely on."""
+        return self.sureness in ("exact", "near", "confirmed")
+
+    def noted(self, note: str) -> Pair:
+        return replace(self, note=f"{self.note}; {note}" if self.note else note)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What matching found, in the order in which the target's taps ran.
+
+    ``unmatched_baseline`` and ``unmatched_target`` map what has no partner to why. ``problems`` are sentences about
+    what contradicts itself, such as a tap whose layout is not that of its neighbours.
+    """
+
+    pairs: tuple[Pair, ...]
+    unmatched_baseline: dict[str, str] = field(default_factory=dict)
+    unmatched_target: dict[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def of_target(self, name: str) -> list[Pair]:
+        """The pairs of one target tap."""
+        return [pair for pair in self.pairs if pair.target == name]
+
+    def of_baseline(self, name: str) -> list[Pair]:
+        """The pairs of one baseline tap."""
+        return [pair for pair in self.pairs if pair.baseline == name]
+
+    @property
+    def graftable(self) -> tuple[Pair, ...]:
+        """The pairs that a graft may rely on: those that the values confirm."""
+        return tuple(pair for pair in self.pairs if pair.by_value)
+
+    def accept(self, *targets: str) -> Proposal:
+        """With the pairs of these target taps taken for sure."""
+        return replace(self, pairs=tuple(_confirmed(p) if p.target in targets else p for p in self.pairs))
+
+    def reject(self, *targets: str) -> Proposal:
+        """Without the pairs of these target taps."""
+        kept = tuple(pair for pair in self.pairs if pair.target not in targets)
+        gone = {pair.target: "rejected" for pair in self.pairs if pair.target in targets}
+        lost = {p.baseline: "rejected" for p in self.pairs if p.target in targets} | self.unmatched_baseline
+        still = {pair.baseline for pair in kept}
+        return replace(
+            self,
+            pairs=kept,
+            unmatched_target={**self.unmatched_target, **gone},
+            unmatched_baseline={name: why for name, why in lost.items() if name not in still},
+        )
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row a pair, then one for each tap without a partner, whose ``matched_by`` is missing and ``note`` why."""
+        import pandas as pd
+
+        rows: list[dict[str, object]] = [
+            {
+                "target_name": pair.target,
+                "baseline_name": pair.baseline,
+                "matched_by": pair.sureness,
+                "match_rel": pair.rel,
+                "layout": pair.layout.text,
+                "whole": pair.whole,
+                "note": pair.note,
+            }
+            for pair in self.pairs
+        ]
+        rows += [{"target_name": name, "note": why} for name, why in self.unmatched_target.items()]
+        rows += [{"baseline_name": name, "note": why} for name, why in self.unmatched_baseline.items()]
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"match_rel": "float64"})
+
+    def to_code(self) -> str:
+        """``session.edit(pairs=[...])``, ready to paste; what is the same in several layers is written once."""
+        lines = [f"    {rule!r}," for rule in self.rules()]
+        return "\n".join(["session.edit(", "    pairs=[", *(f"    {line}" for line in lines), "    ],", ")"])
+
+    def rules(self) -> list[dict[str, str]]:
+        """The pairs as plain values: ``baseline``, ``target`` and, where it is not ``same``, ``layout`` and ``whole``.
+
+        With ``{n}`` in both names a rule stands for all numbers at that place for which both sides have a tap, and
+        ``{n+1}`` for the one after. Guesses are left out.
+        """
+        written: list[dict[str, str]] = []
+        for group in _folded(pair for pair in self.pairs if pair.sureness != "guess"):
+            baseline, target = _written(group)
+            rule = {"baseline": baseline, "target": target}
+            if group[0].layout.steps:
+                rule |= {"layout": group[0].layout.text, "whole": group[0].whole}
+            written.append(rule)
+        return written
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how many of the target's taps have a partner, by what, and what is wrong."""
+        targets = {pair.target for pair in self.pairs}
+        total = len(targets) + len(self.unmatched_target)
+        counted = Counter(pair.sureness for pair in self.pairs)
+        by = ", ".join(f"{counted[each]} {each}" for each in SURENESS if counted[each]) or "none"
+        text = f"{len(targets)} of {total} target taps have a partner ({by})"
+        if self.unmatched_baseline:
+            text += f"; {len(self.unmatched_baseline)} baseline taps have none"
+        if self.problems:
+            text += f"; {len(self.problems)} problems"
+        return text
+
+    def __repr__(self) -> str:
+        return f"<graftlab.Proposal: {self.summary}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        lines = []
+        for group in _folded(self.pairs):
+            baseline, target = _written(group)
+            worst = max((pair.rel for pair in group if pair.rel is not None), default=None)
+            count = f"x{len(group)}" if len(group) > 1 else ""
+            note = "; ".join(dict.fromkeys(pair.note for pair in group if pair.note))
+            layout = group[0].layout.text + (" (of the target)" if group[0].whole == "target" else "")
+            cells = (target, baseline, count, group[0].sureness, number(worst), layout, note)
+            lines.append(f"<tr>{''.join(cell(each) for each in cells)}</tr>")
+        head = ("target", "baseline", "layers", "matched by", "rel_l2", "layout", "note")
+        rich = f"<b>{html.escape(self.summary)}</b>{table(head, lines)}"
+        if self.problems:
+            rich += "".join(f"<p>{html.escape(problem)}</p>" for problem in self.problems)
+        for side, left in (("target", self.unmatched_target), ("baseline", self.unmatched_baseline)):
+            if left:
+                rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in left.items()]
+                rich += table((f"{side} without a partner", "why"), rows)
+        return bundle(repr(self), rich)
+
+
+def pairs_of(rules: Sequence[dict[str, str]]) -> tuple[Pair, ...]:
+    """The pairs that rules without ``{n}`` say, as in :meth:`Proposal.rules`."""
+    return tuple(
+        Pair(
+            rule["baseline"],
+            rule["target"],
+            parse_layout(rule.get("layout", "")),
+            "target" if rule.get("whole") == "target" else "baseline",
+            "confirmed",
+        )
+        for rule in rules
+    )
+
+
+def _confirmed(pair: Pair) -> Pair:
+    return pair if pair.by_value else replace(pair, sureness="confirmed", note="accepted by hand")
+
+
+def _folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Pairs that differ in their numbers alone, and by the same step on both sides, together."""
+    groups: dict[tuple[object, ...], list[Pair]] = {}
+    for pair in pairs:
+        mine, theirs = numbers_of(pair.baseline), numbers_of(pair.target)
+        # Only the first number of each is folded; what comes after it is part of the name.
+        step = (mine[0] - theirs[0], mine[1:], theirs[1:]) if mine and theirs else (mine, theirs)
+        key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text, pair.whole, pair.sureness, step)
+        groups.setdefault(key, []).append(pair)
+    return list(groups.values())
+
+
+def _written(group: Sequence[Pair]) -> tuple[str, str]:
+    """Both names of a group of pairs, with ``{n}`` where they differ."""
+    first = group[0]
+    if len(group) == 1:
+        return first.baseline, first.target
+    shift = numbers_of(first.target)[0] - numbers_of(first.baseline)[0]
+    return _with(first.baseline, "{n}"), _with(first.target, f"{{n{shift:+d}}}" if shift else "{n}")
+
+
+def _with(name: str, index: str) -> str:
+    first = str(numbers_of(name)[0])
+    start = next(place for place in range(len(name)) if name.startswith(first, place) and name[place].isdigit())
+    return name[:start] + index + name[start + len(first) :]

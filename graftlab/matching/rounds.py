@@ -1,0 +1,86 @@
+"""Matching in rounds: graft what has a partner, run again, and see what the values after it say now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from graftlab.matching.items import RecordedTap
+from graftlab.matching.matcher import match_taps
+from graftlab.matching.proposal import Pair, Proposal
+
+Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
+"""Runs both sides once and records their taps. The baseline's values are grafted into the target at these pairs; of a
+grafted tap it records what the target itself had made."""
+
+ROUNDS = 12
+GUESSES = 6
+
+
+def match_in_rounds(record: Record, rounds: int = ROUNDS, guesses: int = GUESSES) -> Proposal:
+    """Match, graft what is matched by value or by rule, run again, until nothing changes.
+
+    Behind a fault no value matches; grafted away, what comes after it does. What a rule proposed and the values then
+    say too is ``confirmed``; a fault itself stays by rule, with how far it is off. Where no rule helps on, the first
+    guess by name is tried by itself, and kept only if more taps match by value with it than without.
+    """
+    proposal = match_taps(*record(()))
+    trusted: dict[tuple[str, str], Pair] = {}
+    tried: set[tuple[str, str]] = set()
+    for _ in range(rounds):
+        grafts = _grafts(proposal, trusted)
+        following = match_taps(*record(grafts), before=proposal)
+        if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
+            proposal = _keep(following, proposal)
+            continue
+        proposal = _keep(following, proposal)
+        guess = next((p for p in proposal.pairs if p.sureness == "guess" and _key(p) not in tried), None)
+        if guess is None or len(tried) >= guesses:
+            break
+        tried.add(_key(guess))
+        with_guess = match_taps(*record((*_grafts(proposal, trusted), guess)), before=proposal)
+        if _matched(with_guess) > _matched(proposal):
+            trusted[_key(guess)] = guess
+            proposal = _keep(with_guess, proposal)
+    return replace(proposal, pairs=tuple(_trusted(pair, trusted) for pair in proposal.pairs))
+
+
+def _key(pair: Pair) -> tuple[str, str]:
+    return pair.baseline, pair.target
+
+
+def _grafts(proposal: Proposal, trusted: dict[tuple[str, str], Pair]) -> tuple[Pair, ...]:
+    """What is grafted in the next round: never a guess that nothing has confirmed."""
+    return tuple(pair for pair in proposal.pairs if pair.sureness != "guess" or _key(pair) in trusted)
+
+
+def _matched(proposal: Proposal) -> int:
+    return len({pair.target for pair in proposal.graftable})
+
+
+def _more_rules(following: Proposal, proposal: Proposal) -> bool:
+    known = {_key(pair) for pair in proposal.pairs if pair.sureness != "guess"}
+    return any(_key(pair) not in known for pair in following.pairs if pair.sureness != "guess")
+
+
+def _keep(following: Proposal, before: Proposal) -> Proposal:
+    """A round's pairs, and those by value of the rounds before for taps that now have none."""
+    have = {pair.target for pair in following.pairs if pair.sureness != "guess"}
+    kept = [pair for pair in before.graftable if pair.target not in have]
+    names = {pair.target for pair in kept}
+    pairs = [pair for pair in following.pairs if pair.target not in names] + kept
+    order = {pair.target: place for place, pair in enumerate(following.pairs)}
+    pairs.sort(key=lambda pair: order.get(pair.target, len(order)))
+    left = {pair.baseline for pair in pairs}
+    return replace(
+        following,
+        pairs=tuple(pairs),
+        unmatched_target={name: why for name, why in following.unmatched_target.items() if name not in names},
+        unmatched_baseline={name: why for name, why in following.unmatched_baseline.items() if name not in left},
+    )
+
+
+def _trusted(pair: Pair, trusted: dict[tuple[str, str], Pair]) -> Pair:
+    if pair.sureness == "guess" and _key(pair) in trusted:
+        return replace(pair, sureness="rule", note="by name, and grafted it makes the taps after it match")
+    return pair

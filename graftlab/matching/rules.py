@@ -1,0 +1,71 @@
+"""Rules over layer numbers: what holds in two layers or more is proposed for the others."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graftlab.matching.names import numbers_of, pattern_of, with_numbers
+from graftlab.matching.proposal import Pair
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Baseline taps of one pattern are target taps of another: each number is the target's at a place, plus a shift.
+
+    ``numbers`` has for each number of the baseline's name the place among the target's numbers (None: it is always the
+    same) and what is added to it. ``example`` is a pair it was seen in; ``seen`` how many there are.
+    """
+
+    baseline: str
+    target: str
+    numbers: tuple[tuple[int | None, int], ...]
+    example: Pair
+    seen: int
+
+    def baseline_for(self, target: str) -> str:
+        """The baseline tap that belongs to a target tap of this rule's pattern."""
+        theirs = numbers_of(target)
+        return with_numbers(self.baseline, [shift + (0 if at is None else theirs[at]) for at, shift in self.numbers])
+
+
+def rules_of(pairs: Iterable[Pair], least: int = 2) -> list[Rule]:
+    """What the pairs have in common over at least so many layers, the most frequent first.
+
+    One layer is not enough: what was seen in it alone is unreliable.
+    """
+    groups: dict[tuple[str, str, str, str], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text, pair.whole)
+        groups[key].append(pair)
+    rules = []
+    for (baseline, target, _, _), group in groups.items():
+        numbers = _numbers(group)
+        if numbers is not None:
+            agreeing, shifts = numbers
+            if agreeing >= least:
+                rules.append(Rule(baseline, target, shifts, group[0], agreeing))
+    return sorted(rules, key=lambda rule: -rule.seen)
+
+
+def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], ...]] | None:
+    """How the baseline's numbers follow from the target's in most of the pairs, and in how many different ones."""
+    mine = [numbers_of(pair.baseline) for pair in group]
+    theirs = [numbers_of(pair.target) for pair in group]
+    if len(set(theirs)) < 2:
+        return None
+    ways: list[tuple[int | None, int]] = []
+    for place in range(len(mine[0])):
+        own = [numbers[place] for numbers in mine]
+        options: list[tuple[int, bool, int | None, int]] = [(Counter(own).most_common(1)[0][1], True, None, own[0])]
+        for at in range(len(theirs[0])):
+            shifts = Counter(number - other[at] for number, other in zip(own, theirs, strict=True))
+            shift, count = shifts.most_common(1)[0]
+            options.append((count, False, at, shift))
+        # Where a number is always the same and follows another all the same, it is a fixed one.
+        _, _, follows, added = max(options, key=lambda option: (option[0], option[1]))
+        ways.append((follows, Counter(own).most_common(1)[0][0] if follows is None else added))
+    rule = Rule(pattern_of(group[0].baseline), "", tuple(ways), group[0], 0)
+    agreeing = {pair.target for pair in group if rule.baseline_for(pair.target) == pair.baseline}
+    return len(agreeing), tuple(ways)

@@ -1,0 +1,166 @@
+"""The search for one tap's partner: which tensors of the other side hold its values, and in which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graftlab.layouts import Layout, Rearrange
+from graftlab.matching.items import RecordedTap, relative_l2
+from graftlab.matching.sketch import Sketch, alike, covers, limit_for
+from graftlab.matching.strides import Strides, fit, permutations, sampled
+from graftlab.matching.wording import layout_of
+
+Bring = Callable[[RecordedTap], None]
+"""Sets the value of a tap of which only a sketch is here, if it can."""
+
+# A part may be this much smaller than what it is looked for in; smaller ones are found anywhere by chance.
+MOST_PARTS = 64
+# Fewer elements than this say too little of where they lie in a larger tensor.
+LEAST_OF_A_PART = 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """``layout`` takes ``inner`` out of ``outer``, ``rel`` from it in relative L2; ``exact``: equal in every bit.
+
+    ``sampled``: only the extreme values were compared, because the others were not kept.
+    """
+
+    outer: RecordedTap
+    inner: RecordedTap
+    layout: Layout
+    rel: float
+    exact: bool
+    sampled: bool = False
+
+
+def find(
+    outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None, limit: float | None = None
+) -> Found | None:
+    """Whether ``inner`` lies in ``outer``, all of it or a part; None where it does not.
+
+    ``bring`` sees to the values of whichever of the two has only a sketch, if the sketches say that it is worth it.
+    """
+    limit = limit_for(outer.dtype, inner.dtype) if limit is None else limit
+    whole = outer.sketch.numel == inner.sketch.numel
+    if not (alike(outer.sketch, inner.sketch, limit) if whole else _may_lie_in(outer.sketch, inner.sketch, limit)):
+        return None
+    for tap in (outer, inner):
+        if tap.value is None and bring is not None:
+            bring(tap)
+    if whole and (same := _same(outer, inner, limit)) is not None:
+        return same
+    if not inner.sketch.telling:
+        return None
+    strides = _strides(outer, inner, limit, whole)
+    return None if strides is None else _verified(outer, inner, strides, limit)
+
+
+def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
+    """Whether one may be a part of the other, or the other repeated, as key/value heads are for their queries."""
+    if not inner.telling or not outer.telling or min(inner.numel, outer.numel) < LEAST_OF_A_PART:
+        return False
+    if inner.numel > outer.numel:
+        return (
+            inner.numel % outer.numel == 0 and inner.numel <= MOST_PARTS * outer.numel and covers(outer, inner, limit)
+        )
+    return outer.numel <= MOST_PARTS * inner.numel and covers(outer, inner, limit)
+
+
+def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
+    """The same elements in the same order, if need be in another shape."""
+    strides = Strides(0, (inner.sketch.numel,), (1,))
+    layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
+    if outer.flat is None or inner.flat is None:
+        return _verified(outer, inner, strides, limit)
+    rel = relative_l2(outer.flat, inner.flat)
+    if rel > limit:
+        return None
+    return Found(outer, inner, layout, rel, bool(np.array_equal(outer.flat, inner.flat, equal_nan=True)))
+
+
+def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) -> Strides | None:
+    if inner.flat is None:
+        elements, values = inner.sketch.places, inner.sketch.extremes
+    else:
+        elements = sampled(inner.sketch.numel, inner.sketch)
+        values = inner.flat[elements]
+        finite = np.isfinite(values)
+        elements, values = elements[finite], values[finite]
+    scale = max(outer.sketch.rms, 1e-30)
+    # From rounding alone upwards: the finer, the more values are unique.
+    for tolerance in (1e-9, 1e-6, 1e-5, 1e-4, limit / 2):
+        if tolerance > limit:
+            break
+        # By the extremes, which are far apart: of the others many are near something by chance. A sketch has too few
+        # values to say that one is not there.
+        if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
+            continue
+        found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
+        if found is not None:
+            return found
+    if not whole or outer.flat is None or inner.flat is None:
+        return None
+    # No value stands out from the noise of a half-width dtype; then what is usual is tried on all samples at once.
+    best = min(
+        permutations(outer.shape, inner.shape),
+        key=lambda each: float(np.abs(outer.flat[each.places(elements)] - values).sum()),  # type: ignore[index]
+        default=None,
+    )
+    return best
+
+
+def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> Found | None:
+    if outer.flat is not None and inner.flat is not None:
+        taken, expected, sampled_only = strides.taken(outer.flat), inner.flat, False
+    else:
+        places = strides.places(inner.sketch.places)
+        if outer.flat is not None:
+            taken, expected = outer.flat[places], inner.sketch.extremes
+        elif inner.flat is not None:
+            # The outer's extremes that are in the inner at all.
+            known = dict(zip(outer.sketch.places.tolist(), outer.sketch.extremes.tolist(), strict=True))
+            mine = strides.places(np.arange(inner.sketch.numel))
+            kept = np.isin(mine, outer.sketch.places)
+            taken, expected = np.array([known[place] for place in mine[kept].tolist()]), inner.flat[kept]
+        else:
+            known = dict(zip(outer.sketch.places.tolist(), outer.sketch.extremes.tolist(), strict=True))
+            kept = np.array([place in known for place in places.tolist()])
+            taken = np.array([known[place] for place in places[kept].tolist()])
+            expected = inner.sketch.extremes[kept]
+        sampled_only = True
+        if len(taken) < 8:
+            return None
+    rel = relative_l2(taken, expected)
+    if not rel <= limit:
+        return None
+    exact = not sampled_only and bool(np.array_equal(taken, expected, equal_nan=True))
+    return Found(outer, inner, layout_of(strides, outer.shape, inner.shape), rel, exact, sampled_only)
+
+
+def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | None:
+    """How far ``inner`` is from what a layout takes out of ``outer``; None where that cannot be said."""
+    if outer.value is None or inner.flat is None:
+        return None
+    try:
+        taken = layout.local(outer.value.detach().to("cpu"))
+    except ValueError:
+        return None
+    if tuple(taken.shape) != inner.shape:
+        return None
+    dense = RecordedTap.of("", taken)
+    assert dense.flat is not None
+    return relative_l2(dense.flat, inner.flat)
+
+
+def shortest(founds: Sequence[Found]) -> Found:
+    """Of equally good ones the plainest."""
+
+    def plainness(found: Found) -> tuple[int, int]:
+        steps = found.layout.steps
+        return len(steps) - all(isinstance(step, Rearrange) for step in steps), len(found.layout.text)
+
+    return min(founds, key=plainness)

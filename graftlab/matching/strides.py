@@ -1,0 +1,183 @@
+"""How one tensor's elements lie in another's: strides fitted to values that are unique in both.
+
+``target.flat[q] == whole.flat[offset + sum(stride[j] * digit[j](q))]``, the digits being those of q in the target's
+dimensions, split further where needed. Permutations, slices, windows, interleaving and repetition are all of this form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from graftlab.matching.sketch import Places, Sketch, Values
+
+# So many elements are looked up to fit strides, and to see whether a fit holds before all of it is compared.
+SAMPLES = 160
+# Beyond these many splits of dimensions nothing was ever found in practice.
+MAX_SPLITS = 4000
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Where each element of a tensor is in the flattened whole: one radix and one stride a digit, outermost first."""
+
+    offset: int
+    radices: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def places(self, elements: Places) -> Places:
+        """Of these elements of the tensor, counted flat, the places in the flattened whole."""
+        found = np.full(elements.shape, self.offset, np.int64)
+        rest = elements
+        for radix, stride in zip(reversed(self.radices), reversed(self.strides), strict=True):
+            rest, digit = np.divmod(rest, radix)
+            found += stride * digit
+        return found
+
+    def taken(self, whole: Values) -> Values:
+        """The tensor's elements, flat, taken from the whole."""
+        view = np.lib.stride_tricks.as_strided(
+            whole[self.offset :], self.radices, [stride * whole.itemsize for stride in self.strides], writeable=False
+        )
+        return view.reshape(-1)
+
+    def fits(self, size: int) -> bool:
+        """Whether all places are within a whole of so many elements."""
+        reach = [stride * (radix - 1) for radix, stride in zip(self.radices, self.strides, strict=True)]
+        low = self.offset + sum(r for r in reach if r < 0)
+        high = self.offset + sum(r for r in reach if r > 0)
+        return low >= 0 and high < size and all(stride >= 0 for stride in self.strides)
+
+
+class Lookup:
+    """The values of a whole in order of size, to find where a value stands."""
+
+    def __init__(self, values: Values, places: Places | None = None) -> None:
+        """``places`` are where the values stand in the whole, where they are not all of it, one after the other."""
+        self._values, self._places = values, places
+        # Without the places, which take twenty times as long and are wanted of few.
+        self.ordered = np.sort(values)
+
+    @classmethod
+    def of_sketch(cls, sketch: Sketch) -> Lookup:
+        return cls(sketch.extremes, sketch.places)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each of the ordered values stands in the whole."""
+        order = np.argsort(self._values)
+        return order if self._places is None else self._places[order]
+
+    def unique(self, values: Values, tolerance: float) -> Places:
+        """The place of each value, or -1 where there is none within the tolerance, or more than one within three."""
+        low = np.searchsorted(self.ordered, values - 3 * tolerance, "left")
+        high = np.searchsorted(self.ordered, values + 3 * tolerance, "right")
+        found = np.where(high - low == 1, low, -1)
+        index = np.maximum(found, 0)
+        near = np.abs(self.ordered[index] - values) <= tolerance
+        return np.where((found >= 0) & near, self.places[index], -1)
+
+    def share(self, values: Values, tolerance: float) -> float:
+        """What part of these values is somewhere in the whole."""
+        low = np.searchsorted(self.ordered, values - tolerance, "left")
+        high = np.searchsorted(self.ordered, values + tolerance, "right")
+        return float((high > low).mean()) if len(values) else 0.0
+
+
+def fit(
+    whole: Lookup, size: int, elements: Places, values: Values, shape: Sequence[int], tolerance: float
+) -> Strides | None:
+    """Strides that put these elements of a tensor of ``shape`` where the whole has their values; None without such.
+
+    The simplest wins: with the fewest splits of the tensor's dimensions.
+    """
+    found = whole.unique(values, tolerance)
+    known = found >= 0
+    places, elements = found[known], elements[known]
+    extents = [extent for extent in shape if extent > 1] or [1]
+    if len(places) < 2 * len(extents) + 4 or len(places) < len(values) // 8:
+        return None
+    for radices in itertools.islice(_splits(tuple(extents)), MAX_SPLITS):
+        if len(places) < 2 * len(radices) + 4:
+            continue
+        strides = _solve(places, elements, radices)
+        if strides is not None and strides.fits(size):
+            return strides
+    return None
+
+
+def _solve(places: Places, elements: Places, radices: tuple[int, ...]) -> Strides | None:
+    """The integer strides that explain every place; None where none do."""
+    digits = np.empty((len(elements), len(radices) + 1))
+    digits[:, 0] = 1
+    rest = elements
+    for number in range(len(radices), 0, -1):
+        rest, digits[:, number] = np.divmod(rest, radices[number - 1])
+    # A few equations show at once that most splits do not hold.
+    few = min(len(places), 3 * (len(radices) + 1))
+    first, *_ = np.linalg.lstsq(digits[:few], places[:few].astype(np.float64), rcond=None)
+    if np.abs(digits[:few] @ first - places[:few]).max() > 0.01:
+        return None
+    solution, _, rank, _ = np.linalg.lstsq(digits, places.astype(np.float64), rcond=None)
+    if rank < digits.shape[1]:
+        return None
+    whole_numbers = np.rint(solution).astype(np.int64)
+    if (digits.astype(np.int64) @ whole_numbers != places).any():
+        return None
+    return Strides(int(whole_numbers[0]), radices, tuple(int(stride) for stride in whole_numbers[1:]))
+
+
+def _splits(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The shape with none, then one, then two of its dimensions split in two, then one in three."""
+    yield shape
+    in_two = [_factored(extent, 2) for extent in shape]
+    for dim, options in enumerate(in_two):
+        for option in options:
+            yield (*shape[:dim], *option, *shape[dim + 1 :])
+    for one, other in itertools.combinations(range(len(shape)), 2):
+        for first, second in itertools.product(in_two[one], in_two[other]):
+            yield (*shape[:one], *first, *shape[one + 1 : other], *second, *shape[other + 1 :])
+    for dim, extent in enumerate(shape):
+        for option in _factored(extent, 3):
+            yield (*shape[:dim], *option, *shape[dim + 1 :])
+
+
+@cache
+def _factored(extent: int, parts: int) -> list[tuple[int, ...]]:
+    if parts == 1:
+        return [(extent,)]
+    divisors = [n for n in range(2, extent // 2 + 1) if extent % n == 0]
+    return [(n, *rest) for n in divisors for rest in _factored(extent // n, parts - 1) if math.prod(rest) > 1]
+
+
+def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
+    """The arrangements to try where no value can be told from its neighbours: dimensions split to fit and permuted."""
+    extents = tuple(extent for extent in whole if extent > 1) or (1,)
+    wanted = set(shape)
+    seen = set()
+    splits = [extents]
+    for dim, extent in enumerate(extents):
+        for other in wanted:
+            if 1 < other < extent and extent % other == 0:
+                for pair in ((other, extent // other), (extent // other, other)):
+                    splits.append((*extents[:dim], *pair, *extents[dim + 1 :]))
+    for atoms in dict.fromkeys(splits):
+        if len(atoms) > 5:
+            continue
+        own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
+        for order in itertools.permutations(range(len(atoms))):
+            strides = Strides(0, tuple(atoms[place] for place in order), tuple(own[place] for place in order))
+            if strides not in seen:
+                seen.add(strides)
+                yield strides
+
+
+def sampled(numel: int, sketch: Sketch) -> Places:
+    """The elements to look up: the extremes, and some spread over the rest, the same ones each time."""
+    spread = np.random.default_rng(numel).integers(0, numel, SAMPLES - len(sketch.places)) if numel else sketch.places
+    return np.unique(np.concatenate((sketch.places, spread)).astype(np.int64))

@@ -1,0 +1,313 @@
+"""``match_weights``: which parameter of one model is which of another, and what their conversion got wrong."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graftlab.base.html import bundle
+from graftlab.errors import LayoutError, MatchError
+from graftlab.layouts import Layout, Part, Rearrange, Scale, Step
+from graftlab.matching.converting import converter
+from graftlab.matching.items import RecordedTap, relative_l2
+from graftlab.matching.matcher import Matcher
+from graftlab.matching.mistakes import mistakes_of, notices_of, rounded_to
+from graftlab.matching.names import last_role, layer_of, module_of, role_of, similarity
+from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.search import applied
+from graftlab.matching.sketch import limit_for
+
+# No two trained weights are this near each other by chance, and no rounding moves one further.
+LIMIT = 3e-2
+
+State = Mapping[str, Any] | nn.Module
+
+
+@dataclass(frozen=True)
+class WeightMatch(Proposal):
+    """Which parameter of the target is which of the baseline; see :func:`match_weights`.
+
+    ``problems`` are what the conversion got wrong, one sentence each; ``notices`` what is unusual and may be right.
+    ``shapes`` and ``dtypes`` are those of both states, under ``("baseline", name)`` and ``("target", name)``.
+    """
+
+    notices: tuple[str, ...] = ()
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict, repr=False)
+
+    @property
+    def clean(self) -> bool:
+        """Whether every parameter of the target is accounted for, and nothing contradicts itself."""
+        return not self.problems and not self.unmatched_target
+
+    def to_code(self) -> str:
+        """The source of a function that makes the target's state from the baseline's; see :func:`make_converter`."""
+        return make_converter(self)
+
+    @property
+    def summary(self) -> str:
+        return (
+            super().summary.replace("target taps", "target parameters").replace("baseline taps", "baseline parameters")
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"<graftlab.WeightMatch: {self.summary}>"]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        rich = super()._repr_mimebundle_()["text/html"]
+        return bundle(repr(self), rich + "".join(f"<p>{html.escape(notice)}</p>" for notice in self.notices))
+
+
+def match_weights(baseline: State, target: State) -> WeightMatch:
+    """Which parameter is which, found by value: no ranks, no run, no names needed.
+
+    ``baseline`` and ``target`` are state dicts or modules; the target's weights were converted from the baseline's, by
+    whatever code. The result has, for each parameter of the target, what it is made of and in which layout (transposed,
+    permuted, a part of a fused one, several fused in it, scaled), what has no partner and why, and in ``problems`` what
+    contradicts itself: swapped projections, another layer's weights, a layout unlike its neighbours', a weight and a
+    bias of different layouts, scaling, rounding, rows that differ, what was left at its initial values.
+
+    What all weights agree on cannot contradict itself: rows permuted alike in all layers, as between two conventions of
+    rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
+    neither a mapping of tensors nor a module.
+    """
+    states = _state(baseline, "baseline"), _state(target, "target")
+    mine, theirs = (_items(state) for state in states)
+    matcher = Matcher(mine, theirs, None, None, LIMIT)
+    matcher.match_equals()
+    matcher.match_parts()
+    _match_siblings(matcher)
+    _match_scaled(matcher)
+    matcher.apply_rules()
+    _match_constants(matcher)
+    _match_differing(matcher)
+    pairs = tuple(matcher.in_order(_worded(matcher, pair) for pair in matcher.pairs))
+    unmatched_baseline, unmatched_target = matcher.unmatched()
+    sides = {"baseline": states[0], "target": states[1]}
+    return WeightMatch(
+        pairs,
+        {name: why.replace(" tap ", " parameter ") for name, why in unmatched_baseline.items()},
+        {name: why.replace(" tap ", " parameter ") for name, why in unmatched_target.items()},
+        tuple(mistakes_of(pairs, matcher.baseline, matcher.target)),
+        tuple(notices_of(pairs, matcher.baseline, matcher.target)),
+        {(side, name): tuple(value.shape) for side, state in sides.items() for name, value in state.items()},
+        {(side, name): value.dtype for side, state in sides.items() for name, value in state.items()},
+    )
+
+
+def make_converter(match: WeightMatch, name: str = "convert") -> str:
+    """The source of ``name(state)``, which makes the target's state dict from the baseline's, in plain torch.
+
+    It does what was done to the target, mistakes included: above each line that a problem is about stands the problem.
+    What repeats in every layer is a loop. Raises :class:`MatchError` where some parameter of the target has no partner,
+    naming it, and for a name that is none.
+    """
+    return converter(match.pairs, match.problems, match.unmatched_target, match.shapes, match.dtypes, name)
+
+
+def _state(given: State, side: str) -> dict[str, Tensor]:
+    state = given.state_dict() if isinstance(given, nn.Module) else given
+    if not isinstance(state, Mapping):
+        raise MatchError(f"the {side} must be a state dict or a module, not {type(given).__name__}")
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
+    if not tensors:
+        raise MatchError(f"the {side} has no tensors in it")
+    for name, value in tensors.items():
+        if value.is_meta or value.layout != torch.strided or value.is_quantized:
+            kind = "on the meta device" if value.is_meta else "not dense"
+            raise MatchError(f"the {side}'s {name!r} is {kind}, so it has no values to match; load or convert it first")
+    return tensors
+
+
+def _items(state: Mapping[str, Tensor]) -> list[RecordedTap]:
+    return [RecordedTap.of(name, value, order=order) for order, (name, value) in enumerate(state.items())]
+
+
+# ---- what the values of one parameter alone do not tell -------------------------------------------------------------
+
+
+def _match_siblings(matcher: Matcher) -> None:
+    """A parameter without a partner goes where the others of its module went, in the same layout."""
+    for pair in list(matcher.pairs):
+        if not pair.by_value:
+            continue
+        outer, inner = module_of(pair.baseline), module_of(pair.target)
+        if pair.whole == "target":
+            outer, inner = inner, outer
+        layout = _for_rows(pair.layout)
+        if layout is None:
+            continue
+        for tap in matcher.left("target"):
+            if module_of(tap.name) != module_of(pair.target):
+                continue
+            for other in matcher.baseline.values():
+                if module_of(other.name) != module_of(pair.baseline) or last_role(other.name) != last_role(tap.name):
+                    continue
+                pieces = (other, tap) if pair.whole == "baseline" else (tap, other)
+                rel = applied(layout, *pieces)
+                if rel is not None and rel <= LIMIT:
+                    note = (
+                        f"as {pair.target}; all its values are the same" if tap.sketch.constant else f"as {pair.target}"
+                    )
+                    sureness: Sureness = "exact" if rel == 0 else "near"
+                    _append(matcher, Pair(other.name, tap.name, layout, pair.whole, sureness, rel, note))
+    _match_fused_siblings(matcher)
+
+
+def _match_fused_siblings(matcher: Matcher) -> None:
+    """Biases of the parts of a fused weight: those of a constant value, which no search can place."""
+    for pair in list(matcher.pairs):
+        layout = _for_rows(pair.layout)
+        if pair.whole != "target" or not pair.by_value or layout is None or not layout.steps:
+            continue
+        for fused in matcher.target.values():
+            if module_of(fused.name) != module_of(pair.target) or fused.name == pair.target:
+                continue
+            for other in matcher.left("baseline"):
+                if module_of(other.name) != module_of(pair.baseline):
+                    continue
+                rel = applied(layout, fused, other)
+                if rel is not None and rel <= LIMIT:
+                    sureness: Sureness = "exact" if rel == 0 else "near"
+                    _append(matcher, Pair(other.name, fused.name, layout, "target", sureness, rel, f"as {pair.target}"))
+
+
+def _append(matcher: Matcher, pair: Pair) -> None:
+    if not any((own.baseline, own.target) == (pair.baseline, pair.target) for own in matcher.pairs):
+        matcher.pairs.append(pair)
+
+
+def _for_rows(layout: Layout) -> Layout | None:
+    """What a weight's layout means for its bias: parts of rows stay, a transposition is nothing; None for the rest."""
+    steps: list[Step] = []
+    for step in layout.steps:
+        if isinstance(step, Part) and step.dim == 0:
+            steps.append(step)
+        elif step.text != "a b -> b a":
+            return None
+    return Layout(tuple(steps))
+
+
+def _match_scaled(matcher: Matcher) -> None:
+    """What is another's values times a factor, or with something added to them all."""
+    for tap in matcher.left("target"):
+        if not tap.sketch.telling:
+            continue
+        best: Pair | None = None
+        for other in matcher.baseline.values():
+            if other.sketch.numel != tap.sketch.numel or not other.sketch.telling:
+                continue
+            for layout in _plain_layouts(other, tap):
+                found = _scaled(layout, other, tap)
+                if found is not None and (best is None or _nearer(found, best, tap)):
+                    best = found
+        if best is not None:
+            matcher.pairs.append(best)
+
+
+def _nearer(found: Pair, best: Pair, tap: RecordedTap) -> bool:
+    return similarity(found.baseline, tap.name) > similarity(best.baseline, tap.name)
+
+
+def _plain_layouts(other: RecordedTap, tap: RecordedTap) -> list[Layout]:
+    layouts = [Layout()] if other.shape == tap.shape else []
+    if len(tap.shape) == 2 and other.shape == tap.shape[::-1]:
+        layouts.append(Layout((Rearrange("a b -> b a"),)))
+    return layouts
+
+
+def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None:
+    assert other.value is not None
+    taken = RecordedTap.of("", layout.local(other.value.detach().cpu()).contiguous()).flat
+    assert taken is not None
+    assert tap.flat is not None
+    if not (np.isfinite(taken).all() and np.isfinite(tap.flat).all()):
+        return None
+    spread = taken - taken.mean()
+    factor = float(np.einsum("i,i", spread, tap.flat) / np.einsum("i,i", spread, spread))
+    if factor == 0 or not np.isfinite(factor):
+        return None
+    # A factor and a sum can be fitted to anything a little; so they must fit as well as rounding allows.
+    limit = limit_for(other.dtype, tap.dtype)
+    # What is near a plain number is that number.
+    factor = next((near for near in (1.0, -1.0) if abs(factor - near) <= limit), factor)
+    add = float(tap.flat.mean() - factor * taken.mean())
+    # Less than what the values differ by among themselves is noise.
+    if abs(add) <= limit * tap.sketch.rms:
+        add = 0.0
+    elif abs(add - round(add)) <= limit * tap.sketch.rms and round(add):
+        add = float(round(add))
+    if factor == 1.0 and add == 0.0:
+        return None
+    scaled = factor * taken + add
+    rel = relative_l2(tap.flat - add, scaled - add)
+    if rel > limit:
+        return None
+    return Pair(other.name, tap.name, layout.then(Scale(factor, add)), "baseline", "near", rel)
+
+
+def _match_constants(matcher: Matcher) -> None:
+    """Zeros of biases, ones of norms: any of the same value will do, so the name chooses."""
+    left = [tap for tap in matcher.left("target") if tap.sketch.constant]
+    scored = []
+    for tap in left:
+        for other in matcher.left("baseline"):
+            if other.shape == tap.shape and other.sketch.constant and _equal(other, tap):
+                scored.append((_by_name(matcher, other.name, tap.name), other.name, tap.name))
+    taken: set[str] = set()
+    for _, one, name in sorted(scored, key=lambda each: -each[0]):
+        if one not in taken and name not in taken:
+            taken |= {one, name}
+            note = "all its values are the same, so that it is this one only the name says"
+            matcher.pairs.append(Pair(one, name, Layout(), "baseline", "guess", 0.0, note))
+
+
+def _equal(one: RecordedTap, other: RecordedTap) -> bool:
+    return one.flat is not None and other.flat is not None and bool(np.array_equal(one.flat, other.flat))
+
+
+def _by_name(matcher: Matcher, baseline: str, target: str) -> float:
+    """How well two names go together, their layers and roles included."""
+    score = similarity(baseline, target)
+    mine, theirs = role_of(baseline), role_of(target)
+    if mine and theirs and mine[0] == theirs[0]:
+        score += 0.5 if mine == theirs else -1.0
+    if last_role(baseline) != last_role(target):
+        score -= 1.0
+    layers = layer_of(baseline), layer_of(target)
+    return score + (0.5 if layers[0] == layers[1] else -0.5)
+
+
+def _match_differing(matcher: Matcher) -> None:
+    """What is left is paired where its module's other parameters, or its name and shape, say so, and much is equal."""
+    for tap in matcher.left("target"):
+        options = [other for other in matcher.left("baseline") if other.shape == tap.shape]
+        shared = [(_share(other, tap), other) for other in options]
+        best = max(shared, key=lambda each: each[0], default=(0.0, None))
+        if best[1] is not None and best[0] >= 0.05 and tap.sketch.telling:
+            rel = applied(Layout(), best[1], tap)
+            note = f"{best[0]:.0%} of its values are equal"
+            matcher.pairs.append(Pair(best[1].name, tap.name, Layout(), "baseline", "guess", rel, note))
+    matcher.guess()
+
+
+def _share(one: RecordedTap, other: RecordedTap) -> float:
+    if one.flat is None or other.flat is None:
+        return 0.0
+    return float((np.abs(one.flat - other.flat) <= 1e-6 * np.abs(one.flat)).mean())
+
+
+def _worded(matcher: Matcher, pair: Pair) -> Pair:
+    """With what else is to be said of the values."""
+    rounded = rounded_to(matcher.baseline[pair.baseline], matcher.target[pair.target], pair)
+    try:
+        return pair.noted(f"rounded to {rounded}") if rounded else replace(pair)
+    except LayoutError:
+        return pair

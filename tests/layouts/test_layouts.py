@@ -1,0 +1,345 @@
+"""A layout goes both ways: what the ranks hold makes the whole again, bit by bit, in any other layout too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import (
+    Layout,
+    Mesh,
+    OneOf,
+    Pack,
+    Pad,
+    Part,
+    Partial,
+    Rearrange,
+    Replicate,
+    Scale,
+    Shard,
+    Unpack,
+    Window,
+    join_parts,
+    parse_layout,
+    relayout,
+)
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Of distinct values where the dtype has enough of them, negative zero among them."""
+    order = torch.randperm(math.prod(shape), generator=torch.Generator().manual_seed(seed)).reshape(shape)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return order.to(dtype)
+    values = (order.double() - math.prod(shape) // 2) / 8
+    return torch.where(order == 0, torch.tensor(-0.0, dtype=torch.float64), values).to(dtype)
+
+
+def bits(value: Tensor) -> list[int]:
+    return value.contiguous().view(torch.uint8).flatten().tolist() if value.numel() else []
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and bits(one) == bits(other)
+
+
+# ---- any two layouts of one tensor, both ways -----------------------------------------------------------------------
+
+SHAPE = (4, 8, 24)
+LENGTHS = (8, 4, 8, 4)
+# From a whole of SHAPE, each over the mesh dimension "x"; how many ranks it can have.
+OVER_RANKS: list[tuple[Any, tuple[int, ...]]] = [
+    (lambda: [], (1, 2, 3, 4)),
+    (lambda: [Replicate("x")], (1, 2, 3, 4)),
+    (lambda: [Partial("x")], (1, 2, 3, 4)),
+    (lambda: [Partial("x", "max")], (1, 2, 3, 4)),
+    (lambda: [Partial("x", "avg")], (1, 2, 4)),
+    (lambda: [Shard(0, "x")], (1, 2, 3, 4)),
+    (lambda: [Shard(1, "x")], (1, 2, 3, 4)),
+    (lambda: [Shard(-1, "x", uneven="balanced")], (1, 2, 3, 4)),
+    (lambda: [Shard(0, "x", padded=True)], (1, 2, 3, 4)),
+    (lambda: [Shard(2, "x", replicas=2)], (2, 4)),
+    (lambda: [Shard(2, "x", blocks=(4, 1, 1))], (1, 2, 4)),
+    (lambda: [Shard(2, "x", blocks=(4, 1, 1), replicas=(1, 2, 2))], (2, 4)),
+    (lambda: [Shard(1, "x", order="zigzag")], (1, 2, 4)),
+    (lambda: [Rearrange("b s (h d) -> b h s d", (("h", 6),)), Shard(1, "x")], (1, 2, 3)),
+    (lambda: [Rearrange("b s h -> (b s) h"), Shard(0, "x")], (1, 2, 3, 4)),
+    (lambda: [Rearrange("b s (h d) -> (s b) (d h)", (("d", 2),)), Shard(0, "x", order="zigzag")], (1, 2, 4)),
+    (lambda: [Rearrange("b ... -> ... 1 b"), Shard(1, "x")], (1, 2, 3, 4)),
+    (lambda: [Pad(2, 24, 30), Shard(2, "x")], (1, 2, 3, 4)),
+    (lambda: [Rearrange("b s (k d) -> b s (k r d)", (("r", 2), ("d", 4))), Shard(2, "x")], (1, 2, 3, 4)),
+]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    make, counts = draw(st.sampled_from(OVER_RANKS))
+    return Layout(tuple(make())).on({"x": draw(st.sampled_from(counts))})
+
+
+def prepared(layout: Layout, whole: Tensor) -> list[Tensor]:
+    """What the ranks hold, with partial sums that are really partial, and padding that is no zeros."""
+    held = [part.clone() for part in layout.split(whole)]
+    for step in layout.steps:
+        if isinstance(step, Partial) and step.op == "sum" and len(held) > 1:
+            # A whole number, so that the sum is exact.
+            held[0], held[-1] = held[0] - 3, held[-1] + 3
+    return held
+
+
+@settings(deadline=None, max_examples=300)
+@given(layouts(), layouts(), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_from_any_layout_to_any_other_and_back_no_bit_changes(
+    source: Layout, target: Layout, dtype: torch.dtype, seed: int
+) -> None:
+    assume(not (dtype.is_complex and any(isinstance(step, Partial) for step in (*source.steps, *target.steps))))
+    assume(dtype.is_floating_point or not any(isinstance(s, Partial) for s in (*source.steps, *target.steps)))
+    whole = tensor(SHAPE, dtype, seed)
+    held = source.split(whole)
+    there = [relayout([(source, held)], target, rank, shape=SHAPE) for rank in target.mesh.ranks]
+    assert not any(each.disagreements for each in there)
+    for rank, each in enumerate(there):
+        assert same_bits(each.value, target.local(whole, rank))
+    back = relayout([(target, [each.value for each in there])], source, source.mesh.ranks[-1], shape=SHAPE)
+    assert same_bits(back.value, held[-1])
+    joined = target.join([each.value for each in there], SHAPE)
+    assert same_bits(joined.whole, whole)
+    assert joined.known is None
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts(), layouts())
+def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, wrong: Layout) -> None:
+    whole = tensor(SHAPE, torch.float64)
+    held = prepared(source, whole)
+    assert torch.equal(source.join(held, SHAPE).whole, whole)
+    assume(wrong.mesh.size == source.mesh.size)
+    try:
+        taken = wrong.join(held, SHAPE)
+    except LayoutError:
+        return
+    if not torch.equal(taken.whole, whole) or taken.disagreements:
+        return
+    # They are equal, so the two say the same of this tensor on so many ranks.
+    same = all(torch.equal(one, other) for one, other in zip(held, wrong.split(whole), strict=True))
+    assert same or wrong.steps == source.steps
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from([(2, 2), (2, 1), (1, 4), (3, 1)]),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(5, 9),
+    st.booleans(),
+)
+def test_two_mesh_dimensions_on_one_or_two_tensor_dimensions(
+    sizes: tuple[int, int], first: int, second: int, extent: int, one_of: bool
+) -> None:
+    whole = tensor((extent, 7, 6), torch.float64)
+    mesh = {"dp": sizes[0], "tp": sizes[1]}
+    layout = Layout((Shard(first, "dp"), Shard(second, "tp"))).on(mesh)
+    held = layout.split(whole)
+    assert [part.numel() for part in held] == [layout.local(whole, rank).numel() for rank in range(len(held))]
+    assert sum(part.numel() for part in held) == whole.numel()
+    assert torch.equal(layout.join(held).whole, whole)
+    other = Layout((Shard(second, "tp"), Shard(first, "dp"))).on(mesh)
+    relaid = [relayout([(layout, held)], other, rank).value for rank in range(len(held))]
+    assert torch.equal(other.join(relaid).whole, whole)
+
+
+def test_dimensions_of_the_mesh_that_no_step_names_hold_replicas_that_are_compared() -> None:
+    whole = tensor((6, 4))
+    layout = parse_layout("shard(dim=0, mesh='tp')", mesh={"dp": 2, "tp": 2})
+    held = [part.clone() for part in layout.split(whole)]
+    assert layout.join(held).disagreements == ()
+    held[3][1, 2] += 0.5
+    (found,) = layout.join(held).disagreements
+    assert (found.count, found.max_abs) == (1, 0.5)
+    assert "replicas 0 and 1 along 'dp'" in str(found)
+    assert torch.equal(layout.join(held).whole, whole)
+
+
+def test_nan_agrees_with_nan_and_a_copy_of_another_shape_does_not_agree() -> None:
+    layout = Layout((Replicate("tp"),)).on(2)
+    nans = torch.tensor([math.nan, 1.0])
+    assert layout.join([nans, nans.clone()]).disagreements == ()
+    assert "shapes [2] and [3]" in str(layout.join([nans, torch.zeros(3)]).disagreements[0])
+
+
+# ---- the steps one by one, against what is written out by hand ------------------------------------------------------
+
+
+def test_fused_qkv_with_grouped_heads_comes_apart_both_ways_of_fusing() -> None:
+    q, k, v = tensor((8, 4), seed=1), tensor((4, 4), seed=2), tensor((4, 4), seed=3)
+    block = torch.cat((q, k, v))
+    for index, part in enumerate((q, k, v)):
+        assert torch.equal(Layout((Part(index, (2, 1, 1)),)).local(block), part)
+    grouped = torch.cat((q[:4], k[:2], v[:2], q[4:], k[2:], v[2:]))
+    for index, part in enumerate((q, k, v)):
+        assert torch.equal(Layout((Part(index, (2, 1, 1), groups=2),)).local(grouped), part)
+    parts = [(Layout((Part(i, (2, 1, 1), groups=2),)), [part]) for i, part in enumerate((q, k, v))]
+    joined = join_parts(parts)
+    assert torch.equal(joined.whole, grouped)
+    assert joined.known is None
+
+
+def test_what_parts_leave_out_is_the_receivers_own() -> None:
+    fused, own = tensor((6, 4), seed=1), tensor((6, 4), seed=2)
+    k = Layout((Part(1, (1, 1, 1)),))
+    assert k.leaves_out == ("the other 2 parts along dim 0",)
+    relaid = relayout([(k, [fused[2:4]])], Layout(), own=own)
+    assert torch.equal(relaid.value, torch.cat((own[:2], fused[2:4], own[4:])))
+    assert relaid.known is not None
+    assert relaid.known[:, 0].tolist() == [False, False, True, True, False, False]
+    with pytest.raises(LayoutError, match="the other 2 parts"):
+        relayout([(k, [fused[2:4]])], Layout())
+
+
+def test_parts_that_overlap_are_compared() -> None:
+    whole = tensor((6,))
+    one, other = Layout((Window(0, 0, 4),)), Layout((Window(0, 2, 4),))
+    parts = [(one, [whole[:4]]), (other, [whole[2:] + torch.tensor([0.0, 1.0, 0.0, 0.0])])]
+    joined = join_parts(parts, shape=(6,))
+    assert joined.disagreements[0].count == 1
+    assert torch.equal(joined.whole[:4], whole[:4])
+
+
+def test_gate_and_up_that_alternate_row_by_row() -> None:
+    gate, up = tensor((5, 3), seed=1), tensor((5, 3), seed=2)
+    fused = torch.stack((gate, up), dim=1).flatten(0, 1)
+    assert torch.equal(Layout((Part(0, (1, 1), groups=5),)).local(fused), gate)
+    assert torch.equal(Layout((Part(1, (1, 1), groups=5),)).local(fused), up)
+
+
+def test_a_rank_of_tensor_parallelism_holds_its_q_its_k_and_its_v_one_after_the_other() -> None:
+    q, k, v = tensor((8, 2), seed=1), tensor((2, 2), seed=2), tensor((2, 2), seed=3)
+    layout = Layout((Shard(0, "tp", blocks=(4, 1, 1), replicas=(1, 2, 2)),)).on(4)
+    held = layout.split(torch.cat((q, k, v)))
+    for rank in range(4):
+        expected = torch.cat((q[2 * rank : 2 * rank + 2], k[rank // 2 : rank // 2 + 1], v[rank // 2 : rank // 2 + 1]))
+        assert torch.equal(held[rank], expected)
+    assert torch.equal(layout.join(held).whole, torch.cat((q, k, v)))
+    held[1][2] += 1
+    assert "replicas 0 and 1" in layout.join(held).disagreements[0].where
+
+
+def test_zigzag_gives_each_rank_an_early_and_a_late_chunk() -> None:
+    whole = torch.arange(8)
+    held = Layout((Shard(0, "cp", order="zigzag"),)).on(2).split(whole)
+    assert [part.tolist() for part in held] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    packed = Layout((Shard(0, "cp", order="zigzag", packed=True),)).on(2)
+    held = packed.split(torch.arange(12), lengths=(8, 4))
+    assert [part.tolist() for part in held] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert torch.equal(packed.join(held, lengths=(8, 4), shape=(12,)).whole, torch.arange(12))
+
+
+def test_uneven_shards_are_cut_as_torch_cuts_them() -> None:
+    whole = torch.arange(5)
+    for ranks in (1, 2, 3, 4):
+        chunks = [part.tolist() for part in whole.chunk(ranks)]
+        held = [part.tolist() for part in Layout((Shard(0, "x"),)).on(ranks).split(whole)]
+        assert held == chunks + [[]] * (ranks - len(chunks))
+        balanced = Layout((Shard(0, "x", uneven="balanced"),)).on(ranks).split(whole)
+        assert [part.tolist() for part in balanced] == [part.tolist() for part in whole.tensor_split(ranks)]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 3))
+def test_packed_and_padded_are_one_batch(lengths: list[int], more: int) -> None:
+    packed = tensor((sum(lengths), 3))
+    width = max(lengths) + more
+    padded = Layout((Unpack(width),)).local(packed, lengths=lengths)
+    assert padded.shape == (len(lengths), width, 3)
+    assert torch.equal(Layout((Unpack(width),)).join([padded], lengths=lengths).whole, packed)
+    assert torch.equal(Layout((Pack(),)).local(padded, lengths=lengths), packed)
+    assert torch.equal(Layout((Pack(),)).join([packed], padded.shape, lengths).whole, padded)
+
+
+def test_scaling_goes_back_and_says_when_that_rounds() -> None:
+    whole = tensor((5,))
+    assert Layout((Scale(0.125),)).caveats == ()
+    assert torch.equal(Layout((Scale(0.125),)).join([whole * 0.125]).whole, whole)
+    assert "rounds" in Layout((Scale(0.1),)).caveats[0]
+    assert torch.allclose(Layout((Scale(0.1, 1.0),)).join([whole * 0.1 + 1]).whole, whole, atol=1e-5)
+
+
+def test_partial_sums_are_summed_and_a_graft_into_them_says_where_the_value_goes() -> None:
+    partial = Layout((Partial("tp"),)).on(2)
+    half = torch.full((3,), 0.5)
+    assert partial.join([half, half]).whole.tolist() == [1.0] * 3
+    grafted = [relayout([(Layout(), [half * 2])], partial, rank) for rank in range(2)]
+    assert [each.value.tolist() for each in grafted] == [[1.0] * 3, [0.0] * 3]
+    assert "whole value of a partial sum over 'tp' on the first rank and zeros" in grafted[0].caveats[0]
+    # The zero of the others changes no bit, not even of a negative zero.
+    minus = relayout([(Layout(), [torch.tensor([-0.0])])], partial, 0).value
+    assert same_bits(partial.join([minus, relayout([(Layout(), [minus])], partial, 1).value]).whole, minus)
+    bf16 = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.tensor([0.5], dtype=torch.bfloat16)] * 4
+    assert Layout((Partial("tp"),)).on(5).join(bf16).whole.item() == 258.0
+
+
+def test_one_of_the_data_parallel_ranks_holds_it_all() -> None:
+    layout = Layout((OneOf("dp"),)).on(3)
+    whole, empty = tensor((4, 2)), torch.empty(0, 2)
+    assert torch.equal(layout.join([empty, whole, empty]).whole, whole)
+    assert relayout([(Layout(), [whole])], layout, 0, own=empty).value is empty
+    with pytest.raises(LayoutError, match=r"places \[0, 1\] all hold something"):
+        layout.join([whole, whole, empty])
+
+
+def test_the_ranks_of_a_mesh_may_stand_in_any_order() -> None:
+    layout = Layout((Shard(0, "tp"),), Mesh((("tp", 2),), (5, 3)))
+    whole = torch.arange(4)
+    assert layout.local(whole, 5).tolist() == [0, 1]
+    assert layout.local(whole, 3).tolist() == [2, 3]
+    with pytest.raises(LayoutError, match="rank 0 is not in the mesh"):
+        layout.local(whole, 0)
+
+
+# ---- what cannot be is refused, with what and where -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "message"),
+    [
+        ("shard(dim=3)", (4, 2), "has no dimension 3"),
+        ("shard(dim=0, order='zigzag')", (6,), "zigzag over 2 ranks needs a multiple of 4, not 6"),
+        ("shard(dim=0, blocks=[2, 1])", (4,), r"4 elements do not divide into blocks of \[2, 1\]"),
+        ("shard(dim=0, replicas=3)", (4,), "2 ranks do not divide into 3 replicas"),
+        ("shard(dim=0, packed=True)", (4,), "needs the lengths"),
+        ("part(index=0, of=[1, 1, 1])", (4,), "do not divide into 1 x 3"),
+        ("window(dim=0, start=2, length=4)", (4,), "reaches beyond"),
+        ("pad(dim=0, size=3, to=4)", (4,), "is not of size 3"),
+        ("pack()", (4, 2), "needs the lengths"),
+        ("b s -> s b", (4,), r"does not have the 1 dimensions of \[4\]"),
+        ("(a b) c -> a b c", (4, 2), r"could be split into \['a', 'b'\]"),
+        ("(a b) c -> a b c, a=3", (4, 2), r"dimension 0 of \[4, 2\] on the left is not \(a=3 b=\?\)"),
+        ("a 1 -> a", (4, 2), r"dimension 1 of \[4, 2\] on the left is not \(1\)"),
+    ],
+)
+def test_a_tensor_that_does_not_have_the_layout_is_refused(text: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parse_layout(text, mesh=2).local(tensor(shape))
+
+
+def test_joining_says_what_does_not_fit() -> None:
+    shard = Layout((Shard(0, "tp"),)).on(2)
+    with pytest.raises(LayoutError, match=r"is on 2 ranks .* and 3 tensors came"):
+        shard.join([torch.zeros(2)] * 3)
+    with pytest.raises(LayoutError, match=r"gives place 0 of 2 3 of them, and what is there has shape \[2\]"):
+        shard.join([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(LayoutError, match="give the whole tensor's shape"):
+        Layout((Shard(0, "tp", padded=True),)).on(2).join([torch.zeros(2)] * 2)
+    with pytest.raises(LayoutError, match=r"rank 0 would hold \[4\], and it holds \[3\]"):
+        relayout([(shard, [torch.zeros(2)] * 2)], Layout(), own=torch.zeros(3))
+    with pytest.raises(LayoutError, match="is used up by its first step"):
+        Layout((Shard(0, "tp"), Shard(1, "tp")))
+    with pytest.raises(LayoutError, match="2 ranks do not say how they are split"):
+        Layout((Shard(0, "tp"), Shard(1, "cp"))).on(2)

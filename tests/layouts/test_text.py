@@ -1,0 +1,195 @@
+"""Layouts are written as text: what is written is read again, and a fault is shown where it is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import (
+    Layout,
+    OneOf,
+    Partial,
+    Rearrange,
+    Replicate,
+    Shard,
+    layouts_of_pair,
+    parse_dims,
+    parse_layout,
+    relayout,
+)
+
+WRITTEN = [
+    "same",
+    "b s (h d) -> b h s d",
+    "rearrange('b s (h d) -> b h s d', h=12)",
+    "b ... -> ... 1 b",
+    "shard(dim=0, mesh='tp')",
+    "shard(dim=0, mesh='tp', uneven='balanced')",
+    "shard(dim=0, mesh='tp', padded=True)",
+    "shard(dim=0, mesh='tp', replicas=2, blocks=[4, 1, 1])",
+    "shard(dim=0, mesh='tp', replicas=[1, 2, 2], blocks=[4, 1, 1])",
+    "shard(dim=0, mesh='cp', order='zigzag', packed=True)",
+    "replicate(mesh='ep')",
+    "partial(mesh='tp')",
+    "partial(mesh='tp', op='max')",
+    "one_of(mesh='moe_dp')",
+    "part(index=1, of=[4, 1, 1], dim=0, groups=8)",
+    "window(dim=1, start=2, length=5, step=2)",
+    "pad(dim=0, size=50257, to=50304)",
+    "scale(factor=0.125, add=1.0)",
+    "pack()",
+    "unpack(to=128)",
+]
+
+
+@given(st.lists(st.sampled_from(WRITTEN[1:]), max_size=3))
+def test_what_a_layout_writes_is_read_as_the_same_layout(texts: list[str]) -> None:
+    text = " | ".join(texts)
+    axes = re.findall(r"mesh='(\w+)'", text)
+    if len(set(axes)) < len(axes):
+        with pytest.raises(LayoutError, match="is used up"):
+            parse_layout(text)
+        return
+    layout = parse_layout(text)
+    assert layout.text == (text or "same")
+    assert parse_layout(layout.text) == layout
+
+
+def test_a_size_may_stand_after_a_comma_and_quotes_may_be_double() -> None:
+    expected = Layout((Rearrange("b s (h d) -> b h s d", (("h", 12),)), Shard(1, "tp")))
+    assert parse_layout('b  s (h d)->b h s d , h=12 | shard(1, "tp")') == Layout(
+        (Rearrange("b s (h d)->b h s d", (("h", 12),)), Shard(1, "tp"))
+    )
+    assert parse_layout("b s (h d) -> b h s d, h=12 | shard(dim=1, mesh='tp')") == expected
+    assert parse_layout("  ") == Layout()
+
+
+# The mark ^ stands under the fault, and is not part of the text.
+FAULTS = [
+    ("b s -> s", "'b' is only on the left", "^"),
+    ("b s -> s b c", "'c' is only on the right, so it needs a size", "           ^"),
+    ("b b -> b", "'b' is twice on the left", "^"),
+    ("a b -> b a a", "'a' is twice on the right", "         ^"),
+    ("b (s (h d)) -> b s h d", "a ( inside of a (", "     ^"),
+    ("b s) -> b s", "a ) without its (", "   ^"),
+    ("b (s -> b s", "a ( without its )", "    ^"),
+    ("b +s -> b s", "'+' is not an axis", "  ^"),
+    ("b -> b -> b", "has one '->'", "       ^"),
+    ("b -> b ...", "'...' is only on the right", "       ^"),
+    ("(b ...) -> b ...", "'...' inside of ( )", "   ^"),
+    ("a b -> b a, h", "after the comma comes a size", "           ^"),
+    ("a b -> b a, c=2", "has no axis 'c'", ""),
+    ("shard(dim=0) | ", "a step is missing", "               ^"),
+    ("shard(dim=0) | shart(dim=1)", "there is no step 'shart'", "               ^"),
+    ("shard(dim=0) | shard(dum=1)", "unexpected keyword argument 'dum'", "               ^"),
+    ("shard(dim=0) | shard(dim=tp)", "only plain values here", "                         ^"),
+    ("a -> a | shard(dim=)", "invalid syntax", "                   ^"),
+    ("shard(dim=0) | nothing", "is neither a rearrangement", "               ^"),
+    ("a -> a | partial('tp', op='mul')", "op is 'sum', 'avg', 'max' or 'min'", "         ^"),
+    ("a -> a | rearrange('b  b -> b')", "'b' is twice on the left", "                    ^"),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "mark"), FAULTS, ids=[text for text, _, _ in FAULTS])
+def test_a_fault_is_shown_where_it_is(text: str, message: str, mark: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(text)
+    assert message in caught.value.message
+    assert caught.value.text == text
+    if mark:
+        assert (caught.value.position, str(caught.value).splitlines()[2]) == (len(mark) - 1, "    " + mark)
+
+
+# ---- the notation for dimensions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("b s[cp:zigzag] h[tp] d", [Shard(1, "cp", order="zigzag"), Shard(2, "tp")]),
+        ("t (num_heads*head_dim)[tp]", [Shard(1, "tp")]),
+        ("t h[tp:partial]", [Partial("tp")]),
+        ("t[cp:zigzag] h", [Shard(0, "cp", order="zigzag", packed=True)]),
+        ("t[cp:natural] h", [Shard(0, "cp")]),
+        ("s[cp,sp] 1 h", [Shard(0, "cp"), Shard(0, "sp")]),
+        ("b s[cp:zigzag, sp:sharded] h", [Shard(1, "cp", order="zigzag"), Shard(1, "sp")]),
+        ("t h # ep:replicated tp:replicated", [Replicate("ep"), Replicate("tp")]),
+        ("( a * b )[tp] c", [Shard(0, "tp")]),
+    ],
+)
+def test_the_notation_for_dimensions_is_read(text: str, steps: list[object]) -> None:
+    layout = parse_layout(text)
+    assert layout == Layout((*steps, OneOf("dp")))  # type: ignore[arg-type]
+    assert parse_layout(layout.text) == layout
+
+
+def test_the_data_parallel_group_may_have_another_name() -> None:
+    assert parse_layout("t h # ep:replicated dp:=moe_dp").steps == (Replicate("ep"), OneOf("moe_dp"))
+
+
+DIM_FAULTS = [
+    ("b s[pp] h", "'pp' is not an axis", "    ^"),
+    ("b s[cp:zag] h", "'zag' is not known here", "       ^"),
+    ("b s[cp:zigzag+natural] h", "says twice", "              ^"),
+    ("b s[cp:zigzag+partial] h", "has no order", "    ^"),
+    ("b s h[cp:zigzag]", "zigzag is an order of sequences", "      ^"),
+    ("b s[tp,tp] h", "has an axis twice", "  ^"),
+    ("b s[tp] h[tp]", "splits two dimensions", "        ^"),
+    ("b s b", "is named twice", "    ^"),
+    ("b s (h)", "is for several dimensions", "    ^"),
+    ("b s (h*h)", "names a dimension twice", "    ^"),
+    ("b s (h*2)", "'2' is not a name", "       ^"),
+    ("b s[] h", "'' is not an axis", "    ^"),
+    ("b 2 h", "'2' is not a dimension", "  ^"),
+    ("t b s", "stands beside them", "^"),
+    (" # ep:replicated", "the dimensions are missing", "^"),
+    ("t h[tp] # tp:replicated", "is not replicated", "          ^"),
+    ("t h # ep:replicated ep:replicated", "is replicated already", "                    ^"),
+    ("t h # dp:=a dp:=b", "dp is 'a' already", "            ^"),
+    ("t h # xx:replicated", "'xx' is not an axis", "      ^"),
+    ("t h # ep:sharded", "is not known here", "      ^"),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "mark"), DIM_FAULTS, ids=[text for text, _, _ in DIM_FAULTS])
+def test_whatever_is_not_of_the_notation_is_shown_where_it_is(text: str, message: str, mark: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        parse_dims(text)
+    assert message in caught.value.message
+    assert (caught.value.position, caught.value.text) == (len(mark) - 1, text)
+
+
+def test_two_annotations_of_one_tensor_bring_it_from_one_side_to_the_other() -> None:
+    whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float32).reshape(2, 8, 4, 3)
+    baseline, target = layouts_of_pair(
+        "b s[cp:zigzag] num_heads[tp] head_dim", "s 1 b (num_heads*head_dim)[tp] # cp:replicated", {"head_dim": 3}
+    )
+    baseline, target = baseline.on({"cp": 2, "tp": 2}), target.on({"tp": 4})
+    held = baseline.split(whole)
+    expected = whole.permute(1, 0, 2, 3).reshape(8, 1, 2, 12)
+    for rank in range(4):
+        relaid = relayout([(baseline, held)], target, rank, shape=whole.shape)
+        assert torch.equal(relaid.value, expected[..., 3 * rank : 3 * rank + 3])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_are_batch_and_sequence_row_by_row_or_without_the_padding(packed: bool) -> None:
+    padded = torch.arange(2 * 3 * 2, dtype=torch.float32).reshape(2, 3, 2)
+    lengths = (3, 2) if packed else (3, 3)
+    flat = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
+    baseline, target = layouts_of_pair("b s h", "t h", packed=packed)
+    assert torch.equal(relayout([(baseline, [padded])], target, lengths=lengths).value, flat)
+    baseline, target = layouts_of_pair("t h", "b s h", {"b": 2}, packed=packed)
+    there = relayout([(baseline, [flat])], target, lengths=lengths).value
+    assert torch.equal(there[:, :2], padded[:, :2])
+
+
+def test_annotations_with_different_names_are_not_of_one_tensor() -> None:
+    with pytest.raises(LayoutError, match="only the target has 'd'") as caught:
+        layouts_of_pair("b s h", "b s h d")
+    assert caught.value.position == 6

@@ -1,0 +1,376 @@
+"""Taps of two implementations find each other by value, and by rule where a fault hides the values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from kit.ports import Port, record_taps
+from torch import Tensor
+
+from graftlab.errors import GraftError
+from graftlab.matching.items import RecordedTap, Recorder
+from graftlab.matching.matcher import match_taps
+from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.rounds import Record, match_in_rounds
+from graftlab.matching.rules import rules_of
+
+EXPECTED = {
+    "small_bert": {
+        "encoder.layers.{n}.self_attn[0]": "encoder.layer.{n}.attention.output.dense",
+        "encoder.layers.{n}.linear1": "encoder.layer.{n}.intermediate.dense",
+        "encoder.layers.{n}.linear2": "encoder.layer.{n}.output.dense",
+        "encoder.layers.{n}.norm1": "encoder.layer.{n}.attention.output.LayerNorm",
+    },
+    "llama": {
+        "blocks.{n}.attn_norm": "model.layers.{n}.input_layernorm",
+        "blocks.{n}.attention.q_proj": "model.layers.{n}.self_attn.q_proj",
+        "blocks.{n}.attention.k_proj": "model.layers.{n}.self_attn.k_proj",
+        "blocks.{n}.attention.v_proj": "model.layers.{n}.self_attn.v_proj",
+        "blocks.{n}.mlp.gate_proj": "model.layers.{n}.mlp.gate_proj",
+        "blocks.{n}.mlp.up_proj": "model.layers.{n}.mlp.up_proj",
+        "blocks.{n}.mlp_norm": "model.layers.{n}.post_attention_layernorm",
+    },
+    "gpt2": {
+        "stack.{n}.query": "h.{n}.attn.c_attn",
+        "stack.{n}.key": "h.{n}.attn.c_attn",
+        "stack.{n}.value": "h.{n}.attn.c_attn",
+        "stack.{n}.merge": "h.{n}.attn.c_proj",
+        "stack.{n}.widen": "h.{n}.mlp.c_fc",
+        "stack.{n}.norm2": "h.{n}.ln_2",
+    },
+}
+LAYERS = {"small_bert": 4, "llama": 3, "gpt2": 3}
+
+
+def taps_of(port: Port, target: torch.nn.Module | None = None) -> tuple[list[RecordedTap], list[RecordedTap]]:
+    return (
+        record_taps(port.baseline, port.run).taps,
+        record_taps(target or port.target, port.run).taps,
+    )
+
+
+@pytest.fixture(params=sorted(EXPECTED))
+def named(request: pytest.FixtureRequest) -> tuple[str, Port]:
+    return request.param, request.getfixturevalue(request.param)
+
+
+def check_expected(name: str, proposal: Proposal, *, at_least: float = 1.0) -> None:
+    """Of the pairs that names tell a person, so many are there, and none is another."""
+    right = total = 0
+    for target, baseline in EXPECTED[name].items():
+        for n in range(LAYERS[name]):
+            total += 1
+            found = {pair.baseline for pair in proposal.of_target(target.format(n=n)) if pair.sureness != "guess"}
+            assert found <= {baseline.format(n=n)}, (target.format(n=n), found)
+            right += bool(found)
+    assert right >= at_least * total, f"{right} of {total}"
+
+
+# ---- right ports ----------------------------------------------------------------------------------------------------
+
+
+def test_every_tap_of_a_right_port_finds_its_partner_by_value(named: tuple[str, Port]) -> None:
+    name, port = named
+    proposal = match_taps(*taps_of(port))
+    assert proposal.unmatched_target == {}
+    assert all(pair.by_value for pair in proposal.pairs)
+    assert proposal.problems == ()
+    check_expected(name, proposal)
+
+
+def test_each_pairs_layout_takes_one_tensor_out_of_the_other(named: tuple[str, Port]) -> None:
+    _, port = named
+    baseline, target = taps_of(port)
+    mine, theirs = ({tap.name: tap.value for tap in taps} for taps in (baseline, target))
+    for pair in match_taps(baseline, target).pairs:
+        outer, inner = mine[pair.baseline], theirs[pair.target]
+        if pair.whole == "target":
+            outer, inner = inner, outer
+        assert outer is not None
+        assert inner is not None
+        taken = pair.layout.local(outer)
+        assert taken.shape == inner.shape
+        assert torch.allclose(taken, inner, rtol=1e-3, atol=1e-4), pair
+
+
+def test_a_fused_projection_is_paired_with_each_of_its_parts(gpt2: Port) -> None:
+    proposal = match_taps(*taps_of(gpt2))
+    parts = [pair for name in ("query", "key", "value") for pair in proposal.of_target(f"stack.1.{name}")]
+    assert [pair.layout.text for pair in parts] == [f"part(index={i}, of=[1, 1, 1], dim=2)" for i in range(3)]
+
+
+def test_half_width_runs_match_their_full_width_originals(llama: Port) -> None:
+    half = copy.deepcopy(llama.target).bfloat16()
+    proposal = match_taps(*taps_of(llama, half))
+    check_expected("llama", proposal, at_least=0.95)
+
+
+def test_unrelated_models_have_no_pair_by_value(llama: Port) -> None:
+    from graftlab.models import ModelConfig, Transformer
+
+    other = Transformer(ModelConfig(96, 32, 3, 4, 2, 48, 64), seed=11)
+    proposal = match_taps(*taps_of(llama, other))
+    assert proposal.graftable == ()
+    assert all(pair.sureness == "guess" for pair in proposal.pairs)
+
+
+# ---- sketches -------------------------------------------------------------------------------------------------------
+
+
+def test_without_room_for_values_sketches_alone_find_most(llama: Port) -> None:
+    recorders = [record_taps(model, llama.run, budget=0) for model in (llama.baseline, llama.target)]
+    assert all(tap.value is None for recorder in recorders for tap in recorder.taps)
+    proposal = match_taps(recorders[0].taps, recorders[1].taps)
+    check_expected("llama", proposal, at_least=0.9)
+    assert all("only extreme values compared" in pair.note for pair in proposal.graftable)
+
+
+def test_values_are_fetched_of_candidates_only(gpt2: Port) -> None:
+    kept = [{tap.name: tap.value for tap in taps} for taps in taps_of(gpt2)]
+    recorders = [record_taps(model, gpt2.run, budget=0) for model in (gpt2.baseline, gpt2.target)]
+    asked: list[str] = []
+
+    def fetch(side: int, name: str) -> Tensor | None:
+        asked.append(name)
+        return kept[side][name]
+
+    recorders[0].tap("nothing like it", torch.arange(704.0).reshape(2, 11, 32) * 1e6, None, {})
+    proposal = match_taps(
+        recorders[0].taps,
+        recorders[1].taps,
+        fetch_baseline=lambda name: fetch(0, name),
+        fetch_target=lambda name: fetch(1, name),
+    )
+    check_expected("gpt2", proposal)
+    assert "nothing like it" not in asked
+    assert not any(pair.note for pair in proposal.graftable if "extreme" in pair.note)
+
+
+def test_a_recorder_keeps_copies_up_to_its_budget_and_tells_calls_apart() -> None:
+    recorder = Recorder({"a": "Linear"}, budget=24)
+    value = torch.arange(4.0)
+    assert recorder.tap("a", value, None, {}) is value
+    recorder.tap("a", value, None, {"layer": 3, "tp_rank": 1})
+    recorder.tap("a", value, None, {})
+    recorder.tap("b", None, None, {})
+    value += 1
+    names = [tap.name for tap in recorder.taps]
+    assert names == ["a", "a[layer=3]", "a#1"]
+    assert [tap.value is not None for tap in recorder.taps] == [True, False, False]
+    assert recorder.taps[0].value is not None
+    assert recorder.taps[0].value.tolist() == [0, 1, 2, 3]
+    assert recorder.taps[0].kind == "Linear"
+    assert recorder.skipped == {"b": "is a NoneType, no tensor"}
+
+
+# ---- ties, rules, guesses -------------------------------------------------------------------------------------------
+
+
+def tap(name: str, value: Tensor, order: int, kind: str = "") -> RecordedTap:
+    return RecordedTap.of(name, value, kind=kind, order=order)
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_between_equal_values_kind_name_and_order_choose() -> None:
+    x, y = values(4, 8, seed=1), values(4, 8, seed=2)
+    baseline = [tap("norm", x, 0, "LayerNorm"), tap("drop", x, 1, "Dropout"), tap("fc", y, 2, "Linear")]
+    target = [tap("ln", x, 0, "LayerNorm"), tap("d", x, 1, "Dropout"), tap("again", x, 2, ""), tap("proj", y, 3)]
+    proposal = match_taps(baseline, target)
+    assert {pair.target: pair.baseline for pair in proposal.pairs if pair.target != "again"} == {
+        "ln": "norm",
+        "d": "drop",
+        "proj": "fc",
+    }
+    assert "has the same values as" in proposal.of_target("again")[0].note
+
+
+def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list[RecordedTap], list[RecordedTap]]:
+    baseline = [tap(f"h.{n + shift}.mlp", values(6, 8, seed=n), n) for n in range(count)]
+    target = [tap(f"layers.{n}.ffn", values(6, 8, seed=n + 100 * (n in wrong)), n) for n in range(count)]
+    return baseline, target
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_a_rule_needs_two_layers_and_says_how_far_the_values_are(shift: int) -> None:
+    proposal = match_taps(*layered(4, wrong=[3], shift=shift))
+    (pair,) = proposal.of_target("layers.3.ffn")
+    assert (pair.baseline, pair.sureness) == (f"h.{3 + shift}.mlp", "rule")
+    assert pair.rel is not None
+    assert pair.rel > 0.5
+    assert "as in 3 other layers, where the values match; here they differ by" in pair.note
+    alone = match_taps(*layered(2, wrong=[1], shift=shift), guesses=False)
+    assert [pair.target for pair in alone.pairs] == ["layers.0.ffn"]
+    assert alone.unmatched_target == {"layers.1.ffn": "no baseline tap has its values"}
+
+
+def test_a_rule_follows_the_right_number_of_several() -> None:
+    pairs = [Pair(f"stages.{s}.{n}.fc1", f"s{s}.b{n + 1}.lin") for s in range(2) for n in range(3)]
+    (rule,) = rules_of(pairs)
+    assert rule.baseline_for("s5.b9.lin") == "stages.5.8.fc1"
+    assert rule.seen == 6
+
+
+def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
+    assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
+    assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
+
+
+def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
+    baseline = [tap("head.logits", values(4, 8, seed=1), 0)]
+    target = [tap("head.logits", values(4, 8, seed=2), 0)]
+    (pair,) = match_taps(baseline, target).pairs
+    assert (pair.sureness, pair.by_value) == ("guess", False)
+    assert match_taps(baseline, target).graftable == ()
+    assert match_taps(baseline, target, guesses=False).pairs == ()
+
+
+def test_what_matches_in_another_layout_than_its_neighbours_is_a_problem() -> None:
+    baseline = [tap(f"h.{n}.qkv", values(6, 24, seed=n), n) for n in range(4)]
+    target = [
+        tap(f"l.{n}.q", base.value.chunk(3, -1)[1 if n == 2 else 0], n)  # type: ignore[union-attr]
+        for n, base in enumerate(baseline)
+    ]
+    proposal = match_taps(baseline, target)
+    (problem,) = proposal.problems
+    assert problem.startswith("l.2.q is h.2.qkv in the layout 'part(index=1, of=[1, 1, 1], dim=1)', where 3 others")
+
+
+def test_taps_that_say_nothing_are_not_matched_by_value() -> None:
+    baseline = [tap("mask", torch.zeros(4, 8), 0), tap("nan", torch.full((3,), torch.nan), 1)]
+    target = [tap("other", torch.zeros(4, 8), 0), tap("nans", torch.full((3,), torch.nan), 1)]
+    proposal = match_taps(baseline, target, guesses=False)
+    assert proposal.pairs == ()
+    assert "all its values are the same" in proposal.unmatched_target["other"]
+    assert "none of its values is finite" in proposal.unmatched_target["nans"]
+
+
+# ---- behind a fault -------------------------------------------------------------------------------------------------
+
+
+def grafting_runs(port: Port, target: torch.nn.Module) -> Record:
+    baseline = record_taps(port.baseline, port.run).taps
+    held = {tap.name: tap.value for tap in baseline}
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        replaced = {}
+        for pair in grafts:
+            value = held[pair.baseline]
+            assert value is not None
+            if pair.whole == "baseline":
+                made = pair.layout.local(value)
+                replaced[pair.target] = lambda own, made=made: made.reshape(own.shape)
+        return baseline, record_taps(target, port.run, replaced).taps
+
+    return record
+
+
+FAULTS = {
+    "a wrong weight": lambda model: model.blocks[1].mlp.down_proj.weight.data.mul_(1.5),
+    "a wrong norm": lambda model: model.blocks[0].attn_norm.weight.data.add_(0.5),
+    "the heads in another order": lambda model: model.blocks[2].attention.o_proj.weight.data.copy_(
+        model.blocks[2].attention.o_proj.weight.data.flip(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) -> None:
+    wrong = copy.deepcopy(llama.target)
+    FAULTS[fault](wrong)
+    alone = match_taps(*taps_of(llama, wrong))
+    proposal = match_in_rounds(grafting_runs(llama, wrong))
+    check_expected("llama", proposal, at_least=0.9)
+    assert len(proposal.graftable) > len(alone.graftable)
+    # What is left is next to the fault.
+    doubtful = [pair.target for pair in proposal.pairs if not pair.by_value]
+    assert all(name.startswith(("blocks", "output")) for name in doubtful), doubtful
+    assert len(doubtful) <= 5
+
+
+def test_a_tap_that_holds_what_another_should_is_a_problem(llama: Port) -> None:
+    wrong = copy.deepcopy(llama.target)
+    attention = wrong.blocks[1].attention  # type: ignore[union-attr,index]
+    attention.k_proj.weight.data.copy_(attention.v_proj.weight.data.clone())  # type: ignore[union-attr]
+    proposal = match_taps(*taps_of(llama, wrong))
+    assert any(
+        problem.startswith("blocks.1.attention.k_proj is k by its name, and holds model.layers.1.self_attn.v_proj")
+        and problem.endswith("the first tap after it that does not match is blocks.1.attention.o_proj")
+        for problem in proposal.problems
+    ), proposal.problems
+
+
+def test_what_a_rule_said_and_the_values_say_later_is_confirmed() -> None:
+    before = match_taps(*layered(4, wrong=[3]))
+    after = match_taps(*layered(4), before=before)
+    (pair,) = after.of_target("layers.3.ffn")
+    assert pair.sureness in ("exact", "confirmed")
+    baseline, target = layered(4)
+    target[3] = tap("layers.3.ffn", values(6, 8, seed=3) * (1 + 1e-6), 3)
+    (pair,) = match_taps(baseline, target, before=before).of_target("layers.3.ffn")
+    assert pair.sureness == "confirmed"
+
+
+# ---- the proposal ---------------------------------------------------------------------------------------------------
+
+
+def test_a_proposal_is_exported_as_code_folded_over_its_layers() -> None:
+    proposal = match_taps(*layered(4, shift=1))
+    assert proposal.rules() == [{"baseline": "h.{n}.mlp", "target": "layers.{n-1}.ffn"}]
+    edits: list[dict[str, object]] = []
+
+    class Session:
+        def edit(self, **kwargs: object) -> None:
+            edits.append(kwargs)
+
+    exec(proposal.to_code(), {"session": Session()})
+    assert edits == [{"pairs": proposal.rules()}]
+
+
+def test_the_frame_has_pairs_first_and_then_what_has_no_partner_and_why() -> None:
+    baseline, target = layered(3)
+    target.append(tap("extra", values(5, 5, seed=50), 3))
+    frame = match_taps(baseline, target).frame
+    assert list(frame.columns) == [
+        "target_name",
+        "baseline_name",
+        "matched_by",
+        "match_rel",
+        "layout",
+        "whole",
+        "note",
+    ]
+    assert frame.matched_by.tolist()[:3] == ["exact"] * 3
+    assert frame.iloc[3].target_name == "extra"
+    assert frame.iloc[3].note == "no baseline tap has 25 elements, and it is part of none"
+
+
+def test_pairs_are_accepted_and_rejected() -> None:
+    proposal = match_taps(*layered(4, wrong=[3]))
+    assert proposal.accept("layers.3.ffn").of_target("layers.3.ffn")[0].sureness == "confirmed"
+    without = proposal.reject("layers.0.ffn")
+    assert without.unmatched_target == {"layers.0.ffn": "rejected"}
+    assert without.unmatched_baseline == {"h.0.mlp": "rejected"}
+    assert len(without) == 3
+
+
+def test_what_a_notebook_shows_folds_layers_and_escapes_names() -> None:
+    baseline, target = layered(3)
+    target.append(tap("<b>", values(5, 5, seed=50), 3))
+    shown = match_taps(baseline, target)._repr_mimebundle_()
+    assert "x3" in shown["text/html"]
+    assert "&lt;b&gt;" in shown["text/html"]
+    assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
+    assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+
+
+def test_rules_are_read_back_as_pairs() -> None:
+    (pair,) = pairs_of([{"baseline": "a", "target": "b", "layout": "x y -> y x", "whole": "target"}])
+    assert (pair.layout.text, pair.whole, pair.by_value) == ("x y -> y x", "target", True)
+    with pytest.raises(GraftError):
+        pairs_of([{"baseline": "a", "target": "b", "layout": "x y -> y"}])

@@ -1,0 +1,82 @@
+"""Strides are fitted to values alone, and put into the words of a layout that gives the tensor again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graftlab.layouts import parse_layout
+from graftlab.matching.sketch import flat_values, sketch_of
+from graftlab.matching.strides import Lookup, fit, sampled
+from graftlab.matching.wording import layout_of
+
+
+def fitted(whole: Tensor, part: Tensor, tolerance: float = 1e-9) -> str | None:
+    elements = sampled(part.numel(), sketch_of(part))
+    values = flat_values(part)
+    found = fit(Lookup(flat_values(whole)), whole.numel(), elements, values[elements], part.shape, tolerance)
+    if found is None:
+        return None
+    assert np.array_equal(found.taken(flat_values(whole)), values)
+    layout = layout_of(found, whole.shape, part.shape)
+    assert torch.equal(layout.local(whole), part), layout
+    return layout.text
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "text"),
+    [
+        ((12, 8), "a b -> b a", "a b -> b a"),
+        ((2, 9, 24), "b s (h d) -> b h s d, h=4", "rearrange('a b (c d) -> a c b d', d=6)"),
+        ((2, 4, 9, 6), "b h s d -> b s (h d)", "a b c d -> a c (b d)"),
+        ((18, 24), "(h two d) e -> (h d two) e, two=2, d=3", "rearrange('(a b c) d -> (a c b) d', b=2, c=3)"),
+        ((36, 8), "part(index=1, of=[1, 1, 1])", "part(index=1, of=[1, 1, 1], dim=0)"),
+        ((36, 8), "part(index=2, of=[1, 1, 1], groups=4)", "part(index=2, of=[1, 1, 1], dim=0, groups=4)"),
+        ((48, 8), "part(index=0, of=[4, 2])", "part(index=0, of=[2, 1], dim=0)"),
+        ((48, 8), "part(index=1, of=[4, 1, 1], groups=2)", "part(index=4, of=[1, 1, 1, 1, 1, 1], dim=0, groups=2)"),
+        ((48, 8), "part(index=0, of=[4, 1, 1], groups=2)", "part(index=0, of=[2, 1], dim=0, groups=2)"),
+        ((8, 36), "part(index=1, of=[1, 1, 1], dim=1) | a b -> b a", "part(index=1, of=[1, 1, 1], dim=1) | a b -> b a"),
+        ((20, 6), "window(dim=0, start=2, length=18)", "part(index=1, of=[1, 9], dim=0)"),
+        ((4, 6, 5), "a b c -> a (b r) c, r=3", "rearrange('a b c -> a (b d) c', d=3)"),
+        ((4, 6, 5), "a b c -> 1 (a b) c", "a b c -> 1 (a b) c"),
+        ((4, 6), "a b -> a 1 b", "a b -> a 1 b"),
+    ],
+)
+def test_a_layout_is_found_and_written_as_a_person_would(shape: tuple[int, ...], made: str, text: str) -> None:
+    whole = random(*shape)
+    assert fitted(whole, parse_layout(made).local(whole)) == text
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_whatever_is_found_gives_the_tensor_again(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=3, max_size=5))
+    whole = random(*sizes)
+    order = data.draw(st.permutations(range(len(sizes))))
+    view = whole.permute(order)
+    for dim in range(view.dim()):
+        if data.draw(st.integers(0, 3)) == 0 and view.numel() > 60:
+            start = data.draw(st.integers(0, view.shape[dim] - 1))
+            view = view.narrow(dim, start, data.draw(st.integers(1, view.shape[dim] - start)))
+    merge = data.draw(st.integers(0, view.dim() - 2))
+    part = view.flatten(merge, merge + 1)
+    # Its dimensions are merged too, so that they must be found.
+    flat = whole.flatten(1, 2)
+    text = fitted(flat, part)
+    if part.numel() >= 24:
+        assert text is not None
+
+
+def test_unrelated_values_have_no_layout() -> None:
+    assert fitted(random(36, 8), random(12, 8, seed=1)) is None
+    whole = random(36, 8)
+    shuffled = whole.flatten()[torch.randperm(whole.numel(), generator=torch.Generator().manual_seed(1))]
+    assert fitted(whole, shuffled.reshape(36, 8)) is None

@@ -1,0 +1,324 @@
+"""Two state dicts are matched by value: every parameter finds its own, and each mistake of a conversion is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from kit.ports import Encoder, Port, State, encoder_from_bert
+
+import graftlab as gl
+from graftlab.errors import MatchError
+
+
+def outputs(found: object) -> torch.Tensor:
+    for name in ("logits", "last_hidden_state"):
+        found = getattr(found, name, found)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+# ---- right conversions ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_hand_written_conversions_are_right(port: Port) -> None:
+    one, other = outputs(port.run(port.baseline)), outputs(port.run(port.target))
+    assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_a_right_conversion_matches_completely_and_nothing_is_said_against_it(port: Port) -> None:
+    match = gl.match_weights(port.baseline, port.target)
+    assert match.clean, match
+    assert match.problems == ()
+    assert match.notices == ()
+    assert match.unmatched_baseline == {}
+    assert {pair.sureness for pair in match.pairs} == {"exact"}
+    assert {pair.target for pair in match.pairs} == set(port.target.state_dict())
+
+
+def test_the_converter_that_is_written_makes_the_targets_state_bit_by_bit(port: Port) -> None:
+    source = gl.make_converter(gl.match_weights(port.baseline, port.target), "port")
+    namespace: dict[str, Callable[[State], State]] = {}
+    exec(source, namespace)
+    made, expected = namespace["port"](port.baseline.state_dict()), port.target.state_dict()
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+    # One loop over the layers, and nothing of graftlab's.
+    assert source.count("for n in range(") == 1
+    assert "graftlab" not in source
+
+
+def test_real_weights_match_completely(minilm: Port) -> None:
+    match = gl.match_weights(minilm.baseline, minilm.target)
+    assert match.clean, match
+    assert match.unmatched_baseline == {}
+    fused = match.of_target("encoder.layers.5.self_attn.in_proj_weight")
+    assert [(pair.baseline.split(".")[-2], pair.layout.text) for pair in fused] == [
+        (name, f"part(index={index}, of=[1, 1, 1], dim=0)") for index, name in enumerate(("query", "key", "value"))
+    ]
+
+
+def test_transposed_parts_of_a_fused_matrix_are_written_as_such(gpt2: Port) -> None:
+    match = gl.match_weights(gpt2.baseline, gpt2.target)
+    (pair,) = match.of_target("stack.1.key.weight")
+    assert (pair.baseline, pair.whole) == ("h.1.attn.c_attn.weight", "baseline")
+    assert pair.layout.text == "part(index=1, of=[1, 1, 1], dim=1) | a b -> b a"
+    source = gl.make_converter(match)
+    assert "new[f'stack.{n}.key.weight'] = state[f'h.{n}.attn.c_attn.weight'].chunk(3, dim=1)[1].T" in source
+
+
+def test_the_frame_has_the_columns_of_all_frames_and_whatever_has_no_partner(small_bert: Port) -> None:
+    baseline, target = small_bert.states()
+    target["extra.weight"] = torch.randn(3, 5)
+    frame = gl.match_weights(baseline, target).frame
+    assert {"baseline_name", "target_name", "layout", "matched_by", "match_rel"} <= set(frame.columns)
+    row = frame[frame.target_name == "extra.weight"].iloc[0]
+    assert row.isna()["baseline_name"]
+    assert "no baseline parameter has 15 elements" in row["note"]
+
+
+def test_fresh_models_whose_norms_are_ones_and_biases_zeros_are_paired_by_name_and_say_so() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    bert = BertModel(config, add_pooling_layer=False)
+    encoder = Encoder(config)
+    encoder.load_state_dict(encoder_from_bert(bert.state_dict()))
+    match = gl.match_weights(bert, encoder)
+    assert match.clean, match
+    constant = match.of_target("encoder.layers.1.norm2.weight")
+    assert [pair.baseline for pair in constant] == ["encoder.layer.1.output.LayerNorm.weight"]
+    assert "only the name says" in constant[0].note
+    fused = match.of_target("encoder.layers.1.self_attn.in_proj_bias")
+    assert [pair.baseline.split(".")[-2] for pair in fused] == ["query", "key", "value"]
+
+
+def test_half_width_weights_match_their_originals(llama: Port) -> None:
+    baseline, target = llama.states()
+    match = gl.match_weights(baseline, {name: value.bfloat16() for name, value in target.items()})
+    assert match.clean, match
+    assert ".to(torch.bfloat16)" in match.to_code()
+
+
+def test_unrelated_weights_have_no_partner(llama: Port) -> None:
+    baseline, target = llama.states()
+    generator = torch.Generator().manual_seed(7)
+    fresh = {name: torch.randn(value.shape, generator=generator) for name, value in target.items()}
+    match = gl.match_weights(baseline, fresh)
+    assert not any(pair.by_value for pair in match.pairs)
+    assert len(match.problems) >= len(fresh)
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def swap(state: State, one: str, other: str) -> None:
+    state[one], state[other] = state[other], state[one]
+
+
+def layers(state: State) -> list[int]:
+    return sorted({int(found.group(1)) for name in state if (found := re.search(r"\.(\d+)\.", name))})
+
+
+def everywhere(state: State, one: str, other: str) -> None:
+    for n in layers(state):
+        swap(state, one.format(n=n), other.format(n=n))
+
+
+def bert_qkv(state: State, order: tuple[int, ...], n: int, last: str = "weight") -> None:
+    name = f"encoder.layers.{n}.self_attn.in_proj_{last}"
+    parts = state[name].chunk(3)
+    state[name] = torch.cat([parts[index] for index in order])
+
+
+def by_head(weight: torch.Tensor, heads: int = 4) -> torch.Tensor:
+    """q, k and v one after the other, as they are fused where each head has its three together."""
+    return weight.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """From the rotary pairs (i, i + D/2) to the pairs (2i, 2i + 1)."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def change(state: State, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state[name] = make(state[name]).contiguous()
+
+
+def spoil_rows(weight: torch.Tensor) -> torch.Tensor:
+    weight[5:9] += 1
+    return weight
+
+
+MISTAKES: dict[str, tuple[str, Callable[[State], None], str]] = {
+    "gate and up swapped in all layers": (
+        "llama",
+        lambda s: everywhere(s, "blocks.{n}.mlp.gate_proj.weight", "blocks.{n}.mlp.up_proj.weight"),
+        r"blocks\.2\.mlp\.gate_proj\.weight is gate by its name, and holds model\.layers\.2\.mlp\.up_proj",
+    ),
+    "k and v swapped in one layer": (
+        "llama",
+        lambda s: swap(s, "blocks.1.attention.k_proj.weight", "blocks.1.attention.v_proj.weight"),
+        r"blocks\.1\.attention\.k_proj\.weight is k by its name, and holds .*v_proj\.weight, which is v",
+    ),
+    "the two norms swapped in all layers": (
+        "llama",
+        lambda s: everywhere(s, "blocks.{n}.attn_norm.weight", "blocks.{n}.mlp_norm.weight"),
+        r"blocks\.0\.attn_norm\.weight is the norm of attention by its name, and holds .*post_attention_layernorm",
+    ),
+    "another layer's weight": (
+        "llama",
+        lambda s: s.update({"blocks.2.mlp.down_proj.weight": s["blocks.1.mlp.down_proj.weight"]}),
+        r"blocks\.2\.mlp\.down_proj\.weight holds model\.layers\.1\..*, which is of layer 1; layer 2 belongs there",
+    ),
+    "a norm's weight is one less, as Gemma stores it": (
+        "llama",
+        lambda s: change(s, "blocks.1.attn_norm.weight", lambda w: w - 1),
+        r"blocks\.1\.attn_norm\.weight is model\.layers\.1\.input_layernorm\.weight minus 1$",
+    ),
+    "q scaled beforehand": (
+        "llama",
+        lambda s: change(s, "blocks.0.attention.q_proj.weight", lambda w: w * 8**-0.5),
+        r"blocks\.0\.attention\.q_proj\.weight is model\.layers\.0\.self_attn\.q_proj\.weight times 0\.353553$",
+    ),
+    "a weight went through bfloat16": (
+        "llama",
+        lambda s: change(s, "blocks.0.mlp.up_proj.weight", lambda w: w.bfloat16().float()),
+        r"blocks\.0\.mlp\.up_proj\.weight is model\.layers\.0\.mlp\.up_proj\.weight rounded to bfloat16 on the way",
+    ),
+    "the rotary permutation in one layer only": (
+        "llama",
+        lambda s: change(s, "blocks.1.attention.q_proj.weight", lambda w: permuted(w, 4)),
+        r"blocks\.1\.attention\.q_proj\.weight is .* in the layout .*\(a b c\) d -> \(a c b\) d.* where 2 others",
+    ),
+    "some rows were not loaded": (
+        "llama",
+        lambda s: change(s, "embedding.weight", spoil_rows),
+        r"embedding\.weight differs from model\.embed_tokens\.weight in 128 of 3072 elements: 4 rows, 5 to 8",
+    ),
+    "the head is tied to the embedding, and was not": (
+        "llama",
+        lambda s: s.update({"lm_head.weight": s["embedding.weight"]}),
+        r"lm_head\.weight holds model\.embed_tokens\.weight, which embedding\.weight holds too; lm_head",
+    ),
+    "a weight left at random": (
+        "llama",
+        lambda s: change(s, "blocks.1.mlp.gate_proj.weight", lambda w: torch.randn_like(w)),
+        r"blocks\.1\.mlp\.gate_proj\.weight differs from model\.layers\.1\.mlp\.gate_proj\.weight everywhere",
+    ),
+    "k and v swapped within the fused weight": (
+        "small_bert",
+        lambda s: [bert_qkv(s, (0, 2, 1), n) for n in layers(s)] and None,
+        r"encoder\.layers\.3\.self_attn\.in_proj_weight holds .*key\.weight where its v belongs",
+    ),
+    "the fused weight by heads, the bias by blocks": (
+        "small_bert",
+        lambda s: [change(s, f"encoder.layers.{n}.self_attn.in_proj_weight", by_head) for n in layers(s)] and None,
+        r"encoder\.layers\.0\.self_attn\.in_proj_bias has .* and its weight is in the layout 'part\(.*groups=4\)'",
+    ),
+    "a bias that was forgotten": (
+        "small_bert",
+        lambda s: change(s, "encoder.layers.2.linear1.bias", torch.zeros_like),
+        r"encoder\.layers\.2\.linear1\.bias differs from .*2\.intermediate\.dense\.bias: all its values are 0, as if",
+    ),
+    "a norm's weight and bias swapped": (
+        "small_bert",
+        lambda s: swap(s, "encoder.layers.1.norm1.weight", "encoder.layers.1.norm1.bias"),
+        r"encoder\.layers\.1\.norm1\.weight is the weight by its name, and holds .*LayerNorm\.bias, which is the bias",
+    ),
+    "two layers swapped": (
+        "small_bert",
+        lambda s: [swap(s, n, n.replace("layers.1", "layers.2")) for n in list(s) if "layers.1" in n] and None,
+        r"encoder\.layers\.1\.linear2\.weight holds encoder\.layer\.2\..* layer 1 belongs there",
+    ),
+    "q, k and v of which k was forgotten": (
+        "small_bert",
+        lambda s: change(
+            s, "encoder.layers.0.self_attn.in_proj_weight", lambda w: torch.cat((w[:32], w[32:64] * 0, w[64:]))
+        ),
+        r"encoder\.layers\.0\.self_attn\.in_proj_weight holds .* and 32 of 96 rows, 32 to 63, of it is nothing",
+    ),
+    "a square matrix that was not transposed": (
+        "gpt2",
+        lambda s: [change(s, f"stack.{n}.merge.weight", lambda w: w.T) for n in layers(s)] and None,
+        r"stack\.0\.merge\.weight is h\.0\.attn\.c_proj\.weight not transposed, and all \d+ matrices that are not",
+    ),
+    "parts of the fused matrix taken by head": (
+        "gpt2",
+        lambda s: (
+            [
+                change(s, f"stack.1.{name}.weight", lambda w, i=i: by_head(torch.cat(fused_of(s, 1))).chunk(3)[i])
+                for i, name in enumerate(("query", "key", "value"))
+            ]
+            and None
+        ),
+        r"stack\.1\.query\.weight (is|holds|differs|has)",
+    ),
+}
+
+
+def fused_of(state: State, n: int) -> list[torch.Tensor]:
+    if "fused" not in state:
+        state["fused"] = torch.cat([state[f"stack.{n}.{name}.weight"] for name in ("query", "key", "value")])
+    return [state["fused"]]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_the_conversion_is_named(name: str, request: pytest.FixtureRequest) -> None:
+    which, plant, sentence = MISTAKES[name]
+    baseline, target = request.getfixturevalue(which).states()
+    plant(target)
+    target.pop("fused", None)
+    match = gl.match_weights(baseline, target)
+    assert not match.clean
+    assert any(re.search(sentence, problem) for problem in match.problems), "\n".join(match.problems)
+    # Nothing is said of what is right.
+    right = request.getfixturevalue(which).target.state_dict()
+    wrong = {name for name in right if not torch.equal(right[name], target[name])}
+    said = {problem.partition(" ")[0] for problem in match.problems}
+    assert said <= wrong | {name.replace("weight", "bias") for name in wrong}, match.problems
+    assert len(said & wrong) or len(match.problems)
+
+
+def test_rows_in_another_order_in_all_layers_are_a_notice_and_no_mistake(llama: Port) -> None:
+    baseline, target = llama.states()
+    for n in layers(target):
+        change(target, f"blocks.{n}.attention.q_proj.weight", lambda w: permuted(w, 4))
+        change(target, f"blocks.{n}.attention.k_proj.weight", lambda w: permuted(w, 2))
+    match = gl.match_weights(baseline, target)
+    assert match.clean, match
+    assert len(match.notices) == 6
+    assert "with its rows or columns in another order" in match.notices[0]
+
+
+# ---- what cannot be matched -----------------------------------------------------------------------------------------
+
+
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(MatchError, match="the baseline must be a state dict or a module, not list"):
+        gl.match_weights([1], {})  # type: ignore[arg-type]
+    with pytest.raises(MatchError, match="the target has no tensors"):
+        gl.match_weights({"a": torch.ones(2)}, {"b": 3})
+    with pytest.raises(MatchError, match="'a' is on the meta device"):
+        gl.match_weights({"a": torch.ones(2, device="meta")}, {"b": torch.ones(2)})
+
+
+def test_no_converter_is_written_for_what_has_no_partner(llama: Port) -> None:
+    baseline, target = llama.states()
+    target["extra.weight"] = torch.randn(3, 5)
+    match = gl.match_weights(baseline, target)
+    with pytest.raises(MatchError, match=r"no converter makes extra\.weight"):
+        gl.make_converter(match)
+    with pytest.raises(MatchError, match="'class' is not a name"):
+        gl.make_converter(match, "class")
+
+
+def test_a_converter_says_the_problem_above_the_line_it_is_about(llama: Port) -> None:
+    baseline, target = llama.states()
+    everywhere(target, "blocks.{n}.mlp.gate_proj.weight", "blocks.{n}.mlp.up_proj.weight")
+    lines = gl.make_converter(gl.match_weights(baseline, target)).splitlines()
+    place = next(n for n, line in enumerate(lines) if "mlp.gate_proj.weight'] =" in line)
+    assert "is gate by its name" in lines[place - 1]
