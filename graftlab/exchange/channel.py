@@ -16,7 +16,9 @@ import weakref
 from collections import deque
 
 _LENGTH = struct.Struct("<Q")
-_CHUNK = 1 << 20
+# How much is read at once. A buffer of 128 KiB and more would be mapped anew for each read, which costs far more than
+# the reading of a small frame.
+_CHUNK = 1 << 16
 _PIECE = 1 << 16
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

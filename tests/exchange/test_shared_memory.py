@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from kit.exchange_scripts import taps_in_a_child_too
-from kit.mailboxes import DEADLINE, MIB, Mailbox, World, a_world, in_background, key, settles
+from kit.mailboxes import MIB, Mailbox, World, a_world, key
 
 import graftlab as gl
 from graftlab.exchange.arena import PAGE
@@ -58,12 +58,20 @@ def test_a_settling_that_was_called_off_does_not_listen_to_its_descriptor_any_mo
     read, write = os.pipe()
     os.write(write, b"x")
     assert not world.baseline.exchange.settle(read)
-    # It would not come back before the run has ended if it took the old descriptor for news.
-    settling = in_background(lambda: settles(world.baseline))
-    world.target.exchange.end_run()
-    assert settling.result(DEADLINE)
+    # Else every wait to come would return at once, again and again.
+    assert world.baseline.exchange._peers.pump(0) == []
     os.close(read)
     os.close(write)
+
+
+def test_what_comes_for_a_step_that_has_ended_is_not_kept(world: World) -> None:
+    sender, receiver = world.mailboxes
+    receiver.exchange.end_step(3)
+    for step in range(4):
+        sender.publish(key(step=step), 1.0)
+        sender.exchange.decline(key("another", step=step))
+    receiver.exchange.end_step(3)
+    assert not any(receiver.exchange._peers.others[0].inbox.values())
 
 
 def test_every_kind_of_frame_has_a_handler(world: World) -> None:
