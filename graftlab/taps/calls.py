@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 from graftlab.base.tags import RESERVED_TAGS, TagItems
+from graftlab.base.world import Side
 from graftlab.errors import TagError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Here:
     given to ``session.run`` can leave its model there for the next one.
     """
 
-    side: Literal["baseline", "target"]
+    side: Side
     rank: int
     world_size: int
     device: torch.device
