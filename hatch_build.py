@@ -22,8 +22,8 @@ try:
 except ImportError:  # run as a command, outside of a build
     BuildHookInterface = object
 
-SOURCES = Path("graftlab", "notebook", "js")
-BUNDLE = Path("graftlab", "notebook", "static", "code_editor.bundle.js")
+SOURCES = Path("graftlab", "widgets", "js")
+BUNDLE = Path("graftlab", "widgets", "static", "code_editor.bundle.js")
 SKIP = "GRAFTLAB_SKIP_JS"
 SECONDS = 300  # for each of npm's two commands
 BUILD_TOOLS = ("esbuild", "@esbuild")  # not part of what they make

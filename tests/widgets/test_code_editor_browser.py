@@ -28,7 +28,7 @@ pytestmark = pytest.mark.browser
 SETUP = """
 import json, os, pathlib, time
 import ipywidgets as widgets
-from graftlab.notebook.code_editor import code_editor
+from graftlab.widgets.code_editor import code_editor
 
 def busy_until(name):
     while not pathlib.Path(name).exists():
