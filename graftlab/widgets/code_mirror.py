@@ -76,6 +76,7 @@ class CodeMirror(anywidget.AnyWidget):
     dark = traitlets.Bool(None, allow_none=True).tag(sync=True)
     language = traitlets.Unicode("python").tag(sync=True)
     lines = traitlets.Int(16).tag(sync=True)
+    label = traitlets.Unicode("Editor").tag(sync=True)
 
     @traitlets.default("_esm")
     def _script(self) -> str:

@@ -1,14 +1,14 @@
-"""What the filter editor shows, as HTML: faults, taps, plans, and where a plan is in force. Made from values alone."""
+"""What the filter editor says about a text, as HTML made from values alone: its faults and its taps."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from graftlab.base.html import shortened
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.errors import FilterError
-from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.widgets.filter_check import Tags
 
 NAMES_SHOWN = 12
 """Taps that are named at once; more are folded."""
@@ -20,9 +20,6 @@ NAMES_LISTED = 500
 _ECHO = 40
 _TEXT_SHOWN = 160
 _LABEL_SHOWN = 80
-_RANKS_SHOWN = 16
-
-Tags = Mapping[str, object]
 
 
 def fault(error: FilterError) -> str:
@@ -96,80 +93,32 @@ def quiet(markup: str, kind: str = "") -> str:
     return f'<div class="{f"quiet {kind}".strip()}">{markup}</div>'
 
 
-def adoption(version: int, adopted: Mapping[str, int], alive: Sequence[str], closed: bool) -> str:
-    """From which step on each rank that is alive uses the plan."""
-    if closed or not alive:
-        return quiet(f"Plan {version} was the last one." if closed else f"Plan {version}; no rank is alive.")
-    steps: dict[int, list[str]] = {}
-    for rank in alive:
-        if rank in adopted:
-            steps.setdefault(adopted[rank], []).append(rank)
-    waiting = [rank for rank in alive if rank not in adopted]
-    if not waiting and len(steps) == 1 and len(alive) > 1:
-        parts = [f"used from step {next(iter(steps))} on by all {len(alive)} ranks"]
-    else:
-        parts = [f"used from step {step} on by {_ranks(ranks)}" for step, ranks in sorted(steps.items())]
-        if waiting:
-            parts.append(f"not yet used by {_ranks(waiting)}")
-    state = "waiting" if waiting else "everywhere"
-    return f'<div class="{state}" role="status"><b>Plan {version}</b>: {"; ".join(parts)}.</div>'
-
-
-def _ranks(ranks: Sequence[str]) -> str:
-    others = len(ranks) - _RANKS_SHOWN
-    return ", ".join(ranks[:_RANKS_SHOWN]) + (f" and {others} others" if others > 0 else "")
-
-
-def described(plan: GraftPlan) -> str:
-    """An earlier plan in a line."""
-    texts = {name: getattr(plan, name) or "" for name in FILTERS}
-    filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]
-    transform = "default" if plan.transform is None else plan.transform.label
-    parts = [*(filters or ["no filters"]), f"transform {code(transform)}"]
-    if plan.rename:
-        parts.append(f"{len(plan.rename)} renames" if len(plan.rename) > 1 else "1 rename")
-    return f'<span class="plan"><b>{plan.version}</b> {" · ".join(parts)}</span>'
-
-
-STYLE = """<style>
-.graftlab-filter-editor { max-width: 1100px; overflow: visible }
-.graftlab-filter-editor .widget-html-content, .graftlab-filter-editor .jupyter-widget-html-content {
-  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--jp-ui-font-color1, #222); height: auto;
-}
-.graftlab-filter-editor .widget-box, .graftlab-filter-editor .jupyter-widget-box { overflow: visible }
+STYLE = """
 .graftlab-filter-editor .name { font-weight: 600; line-height: 1.2; margin-top: 3px }
-.graftlab-filter-editor .meaning { font-size: 11px; line-height: 1.2; color: var(--jp-ui-font-color2, #666) }
+.graftlab-filter-editor .caption { font-size: 11px; line-height: 1.2; color: var(--gl-faint) }
 .graftlab-filter-editor .graftlab-below { margin: 0 4px 6px; width: auto; max-width: 100% }
 .graftlab-filter-editor .graftlab-below > div { min-width: 0; max-width: 100% }
 .graftlab-filter-editor code, .graftlab-filter-editor pre, .graftlab-filter-editor .tap {
-  font-family: var(--jp-code-font-family, monospace); font-size: var(--jp-code-font-size, 12px);
+  font-family: var(--gl-code); font-size: var(--jp-code-font-size, 12px);
 }
 .graftlab-filter-editor code { background: none; padding: 0; color: inherit; overflow-wrap: anywhere }
-.graftlab-filter-editor .quiet { color: var(--jp-ui-font-color2, #666) }
-.graftlab-filter-editor .bad { color: var(--jp-error-color1, #b00020) }
-.graftlab-filter-editor .overtaken { color: var(--jp-warn-color0, #8a5a00) }
-.graftlab-filter-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
-.graftlab-filter-editor .fault pre { margin: 0; line-height: 1.25; color: inherit; white-space: pre; overflow-x: auto }
+.graftlab-filter-editor .fault pre {
+  margin: 0; line-height: 1.25; color: inherit; background: none; white-space: pre; overflow-x: auto;
+}
 .graftlab-filter-editor .unseen { visibility: hidden }
-.graftlab-filter-editor .matches .count { margin-right: 0.6em; color: var(--jp-ui-font-color2, #666) }
+.graftlab-filter-editor .matches .count { margin-right: 0.6em; color: var(--gl-faint) }
 .graftlab-filter-editor .matches details { display: inline }
 .graftlab-filter-editor .matches details[open] { display: block; max-height: 12em; overflow-y: auto }
 .graftlab-filter-editor .matches summary { display: inline-block; cursor: pointer; text-decoration: underline dotted }
 .graftlab-filter-editor .tap {
   display: inline-block; padding: 0 5px; margin: 1px 0; border-radius: 3px; font-size: 12px; line-height: 1.5;
-  background: var(--jp-layout-color2, #eee); overflow-wrap: anywhere;
+  background: var(--gl-fill); overflow-wrap: anywhere;
 }
-.graftlab-filter-editor .tap.both {
-  color: var(--jp-error-color1, #b00020); background: none; box-shadow: inset 0 0 0 1px var(--jp-error-color1, #b00020);
-}
-.graftlab-filter-editor .graftlab-buttons { align-items: center; gap: 4px }
-.graftlab-filter-editor .graftlab-buttons .quiet { margin-left: 6px }
+.graftlab-filter-editor .tap.both { color: var(--gl-bad); background: none; box-shadow: inset 0 0 0 1px var(--gl-bad) }
 .graftlab-filter-editor .graftlab-earlier { margin: 6px 2px }
 .graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
 .graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-contents {
   padding: 4px; max-height: 240px; overflow-y: auto;
 }
-.graftlab-filter-editor .graftlab-plans .widget-hbox { align-items: center; gap: 6px }
 .graftlab-filter-editor .graftlab-restore { height: 24px; line-height: 24px; flex: 0 0 auto }
-.graftlab-filter-editor .graftlab-message .bad { white-space: pre-wrap }
-</style>"""
+"""

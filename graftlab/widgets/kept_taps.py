@@ -20,7 +20,7 @@ _NOT_SELECTABLE = frozenset({"transform", "limit", "self"})
 
 
 @dataclass(frozen=True)
-class TapChoice:
+class TapOption:
     """One tap: of one receiving rank (``side`` and ``rank``), which keeps a pair of it, or not kept at all.
 
     ``tags`` are the caller's. Of several pairs the newest is meant.
@@ -72,30 +72,30 @@ def _is_as_given(value: object) -> bool:
     return type(value) in (int, bool, type(None)) or (type(value) is float and math.isfinite(value))
 
 
-def kept_choices(kept: Iterable[Mapping[str, Any]]) -> list[TapChoice]:
+def kept_options(kept: Iterable[Mapping[str, Any]]) -> list[TapOption]:
     """One for each tap and rank, in the order in which they were first kept."""
-    return list(dict.fromkeys(TapChoice(str(tags["name"]), _own(tags), tags["side"], tags["rank"]) for tags in kept))
+    return list(dict.fromkeys(TapOption(str(tags["name"]), _own(tags), tags["side"], tags["rank"]) for tags in kept))
 
 
-def other_choices(seen: Iterable[Mapping[str, Any]], kept: Iterable[TapChoice]) -> list[TapChoice]:
+def other_options(seen: Iterable[Mapping[str, Any]], kept: Iterable[TapOption]) -> list[TapOption]:
     """The taps seen so far of which no pair is kept anywhere."""
-    known = {(choice.name, choice.tags) for choice in kept}
-    found = dict.fromkeys(TapChoice(str(tags["name"]), _own(tags)) for tags in seen)
-    return [choice for choice in found if (choice.name, choice.tags) not in known]
+    known = {(option.name, option.tags) for option in kept}
+    found = dict.fromkeys(TapOption(str(tags["name"]), _own(tags)) for tags in seen)
+    return [option for option in found if (option.name, option.tags) not in known]
 
 
 def _own(tags: Mapping[str, Any]) -> Tags:
     return tuple((name, plain(value)) for name, value in tags.items() if name not in RESERVED_TAGS)
 
 
-def filter_to_keep(plan: GraftPlan, choice: TapChoice | None) -> str:
+def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
     """The ``keep`` filter of ``plan`` with this tap added; without a tap, with what the plan grafts, or else compares.
 
     The plan's own text where nothing is to be added.
     """
     now = (plan.keep or "").strip()
-    if choice is not None:
-        wanted = [choice.filter]
+    if option is not None:
+        wanted = [option.filter]
     else:
         wanted = [text.strip() for text in (plan.b2t, plan.t2b) if text and text.strip()]
         wanted = wanted or [(plan.compare or "").strip()]

@@ -36,17 +36,17 @@ class Refreshed(Protocol):
 class Refresher:
     """Refreshes the widgets that are added to it, every ``interval`` seconds, until they are removed.
 
-    The first tick is an interval away, for a widget shows itself when it is made. A tick that takes longer than the
-    interval is followed by a pause of the same length, so that half of one core is the most it ever takes. The
-    thread runs while there are widgets and ends with a last refresh when the session is
-    closed. An exception in a widget's ``refresh`` is shown in that widget and logged once, and the others go on. All
-    methods may be called from any thread.
+    ``interval`` may be changed at any time, as over a slow line to the browser. The first tick is an interval away, for
+    a widget shows itself when it is made. A tick that takes longer than the interval is followed by a pause of the same
+    length, so that half of one core is the most it ever takes. The thread runs while there are widgets and ends with a
+    last refresh when the session is closed. An exception in a widget's ``refresh`` is shown in that widget and logged
+    once, and the others go on. All methods may be called from any thread.
     """
 
     def __init__(self, session: SessionCore, interval: float = INTERVAL) -> None:
         # Whoever has been added holds the session; this alone must not.
         self._session = weakref.ref(session)
-        self._interval = interval
+        self.interval = interval
         # Reentrant: ipywidgets closes a widget that nobody holds any more once again, at whatever moment the garbage
         # collector runs, so also in a thread that has this lock.
         self._lock = threading.RLock()
@@ -77,6 +77,11 @@ class Refresher:
                 self._stop.set()
                 self._thread = None
 
+    def __contains__(self, widget: object) -> bool:
+        """Whether this widget is refreshed."""
+        with self._lock:
+            return widget in self._widgets
+
     @property
     def running(self) -> bool:
         """Whether there is anything left to refresh."""
@@ -90,7 +95,7 @@ class Refresher:
             self._refresh(widget)
 
     def _keep_refreshing(self, stop: threading.Event) -> None:
-        pause = self._interval
+        pause = self.interval
         while not stop.wait(pause):
             began = time.monotonic()
             session = self._session()
@@ -101,7 +106,7 @@ class Refresher:
                 self._refresh_for_the_last_time(stop)
                 return
             self.tick()
-            pause = max(self._interval, time.monotonic() - began)
+            pause = max(self.interval, time.monotonic() - began)
 
     def _refresh_for_the_last_time(self, stop: threading.Event) -> None:
         while True:

@@ -14,38 +14,23 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 from graftlab.widgets.drafts import Version, label_of
 
-STYLE = """<style>
-.graftlab-transform-editor { max-width: 1100px; overflow: visible }
-.graftlab-transform-editor .widget-html-content, .graftlab-transform-editor .jupyter-widget-html-content {
-  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--jp-ui-font-color1, #222); height: auto;
-}
-.graftlab-transform-editor .widget-box, .graftlab-transform-editor .jupyter-widget-box { overflow: visible }
-.graftlab-transform-editor .quiet { color: var(--jp-ui-font-color2, #666) }
-.graftlab-transform-editor .bad { color: var(--jp-error-color1, #b00020); overflow-wrap: anywhere }
-.graftlab-transform-editor .graftlab-message .bad, .graftlab-trial .verdict { white-space: pre-wrap }
-.graftlab-transform-editor .good, .graftlab-transform-editor .everywhere b { color: var(--jp-success-color0, #2e7d32) }
-.graftlab-transform-editor .overtaken, .graftlab-transform-editor .unapplied { color: var(--jp-warn-color0, #8a5a00) }
-.graftlab-transform-editor .spinner {
-  display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
-  border: 2px solid var(--jp-border-color1, #bbb); border-top-color: var(--jp-brand-color1, #1976d2);
-  border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
-}
-@keyframes graftlab-turn { to { transform: rotate(360deg) } }
+STYLE = """
+.graftlab-trial .verdict { white-space: pre-wrap; overflow-wrap: anywhere }
 .graftlab-trial table { border-collapse: collapse; margin: 2px 0 6px; font-size: 12px; line-height: 1.5 }
-.graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--jp-border-color1, #bbb) }
+.graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--gl-rule) }
 .graftlab-trial th, .graftlab-trial td { padding: 1px 14px 1px 0; white-space: nowrap }
-.graftlab-trial td.number { font-family: var(--jp-code-font-family, monospace); text-align: right }
-.graftlab-trial td.code { font-family: var(--jp-code-font-family, monospace) }
+.graftlab-trial th.number { text-align: right }
+.graftlab-trial td.number { font-family: var(--gl-code); text-align: right }
+.graftlab-trial td.code { font-family: var(--gl-code) }
 .graftlab-trial pre, .graftlab-diff pre {
   margin: 2px 0; padding: 4px 8px; max-height: 260px; overflow: auto; font-size: 12px; line-height: 1.4;
-  border: 1px solid var(--jp-border-color2, #ddd); background: var(--jp-layout-color1, transparent);
-  white-space: pre-wrap; overflow-wrap: anywhere;
+  border: 1px solid var(--gl-rule); background: none; color: inherit; white-space: pre-wrap; overflow-wrap: anywhere;
 }
-.graftlab-diff .added { background: color-mix(in srgb, var(--jp-success-color1, #2e7d32) 16%, transparent) }
-.graftlab-diff .gone { background: color-mix(in srgb, var(--jp-error-color1, #b00020) 16%, transparent) }
-.graftlab-diff .place { color: var(--jp-ui-font-color2, #666) }
+.graftlab-diff .added { background: color-mix(in srgb, var(--gl-good) 16%, transparent) }
+.graftlab-diff .gone { background: color-mix(in srgb, var(--gl-bad) 16%, transparent) }
+.graftlab-diff .place { color: var(--gl-faint) }
 .graftlab-diff span { display: block }
-</style>"""
+"""
 
 # An exception's own line in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
-from graftlab.widgets.choices import Menu
+from graftlab.widgets.asked import Menu
 from graftlab.widgets.drafts import Draft, Version, difference, source_of
+from graftlab.widgets.panel import Panel, row
 from graftlab.widgets.trial_view import difference_html
 
 _LISTED = 50
@@ -24,38 +26,28 @@ ACTIONS = {
 
 
 class VersionList(widgets.Accordion):  # type: ignore[misc]
-    """The transforms of a session's plans, newest first; ``press`` is called with one of :data:`ACTIONS`."""
+    """The transforms of a session's plans, newest first; its buttons submit the :data:`ACTIONS` to ``panel``."""
 
-    def __init__(self, press: Callable[[str], None]) -> None:
+    def __init__(self, panel: Panel) -> None:
         self.versions: list[Version] = []
         self._plans = 0
         self._set_aside: list[str] = []
-        self.menu = Menu(options=[], layout=widgets.Layout(width="auto", flex="1 1 20em", min_width="10em")).add_class(
-            "graftlab-version"
-        )
-        self.buttons: dict[str, widgets.Button] = {}
-        for action, (label, tooltip) in ACTIONS.items():
-            button = widgets.Button(description=label, tooltip=tooltip, layout=widgets.Layout(width="auto"))
-            button.on_click(lambda _, action=action: press(action))
-            self.buttons[action] = button.add_class(f"graftlab-{action}")
-        self.comparing = False
-        """Whether a difference is shown, which ought to be that of what is in the editor."""
+        layout = widgets.Layout(width="auto", flex="1 1 20em", min_width="10em")
+        self.menu = Menu(options=[], layout=layout, tooltip="Earlier transforms").add_class("graftlab-version")
+        self.buttons = {
+            action: panel.button(label, action, tooltip, partial(panel.submit, action))
+            for action, (label, tooltip) in ACTIONS.items()
+        }
+        self.compared: Version | None = None
+        """The version whose difference from what is in the editor is shown."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
-        row = widgets.HBox(
-            [self.menu, *self.buttons.values()], layout=widgets.Layout(flex_flow="row wrap", align_items="center")
-        )
-        super().__init__([widgets.VBox([row, self._diff])])
+        super().__init__([widgets.VBox([row(self.menu, *self.buttons.values()), self._diff])])
         self.add_class("graftlab-versions")
         self.menu.observe(self._on_choice, "value")
 
     @property
     def in_force(self) -> Version:
         return self.versions[-1]
-
-    @property
-    def chosen(self) -> Version | None:
-        version: Version | None = self.menu.value
-        return version
 
     def follow(self, plans: Sequence[GraftPlan]) -> bool:
         """Take in the plans that are new; returns whether there were any."""
@@ -75,16 +67,15 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
             self._set_aside = [*self._set_aside, draft.text][-_SET_ASIDE_LIMIT:]
             self._fill()
 
-    def compare(self, draft_source: str) -> None:
-        """Show what has been changed since the chosen version, until another one is chosen."""
-        if self.chosen is not None:
-            self.comparing = True
-            lines = difference(source_of(self.chosen.spec), draft_source, self.chosen.label, "in the editor")
-            self._diff.value = difference_html(lines)
+    def compare(self, version: Version, draft_source: str) -> None:
+        """Show what has been changed since this version, until another one is chosen."""
+        self.compared = version
+        lines = difference(source_of(version.spec), draft_source, version.label, "in the editor")
+        self._diff.value = difference_html(lines)
 
     def _on_choice(self, _change: Any) -> None:
         if not self.menu.filling:
-            self.comparing = False
+            self.compared = None
             self._diff.value = ""
 
     def _fill(self) -> None:
@@ -94,5 +85,5 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
         options += [(version.label, version) for version in unapplied]
         labels = [label for label, _ in options]
         if labels != [label for label, _ in self.menu.options]:
-            self.menu.fill(options, self.chosen)
+            self.menu.fill(options, self.menu.value)
             self.titles = (f"Versions ({len(options)})",)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from graftlab.widgets.code_editor import CodeEditor, CodeMirrorEditor, TextareaEditor
+from graftlab.widgets.code_mirror_editor import CodeMirrorEditor
+from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets.panel import Panel
+from graftlab.widgets.text_area_editor import TextareaEditor
+from kit.support import wait_until
 
 
 class Comm:
@@ -174,15 +179,18 @@ class TextareaPage:
         return bool(self.browser.models[self.child(0)]["disabled"])
 
 
+def page_of(browser: Browser, editor: CodeEditor) -> MirrorPage | TextareaPage:
+    """The page that shows this editor."""
+    return MirrorPage(browser, editor) if isinstance(editor, CodeMirrorEditor) else TextareaPage(browser, editor)
+
+
 class Desk:
     """An editor, the page that shows it, and what its callbacks were told."""
 
     def __init__(self, browser: Browser, editor: CodeEditor) -> None:
         self.browser = browser
         self.editor = editor
-        self.page = (
-            MirrorPage(browser, editor) if isinstance(editor, CodeMirrorEditor) else TextareaPage(browser, editor)
-        )
+        self.page = page_of(browser, editor)
         self.events: list[tuple[str, ...]] = []
         editor.on_submit(lambda text, action: self.events.append((action, text)))
         editor.on_change(lambda text: self.events.append(("changed", text)))
@@ -194,3 +202,86 @@ class Desk:
     def click(self, action: str) -> None:
         """A click on a button of the caller's, which comes to the kernel without being held back."""
         self.browser.queue.append(lambda: self.editor.submit(action))
+
+
+class Screen:
+    """A panel as a person sees it, in one page of a simulated browser."""
+
+    def __init__(self, browser: Browser, panel: Panel) -> None:
+        self.browser = browser
+        self.panel = panel
+
+    def state(self, widget: Any) -> dict[str, Any]:
+        """What the browser has of a widget."""
+        return self.browser.models[widget.comm.comm_id]
+
+    def all(self, name: str, within: Any = None) -> list[Any]:
+        """The widgets with the class ``graftlab-NAME``, in the order in which they stand."""
+        shown = descendants(within or self.panel)
+        return [each for each in shown if f"graftlab-{name}" in self.state(each).get("_dom_classes", ())]
+
+    def find(self, name: str, within: Any = None) -> Any:
+        """The one widget with the class ``graftlab-NAME``."""
+        [found] = self.all(name, within)
+        return found
+
+    def click(self, name: str, within: str | None = None) -> None:
+        """Click on a button that can be clicked; the kernel hears of it when it works."""
+        button = self.find(name, None if within is None else self.find(within))
+        assert not button.disabled
+        self.browser.send(button.comm.comm_id, {"event": "click"})
+
+    def enter(self, name: str, value: Any) -> None:
+        """Enter into a box."""
+        self.browser.save(self.find(name).comm.comm_id, value=value)
+
+    def choose(self, name: str, label: str) -> None:
+        """Choose from a menu or a row of buttons."""
+        [index] = [n for n, shown in enumerate(self.options(name)) if shown == label]
+        self.browser.save(self.find(name).comm.comm_id, index=index)
+
+    def options(self, name: str) -> list[str]:
+        return list(self.state(self.find(name))["_options_labels"])
+
+    def chosen(self, name: str) -> str | None:
+        index = self.state(self.find(name))["index"]
+        return None if index is None else self.options(name)[index]
+
+    def markup(self, name: str, within: str | None = None) -> str:
+        """The HTML of a widget, as it was sent."""
+        return str(self.state(self.find(name, None if within is None else self.find(within)))["value"])
+
+    def shown(self, name: str, within: str | None = None) -> str:
+        """The words of a widget."""
+        return words(self.markup(name, within))
+
+    @property
+    def message(self) -> str:
+        """What the panel says, and none of those in it; the same as the trait of that name."""
+        [own] = [each for each in self.panel.children if "graftlab-message" in self.state(each).get("_dom_classes", ())]
+        shown = words(self.state(own)["value"])
+        assert shown == " ".join(self.panel.message.split())
+        return shown
+
+    def settle(self) -> None:
+        """Let the kernel take what was sent, and wait until nothing is going on any more."""
+        for _ in range(2):
+            self.browser.kernel_works()
+            wait_until(lambda: not self.panel.busy, "the end of the work in the background")
+            self.browser.kernel_works()
+            self.panel.refresh()
+        wait_until(lambda: not self.panel.busy, "the end of the work in the background")
+        self.browser.kernel_works()
+
+
+def descendants(widget: Any) -> Iterator[Any]:
+    """A widget, and all that is in it."""
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from descendants(child)
+
+
+def words(markup: str) -> str:
+    """What is read of HTML."""
+    shown = re.sub(r'<style>.*?</style>|<span class="unseen".*?</span>', "", markup, flags=re.DOTALL)
+    return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", shown))).strip().replace(" .", ".")

@@ -18,27 +18,12 @@ from typing import Any
 import pytest
 from kit.pages import Browser, Desk, MirrorPage
 
-from graftlab.widgets import code_editor as module
-from graftlab.widgets.code_editor import CodeEditor, CodeMirrorEditor, TextareaEditor, code_editor
+from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.code_mirror_editor import CodeMirrorEditor
+from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets.text_area_editor import TextareaEditor
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(params=["main thread", "another thread"])
-def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Browser:
-    browser = Browser(in_a_thread=request.param == "another thread")
-    monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
-    return browser
-
-
-@pytest.fixture
-def stub_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The kernel's half needs no script to be tested, only a file."""
-    code_mirror = pytest.importorskip("graftlab.widgets.code_mirror", reason="anywidget is not installed")
-    stub = tmp_path / "stub.js"
-    stub.write_text("export default {}")
-    monkeypatch.setattr(code_mirror, "BUNDLE", stub)
-    return stub
 
 
 @pytest.fixture(params=["codemirror", "textarea"])
@@ -104,6 +89,17 @@ def test_each_click_is_answered_once_and_in_order(desk: Desk) -> None:
     assert desk.submitted[-1] == ("apply", "new")
     desk.browser.kernel_works()
     assert len(desk.submitted) == 2
+
+
+def test_whoever_asks_gets_the_text_on_the_screen_and_nobody_else_hears_of_it(desk: Desk) -> None:
+    told: list[str] = []
+    for text in ("a", "ab", "abc"):
+        desk.page.type(text)
+    desk.browser.queue.append(lambda: desk.editor.ask("apply", told.append))
+    desk.browser.kernel_works()
+    assert told == ["abc"]
+    assert desk.submitted == []
+    assert ("changed", "abc") in desk.events
 
 
 def test_every_submit_raises_the_acknowledged_number(desk: Desk) -> None:
@@ -382,11 +378,11 @@ def test_a_message_that_cannot_be_read_changes_nothing(
 
 
 def test_the_options_reach_the_browser(simulated: Browser, stub_bundle: Path) -> None:
-    editor = CodeMirrorEditor("x", language="text", lines=5)
+    editor = CodeMirrorEditor("x", language="text", lines=5, label="b2t filter")
     state = simulated.models[editor.children[0].comm.comm_id]
     editor.completions = ["graft_input.target"]
     editor.dark = True
-    assert (state["language"], state["lines"]) == ("text", 5)
+    assert (state["language"], state["lines"], state["label"]) == ("text", 5, "b2t filter")
     assert (state["completions"], state["dark"]) == (["graft_input.target"], True)
     assert state["_esm"] == stub_bundle.read_text()
     editor.close()
@@ -416,7 +412,7 @@ def test_without_anywidget_the_text_area_says_how_to_get_it(monkeypatch: pytest.
 
 
 def test_importing_the_editor_does_not_load_anywidget() -> None:
-    code = f"import sys, {module.__name__}; print('anywidget' in sys.modules)"
+    code = f"import sys, {code_editor.__module__}; print('anywidget' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert said.stdout.strip() == "False"
 

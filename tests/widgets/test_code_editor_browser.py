@@ -16,7 +16,8 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 from kit.support import wait_for_file
 from playwright.sync_api import Locator, expect
 
-from graftlab.widgets.code_editor import TextareaEditor, code_editor
+from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.text_area_editor import TextareaEditor
 
 if TYPE_CHECKING:
     from kit.browser import Lab

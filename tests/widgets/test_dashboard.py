@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from kit.pages import Browser, Screen
 from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
 from graftlab.rows.encoding import encode
-from graftlab.widgets import dashboard as module
-from graftlab.widgets.dashboard import Dashboard
+from graftlab.rows.store import RowStore
+from graftlab.widgets.dashboard import ROWS_A_TICK
 from graftlab.widgets.refresher import refresher_of
 
 PNG = b"\x89PNG"
+
+
+class BoardScreen(Screen):
+    """A dashboard as a person sees it, in one page of a simulated browser."""
+
+    def lines(self, name: str) -> list[list[str]]:
+        """The cells of the table in a widget."""
+        body = self.markup(name).partition("<tbody>")[2]
+        rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+        return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
+
+    @property
+    def taps(self) -> list[str]:
+        """The taps in the order in which they are listed."""
+        return [line[0] for line in self.lines("taps")]
+
+    @property
+    def picture(self) -> bytes:
+        """The figure."""
+        [data] = re.findall('src="data:image/png;base64,([^"]+)"', self.markup("figure"))
+        return base64.b64decode(data)
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +50,12 @@ def session() -> Iterator[gl.Session]:
 
 
 @pytest.fixture
-def board(session: gl.Session) -> Iterator[Dashboard]:
-    board = reset(session).dashboard()
-    # The tests look when they choose to.
-    refresher_of(session).remove(board)
-    yield board
-    board.close()
+def board(session: gl.Session, simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[BoardScreen]:
+    """A dashboard, which is only refreshed when the test does it."""
+    monkeypatch.setattr(refresher_of(session), "interval", 1000)
+    made = reset(session).dashboard()
+    yield BoardScreen(simulated, made)
+    made.close()
 
 
 def three_taps() -> None:
@@ -49,24 +71,17 @@ def three_taps() -> None:
     gl.tap("<b>third</b>", third)
 
 
-def lines(table: str) -> list[list[str]]:
-    """The cells of an HTML table's body."""
-    body = table.partition("<tbody>")[2]
-    rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
-    return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
-
-
-def test_every_rank_has_a_line_with_its_state(session: gl.Session, board: Dashboard) -> None:
+def test_every_rank_has_a_line_with_its_state(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
-    board.refresh()
-    shown = lines(board._ranks.value)
+    board.panel.refresh()
+    shown = board.lines("ranks")
     assert [line[0] for line in shown] == ["baseline[0]", "target[0]", "target[1]"]
     assert [int(line[1]) for line in shown] == list(session.status()["pid"])
     assert {line[3] for line in shown} == {"idle"}
     assert {line[7] for line in shown} == {"<b>third</b>"}
 
 
-def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: Dashboard, tmp_path: Path) -> None:
+def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: BoardScreen, tmp_path: Path) -> None:
     def late(go: str) -> None:
         wait_for_file(go)
         gl.tap("late", torch.ones(1))
@@ -77,78 +92,84 @@ def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: Dashboard, 
     go = tmp_path / "go"
     run = session.start(late, early, args=(str(go),))
     wait_until(lambda: all(rank.whereabouts().awaits for rank in session.ranks[1:]), "waiting at the tap")
-    board.refresh()
-    assert [line[3] for line in lines(board._ranks.value)] == ["running", *["waiting for baseline[0]"] * 2]
+    board.panel.refresh()
+    assert [line[3] for line in board.lines("ranks")] == ["running", *["waiting for baseline[0]"] * 2]
     go.touch()
     run.wait()
 
 
 def test_a_tap_shows_the_worst_of_its_ranks_and_names_cannot_inject_markup(
-    session: gl.Session, board: Dashboard
+    session: gl.Session, board: BoardScreen
 ) -> None:
     session.run(three_taps, three_taps)
-    board.refresh()
-    shown = {line[0]: line for line in lines(board._table.value)}
+    board.panel.refresh()
+    shown = {line[0]: line for line in board.lines("taps")}
     assert list(shown) == ["first layer=0", "second layer=1", "<b>third</b>"]
     assert shown["first layer=0"][2] == "0.00e+00"
     assert shown["second layer=1"][2:4] == ["2.00e+00", "2.00e+00"]
     assert shown["second layer=1"][5] == "target[1]"
     assert shown["<b>third</b>"][4] == "1"
-    assert "<b>third" not in board._table.value
+    assert "<b>third" not in board.markup("taps")
 
 
-def test_taps_sort_by_order_and_by_error_and_the_box_filters_them(session: gl.Session, board: Dashboard) -> None:
+def test_taps_sort_by_order_and_by_error_and_the_box_filters_them(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
-    board._sort.value = "worst first"
-    assert [line[0] for line in lines(board._table.value)] == ["<b>third</b>", "second layer=1", "first layer=0"]
-    board._filter.value = "LAYER=1 sec"
-    assert [line[0] for line in lines(board._table.value)] == ["second layer=1"]
-    assert "1 of 3 taps" in board._count.value
-    board._filter.value = "nothing like it"
-    assert "no tap to show" in board._table.value
+    board.choose("sort", "worst first")
+    board.settle()
+    assert board.taps == ["<b>third</b>", "second layer=1", "first layer=0"]
+    board.enter("tap-filter", "LAYER=1 sec")
+    board.settle()
+    assert board.taps == ["second layer=1"]
+    assert "1 of 3 taps" in board.shown("count")
+    board.enter("tap-filter", "nothing like it")
+    board.settle()
+    assert "no tap to show" in board.shown("taps")
 
 
-def test_the_figure_is_drawn_of_the_newest_run(session: gl.Session, board: Dashboard) -> None:
+def test_the_figure_is_drawn_of_the_newest_run_and_once(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
-    board.refresh()
-    assert board._painting is not None
-    board._painting.result(60)
-    assert bytes(board._figure.value).startswith(PNG)
-    first = board._figure.value
-    board.refresh()
-    board._painting.result(60)
-    assert board._figure.value is first, "nothing new came, so nothing was drawn"
+    board.settle()
+    first = board.picture
+    assert first.startswith(PNG)
+    sent = messages_for(board, "figure")
+    board.settle()
+    assert sent == [], "nothing new came, so nothing was drawn"
 
 
-def test_the_log_of_the_chosen_rank_is_shown(session: gl.Session, board: Dashboard) -> None:
+def messages_for(board: BoardScreen, *names: str) -> list[dict[str, object]]:
+    """What will be sent to the browser for these widgets."""
+    watched = {board.find(name).comm.comm_id for name in names}
+    sent: list[dict[str, object]] = []
+    board.browser.on_update.append(lambda comm_id, changed: sent.append(changed) if comm_id in watched else None)
+    return sent
+
+
+def test_the_log_of_the_chosen_rank_is_shown(session: gl.Session, board: BoardScreen) -> None:
     session.run(lambda: print("from the baseline"), lambda: print("from the target"))
-    board.refresh()
-    assert "from the baseline" in board._log.value
-    board._which_log.value = "target[1]"
-    assert "from the target" in board._log.value
-    assert "from the baseline" not in board._log.value
+    board.panel.refresh()
+    assert "from the baseline" in board.shown("log")
+    board.choose("which-log", "target[1]")
+    board.settle()
+    assert "from the target" in board.shown("log")
+    assert "from the baseline" not in board.shown("log")
 
 
-def test_only_what_changed_is_sent(session: gl.Session, board: Dashboard) -> None:
+def test_only_what_changed_is_sent(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
-    board.refresh()
-    sent: list[str] = []
-    for widget in (board._ranks, board._table, board._count, board._log, board._figure):
-        widget.observe(lambda change: sent.append(change["name"]), "value")
-    if board._painting is not None:
-        board._painting.result(60)
-    sent.clear()
+    board.settle()
+    sent = messages_for(board, "ranks", "taps", "count", "log", "figure")
     for _ in range(20):
-        board.refresh()
+        board.panel.refresh()
+    board.settle()
     assert sent == []
 
 
 def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown(
-    session: gl.Session, board: Dashboard, monkeypatch: pytest.MonkeyPatch
+    session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.run(three_taps, three_taps)
-    board.refresh()
-    template = session._rows.rows()[-1]
+    board.panel.refresh()
+    template = session.live_taps().look()[-1]
 
     def line(index: int) -> bytes:
         name = f"flood{index % 5}"
@@ -156,72 +177,86 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
         return encode(row._replace(name=name, tags={**template.tags, "name": name}))
 
     read: list[int] = []
-    look = board._live._read
-    monkeypatch.setattr(board._live, "_read", lambda a, b: read.append(b - a) or look(a, b))
+    rows = RowStore.rows
+    monkeypatch.setattr(RowStore, "rows", lambda self, a, b: read.append(b - a) or rows(self, a, b))
     session.reports.on_rows([line(index) for index in range(20_000)])
-    board.refresh()
-    assert sum(read) <= module._ROWS_A_TICK
-    shown = {cells[0]: cells[2] for cells in lines(board._table.value)}
-    assert shown["flood4 "[:6]] == f"{19_999:.2e}"
-    assert "not read yet" in board._count.value
-    for _ in range(20_000 // module._ROWS_A_TICK + 1):
-        board.refresh()
-    assert "not read yet" not in board._count.value
+    board.panel.refresh()
+    assert sum(read) <= ROWS_A_TICK
+    shown = {cells[0]: cells[2] for cells in board.lines("taps")}
+    assert shown["flood4"] == f"{19_999:.2e}"
+    assert "not read yet" in board.shown("count")
+    for _ in range(session.row_count // ROWS_A_TICK + 1):
+        board.panel.refresh()
+    assert "not read yet" not in board.shown("count")
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_callbacks_work_on_the_main_thread_and_on_another_while_it_is_busy(
-    session: gl.Session, board: Dashboard, elsewhere: bool
+def test_a_fault_in_a_callback_is_shown(
+    session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session.run(three_taps, three_taps)
-
-    def choose() -> None:
-        board._sort.value = "name"
-        board._sort.value = "worst first"
-
-    if elsewhere:
-        thread = threading.Thread(target=choose)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
-    else:
-        choose()
-    assert lines(board._table.value)[0][0] == "<b>third</b>"
-
-
-def test_a_fault_in_a_callback_is_shown(board: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise gl.SessionError("the reason")
 
-    monkeypatch.setattr(board, "refresh", fails)
-    board._sort.value = "name"
-    assert "the reason" in board._message.value
-    board.show_error("")
-    assert board._message.value == ""
+    session.run(three_taps, three_taps)
+    with monkeypatch.context() as patch:
+        patch.setattr(board.panel, "refresh", fails)
+        board.choose("sort", "name")
+        board.browser.kernel_works()
+    assert board.message == "the reason"
+    board.panel.say("")
+    assert board.message == ""
 
 
-def test_it_refreshes_while_somebody_looks_and_stops_when_the_output_is_cleared(session: gl.Session) -> None:
-    reset(session)
-    board = session.dashboard()
+def test_a_figure_that_cannot_be_drawn_says_so_and_the_rest_goes_on(
+    session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("no figure today")
+
+    monkeypatch.setattr("graftlab.plots.divergence", fails)
+    session.run(three_taps, three_taps)
+    board.settle()
+    assert board.message.endswith("ZeroDivisionError: no figure today")
+    assert board.taps == ["first layer=0", "second layer=1", "<b>third</b>"]
+
+
+def test_it_refreshes_while_somebody_looks_and_stops_when_the_output_is_cleared(
+    session: gl.Session, board: BoardScreen
+) -> None:
     refresher = refresher_of(session)
-    try:
-        board._view_count = 1
-        assert board in refresher._widgets
-        board._view_count = 0
-        assert board not in refresher._widgets
-        board._view_count = 2
-        assert board in refresher._widgets
-    finally:
-        board.close()
+
+    def views(count: int) -> None:
+        """What the front end says when the number of views has changed."""
+        board.browser.save(board.panel.comm.comm_id, _view_count=count)
+        board.browser.kernel_works()
+
+    views(1)
+    assert board.panel in refresher
+    views(0)
+    assert board.panel not in refresher
+    before = board.shown("count")
+    session.run(three_taps, three_taps)
+    assert board.shown("count") == before
+    views(2)
+    assert board.panel in refresher
+    assert board.shown("count") != before
+    board.panel.close()
     assert not refresher.running
 
 
-def test_it_lives_on_its_own_and_shows_the_last_state_of_a_session_that_closes() -> None:
+def test_it_lives_on_its_own_and_shows_the_last_state_of_a_session_that_closes(simulated: Browser) -> None:
     with gl.launch(baseline=1, target=1) as session:
-        board = session.dashboard()
+        board = BoardScreen(simulated, session.dashboard())
         session.run(three_taps, three_taps)
-        wait_until(lambda: "second" in board._table.value, "the tap in the table")
-    wait_until(lambda: "closed" in board._ranks.value, "the closed session")
+        wait_until(lambda: "second layer=1" in board.taps, "the tap in the table")
+    wait_until(lambda: "closed" in board.shown("ranks"), "the closed session")
     wait_until(lambda: not refresher_of(session).running, "the end of the refresher")
-    assert "second" in board._table.value
-    board.close()
+    assert "second layer=1" in board.taps
+    board.panel.close()
+
+
+def test_closing_it_closes_its_editors_and_leaves_nothing_in_the_browser(
+    session: gl.Session, board: BoardScreen
+) -> None:
+    board.panel.close()
+    left = {board.browser.models[comm_id]["_model_name"] for comm_id in board.browser.comms}
+    assert {name for name in left if not re.search("Layout|Style", name)} == set()

@@ -66,9 +66,9 @@ def ticks_on(widget: FakeWidget, times: int = 3) -> None:
     wait_until(lambda: widget.refreshed >= before + times, "another refresh")
 
 
-def thread_of(refresher: Refresher) -> threading.Thread:
-    assert refresher._thread is not None
-    return refresher._thread
+def new_thread(before: set[threading.Thread]) -> threading.Thread:
+    [thread] = [each for each in set(threading.enumerate()) - before if each.name == "graftlab-refresher"]
+    return thread
 
 
 def test_every_widget_is_refreshed_again_and_again_by_one_thread(refresher: Refresher) -> None:
@@ -107,9 +107,10 @@ def test_a_removed_widget_is_left_alone_and_the_others_go_on(refresher: Refreshe
 def test_the_thread_ends_with_the_last_widget_and_begins_again_with_the_next(refresher: Refresher) -> None:
     widget = FakeWidget()
     for _ in range(2):
+        before = set(threading.enumerate())
         refresher.add(widget)
         assert refresher.running
-        thread = thread_of(refresher)
+        thread = new_thread(before)
         ticks_on(widget)
         refresher.remove(widget)
         assert not refresher.running
@@ -118,9 +119,9 @@ def test_the_thread_ends_with_the_last_widget_and_begins_again_with_the_next(ref
 
 
 def test_the_thread_ends_promptly_though_the_interval_is_long(session: FakeSession) -> None:
-    refresher, widget = Refresher(session, interval=1000), FakeWidget()
+    refresher, widget, before = Refresher(session, interval=1000), FakeWidget(), set(threading.enumerate())
     refresher.add(widget)
-    thread = thread_of(refresher)
+    thread = new_thread(before)
     refresher.remove(widget)
     thread.join(60)
     assert not thread.is_alive()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.pages import Browser, MirrorPage, TextareaPage
+from kit.pages import Browser, Screen, page_of
 from kit.support import own_value, reset, run_cell, wait_until
 
 import graftlab as gl
@@ -25,11 +25,9 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.trial import PRINTED_LIMIT
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE
-from graftlab.widgets import transform_editor as module
-from graftlab.widgets.code_editor import CodeMirrorEditor
 from graftlab.widgets.drafts import FIELDS, TEMPLATE, fitting_functions, functions_in
-from graftlab.widgets.kept_taps import filter_to_keep, kept_choices
-from graftlab.widgets.refresher import Refresher, refresher_of
+from graftlab.widgets.kept_taps import filter_to_keep, kept_options
+from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.transform_editor import TransformEditor
 from graftlab.widgets.trial_view import summary
 
@@ -81,58 +79,21 @@ RAISES = source("x = 1", "return graft_input.received_list[7]")
 # ---- a simulated browser --------------------------------------------------------------------------------------------
 
 
-class Screen:
+class TransformScreen(Screen):
     """A transform editor as a person sees it, in one page of a simulated browser."""
 
     def __init__(self, browser: Browser, editor: TransformEditor) -> None:
-        self.browser = browser
+        super().__init__(browser, editor)
         self.editor = editor
-        code = self.find("source")
-        self.page: Any = (MirrorPage if isinstance(code, CodeMirrorEditor) else TextareaPage)(browser, code)
-
-    def find(self, name: str) -> Any:
-        """The widget with the class ``graftlab-NAME``."""
-        [found] = [w for w in descendants(self.editor) if f"graftlab-{name}" in w._dom_classes]
-        return found
-
-    def settle(self) -> None:
-        """Let the kernel take what was sent, and wait until nothing is going on any more."""
-        self.browser.kernel_works()
-        wait_until(lambda: self.idle, "the end of the work")
-        self.browser.kernel_works()
-        self.editor.refresh()
-        wait_until(lambda: self.idle, "the end of the work")
-        self.browser.kernel_works()
-
-    @property
-    def idle(self) -> bool:
-        asking = self.editor._taps._asking
-        return self.busy == "" and not self.editor._waiting and (asking is None or asking.done())
+        self.page = page_of(browser, editor.editor)
 
     def type(self, text: str) -> None:
         self.page.type(text)
 
-    def click(self, name: str) -> None:
-        """Click on a button that can be clicked; the kernel hears of it when it works."""
-        assert not self.find(name).disabled
-        self.browser.send(self.find(name).comm.comm_id, {"event": "click"})
-
-    def choose(self, name: str, label: str) -> None:
-        """Choose from a menu or a row of buttons."""
-        [index] = [n for n, shown in enumerate(self.options(name)) if shown == label]
-        self.browser.save(self.find(name).comm.comm_id, index=index)
-
-    def options(self, name: str) -> list[str]:
-        return list(self.browser.models[self.find(name).comm.comm_id]["_options_labels"])
-
-    def chosen(self, name: str) -> str | None:
-        index = self.browser.models[self.find(name).comm.comm_id]["index"]
-        return None if index is None else self.options(name)[index]
-
     def name(self, name: str) -> None:
         """Choose a function or a dotted path."""
         self.choose("kinds", "Function or path")
-        self.browser.save(self.find("name").comm.comm_id, value=name)
+        self.enter("name", name)
 
     def tries(self, text: str) -> str:
         self.type(text)
@@ -146,12 +107,9 @@ class Screen:
         self.settle()
         return self.message
 
-    def shown(self, name: str) -> str:
-        return words(self.find(name).value)
-
     @property
     def text(self) -> str:
-        return str(self.page.text)
+        return self.page.text
 
     @property
     def source(self) -> str:
@@ -161,10 +119,6 @@ class Screen:
         assert viewer.layout.display is None
         assert viewer.read_only
         return str(viewer.value)
-
-    @property
-    def message(self) -> str:
-        return self.shown("message")
 
     @property
     def result(self) -> str:
@@ -179,46 +133,31 @@ class Screen:
         return self.shown("busy")
 
 
-def descendants(widget: Any) -> Iterator[Any]:
-    yield widget
-    for child in getattr(widget, "children", ()):
-        yield from descendants(child)
-
-
-def words(markup: str) -> str:
-    return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", markup))).strip()
-
-
-Show = Callable[..., Screen]
+Show = Callable[..., TransformScreen]
 
 
 @pytest.fixture(params=["codemirror, main thread", "textarea, another thread"])
-def show(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+def show(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
     """Shows a session's transform editor, which is only refreshed when the test does it."""
     kind, _, thread = request.param.partition(", ")
     browser = Browser(in_a_thread=thread == "another thread")
     if kind == "codemirror":
-        code_mirror = pytest.importorskip("graftlab.widgets.code_mirror", reason="anywidget is not installed")
-        (tmp_path / "stub.js").write_text("export default {}")
-        monkeypatch.setattr(code_mirror, "BUNDLE", tmp_path / "stub.js")
+        request.getfixturevalue("stub_bundle")
     monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
-    by_hand: dict[int, Refresher] = {}
-    monkeypatch.setattr(
-        module, "refresher_of", lambda session: by_hand.setdefault(id(session), Refresher(session, 1000))
-    )
-    made: list[Screen] = []
+    made: list[TransformScreen] = []
 
-    def make(session: gl.Session, **options: Any) -> Screen:
+    def make(session: gl.Session, **options: Any) -> TransformScreen:
+        monkeypatch.setattr(refresher_of(session), "interval", 1000)
         options = {"names": {}, "limit": PLENTY, **options}
         editor = TransformEditor(session, plain=kind == "textarea", **options)
-        made.append(Screen(browser, editor))
+        made.append(TransformScreen(browser, editor))
         made[-1].settle()
         return made[-1]
 
     yield make
     for screen in made:
         screen.editor.close()
-    assert not any(refresher.running for refresher in by_hand.values())
+    assert not any(refresher_of(screen.editor.session).running for screen in made)
 
 
 # ---- what it starts from --------------------------------------------------------------------------------------------
@@ -347,7 +286,7 @@ def test_an_error_shows_its_message_and_marks_its_line(
     screen.tries(text)
     assert message in screen.result
     assert message in html.unescape(screen.page.error)
-    assert screen.find("source").error_line == line
+    assert screen.editor.editor.error_line == line
     screen.type(DOUBLES)
     screen.browser.kernel_works()
     assert screen.page.error == ""
@@ -369,12 +308,15 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
 
 
-def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(session: gl.Session, show: Show) -> None:
+def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(
+    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = show(session, limit=0.3)
-    code = screen.find("source")
     ran: list[str] = []
-    run = screen.editor._run
-    screen.editor._run = lambda job: (ran.append(job.draft.text), run(job))  # type: ignore[method-assign]
+    trying = session.try_transform
+    monkeypatch.setattr(
+        session, "try_transform", lambda spec, **given: (ran.append(spec.text), trying(spec, **given))[1]
+    )
     screen.type(source("while True: pass"))
     screen.click("try")
     screen.browser.kernel_works()
@@ -382,7 +324,7 @@ def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(sessi
     # The keys work while the buttons do not.
     for text, action in (("one", "try"), (DOUBLES, "apply"), ("two", "try"), (TEMPLATE, "try")):
         screen.type(text)
-        code.submit(action)
+        screen.editor.editor.submit(action)
         screen.browser.kernel_works()
     assert screen.busy.endswith("(2 waiting)")
     screen.settle()
@@ -395,7 +337,7 @@ def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: 
     screen = show(session)
     screen.tries(source("print('x' * 2**20)", "return graft_input.target"))
     assert "more characters" in screen.result
-    assert len(screen.find("result").value) < 2 * PRINTED_LIMIT
+    assert len(screen.markup("result")) < 2 * PRINTED_LIMIT
 
 
 def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(session: gl.Session, show: Show) -> None:
@@ -498,9 +440,8 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         assert screen.find("keep").layout.display == "none"
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
-        wait_until(lambda: screen.editor.refresh() or len(screen.editor._taps._kept) == 1, "what is kept")
+        wait_until(lambda: screen.editor.refresh() or screen.shown("kept-hint") == "", "what is kept")
         assert screen.chosen("tap") == "y · layer=1 · target[0]"
-        assert screen.shown("kept-hint") == ""
         assert "✗ failed on y · layer=1 · target[0]" in screen.tries(RAISES)
 
 
@@ -555,7 +496,7 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
     except UnicodeEncodeError:
         return
     tags = {tag: value for tag, value in tags.items() if tag not in ("name", "step", "side", "rank")}
-    [choice] = kept_choices([{"name": name, "step": 3, "side": "target", "rank": 1, **tags}])
+    [choice] = kept_options([{"name": name, "step": 3, "side": "target", "rank": 1, **tags}])
     mine, its = {"name": name, "step": 0, **tags}, {"name": other, "step": 0, **tags}
     chosen = compile_filter(choice.filter)
     assert chosen.matches(mine)
@@ -789,7 +730,6 @@ def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -
 def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(RAISES)
-    wait_until(lambda: screen.editor.refresh() or screen.editor._taps._asked_at, "what is kept")
     screen.settle()
     sent: list[Any] = []
     screen.browser.on_update.append(lambda comm_id, changed: sent.append(changed))
@@ -882,7 +822,7 @@ def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(sho
     assert screen.message == "The session is closed; its plan cannot be changed any more."
     for name in ("try", "apply", "revert", "restore"):
         assert screen.find(name).disabled
-    screen.find("source").submit("apply")
+    screen.editor.editor.submit("apply")
     screen.settle()
     assert screen.message == "The session is closed; its plan cannot be changed any more."
     assert screen.text == "mine"
@@ -901,7 +841,7 @@ def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
 def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(DOUBLES)
-    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-transform")]
+    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-TransformEditor")]
     screen.choose("kinds", "Default")
     screen.settle()
     screen.editor.close()

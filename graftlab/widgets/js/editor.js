@@ -199,7 +199,6 @@ function render(model, draft, el) {
   const oneLine = language === "filter";
   root.classList.toggle("graftlab-one-line", oneLine);
   const highlighting = { python: python(), filter: pythonLanguage }[language] ?? []; // a filter is no place for print()
-  const kind = { python: "Python", filter: "Filter" }[language] ?? "Text";
   const keys = oneLine
     ? [
         { key: "Enter", run: (target) => acceptCompletion(target) || true },
@@ -226,7 +225,7 @@ function render(model, draft, el) {
         oneLine ? EditorView.lineWrapping : [],
         EditorState.languageData.of(() => [names]),
         EditorView.contentAttributes.of({
-          "aria-label": `${kind} editor${oneLine ? "" : "; press Escape, then Tab to leave it"}`,
+          "aria-label": `${model.get("label")}${oneLine ? "" : "; press Escape, then Tab to leave it"}`,
         }),
         readOnly.of(EditorState.readOnly.of(model.get("read_only"))),
         dark.of([]),

@@ -1,0 +1,102 @@
+"""The part of the transform editor in which a draft is written or named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+from graftlab.widgets.asked import Askable, Buttons, NameBox
+from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.drafts import FIELDS, Draft
+from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets.panel import row, update
+
+KINDS = {
+    "text": ("Python", "Write the transform here"),
+    "name": ("Function or path", "Use a function of the notebook, or any that can be imported"),
+    "default": ("Default", "Pair by rank, or join and cut shards"),
+}
+_LINES = 14
+
+
+class DraftBox(widgets.VBox):  # type: ignore[misc]
+    """Buttons for the kind of draft, the editor of its text or the box for its name, and what is named, to read.
+
+    ``source_of`` gives the source of a draft that is named.
+    """
+
+    def __init__(self, text: str, source_of: Callable[[Draft], str], plain: bool) -> None:
+        self._source_of = source_of
+        self._plain = plain
+        self.kinds = Buttons(
+            options=[(label, kind) for kind, (label, _) in KINDS.items()],
+            tooltips=[tooltip for _, tooltip in KINDS.values()],
+            style={"button_width": "auto"},
+        ).add_class("graftlab-kinds")
+        self.name = NameBox(
+            placeholder="a function of the notebook, or package.module.function",
+            tooltip="Function or dotted path",
+            ensure_option=False,
+            continuous_update=False,
+            layout=widgets.Layout(width="auto", flex="1 1 16em", display="none"),
+        ).add_class("graftlab-name")
+        self.editor = code_editor(text, language="python", lines=_LINES, label="Transform", plain=plain)
+        self.editor.add_class("graftlab-source")
+        self.editor.completions = ["torch", "gl", "graft_input", *(f"graft_input.{name}" for name in FIELDS)]
+        # A read-only editor for what is not written here; made when it is needed first.
+        self._viewer: CodeEditor | None = None
+        self._sources = widgets.VBox([self.editor])
+        super().__init__([row(self.kinds, self.name), self._sources])
+
+    @property
+    def inputs(self) -> dict[str, Askable]:
+        """What is read before anything is done with the draft; see :meth:`of`."""
+        return {"kind": self.kinds, "name": self.name, "text": self.editor}
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Draft:
+        """The draft in the values of the inputs."""
+        kind = values["kind"]
+        return Draft(kind, {"text": values["text"], "name": values["name"].strip()}.get(kind, ""))
+
+    @property
+    def draft(self) -> Draft:
+        """What is chosen, as far as the kernel knows."""
+        return self.of({"kind": self.kinds.value, "name": self.name.value, "text": self.editor.value})
+
+    def take(self, draft: Draft) -> None:
+        """Show this draft, whatever the browser shows."""
+        if draft.kind == "text":
+            self.editor.set_text(draft.text)
+        elif draft.kind == "name":
+            self.name.value = draft.text
+        self.kinds.value = draft.kind
+        self.show_source()
+
+    def propose(self, names: Sequence[str]) -> None:
+        """Offer these names, each once."""
+        update(self.name, options=tuple(dict.fromkeys(names)))
+
+    def show_source(self) -> None:
+        """Show the editor itself, or the source of what is named."""
+        draft = self.draft
+        if draft.kind != "text":
+            source = self._source_of(draft)
+            if self._viewer is None:
+                self._viewer = code_editor(
+                    source, language="python", lines=_LINES, label="Source, to read", plain=self._plain
+                )
+                self._viewer.read_only = True
+                self._viewer.add_class("graftlab-viewer")
+                self._sources.children = (self.editor, self._viewer)
+            elif self._viewer.value != source:
+                self._viewer.set_text(source)
+        for widget, is_shown in (
+            (self.name, draft.kind == "name"),
+            (self.editor, draft.kind == "text"),
+            (self._viewer, draft.kind != "text"),
+        ):
+            if widget is not None:
+                update(widget.layout, display=None if is_shown else "none")

@@ -1,0 +1,118 @@
+"""One line of the filter editor: a filter's text, and what is said about it below."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+from difflib import get_close_matches
+
+import ipywidgets as widgets
+
+from graftlab.filters.expressions import Filter
+from graftlab.plan.plan import GraftPlan
+from graftlab.widgets import filter_view as view
+from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.filter_check import TAP_LIMIT, Check, Tags
+from graftlab.widgets.panel import update
+
+# A text may mention any number of tags that nobody has.
+_REMARKS = 3
+# Their values are those of the moment in which a tap was first seen.
+_MOMENT_TAGS = frozenset({"step", "side", "rank"})
+# Beside a line, where the sentences of the plan's own table have no room.
+_CAPTIONS = {
+    "b2t": "baseline → target",
+    "t2b": "target → baseline",
+    "compare": "measure only",
+    "keep": "hold for plots",
+}
+
+
+class FilterLine(widgets.HBox):  # type: ignore[misc]
+    """One filter: its editor, the text that is in force, and what is shown about the text below it."""
+
+    def __init__(self, name: str, plan: GraftPlan, plain: bool) -> None:
+        self.name = name
+        self.in_force = text_of(plan, name)
+        self.is_overtaken = False
+        """Whether the filter in force was changed by somebody else after this text had been typed."""
+        self.check = Check(self.in_force)
+        self.editor = code_editor(
+            self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}", plain=plain
+        )
+        self._below = widgets.HTML().add_class("graftlab-below")
+        title = f'<div class="name">{name}</div><div class="caption">{_CAPTIONS[name]}</div>'
+        super().__init__(
+            [
+                widgets.HTML(title, layout=widgets.Layout(width="9em", flex="0 0 auto")),
+                widgets.VBox([self.editor, self._below], layout=widgets.Layout(flex="1 1 auto", min_width="0")),
+            ]
+        )
+        self.add_class("graftlab-filter").add_class(f"graftlab-filter-{name}")
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the text is another one than that in force."""
+        return not is_same(self.editor.value, self.in_force)
+
+    def follow(self, plan: GraftPlan) -> None:
+        """Take the plan's text, if nobody has typed here."""
+        text = text_of(plan, self.name)
+        if text == self.in_force:
+            return
+        was_typed, self.in_force = self.is_typed, text
+        if not was_typed:
+            self.editor.offer(text)
+        self.is_overtaken = self.is_typed
+
+    def take(self, plan: GraftPlan) -> None:
+        """Take the plan's text, whatever was typed."""
+        self.in_force = text_of(plan, self.name)
+        self.is_overtaken = False
+        self.editor.set_text(self.in_force)
+
+    def settle(self, plan: GraftPlan) -> None:
+        """What was typed here has been put in force."""
+        self.in_force = text_of(plan, self.name)
+        self.is_overtaken = False
+
+    def look(self, taps: Sequence[Tags]) -> None:
+        """Judge the text that is there by these taps."""
+        if self.check.text != self.editor.value:
+            self.check = Check(self.editor.value)
+        self.check.catch_up(taps)
+
+    def show(self, taps: Sequence[Tags], tags_seen: Set[str], both: Collection[int]) -> None:
+        """Say below what the text matches; ``both`` are the taps that stop Apply."""
+        check, parts = self.check, []
+        if check.fault is not None:
+            parts.append(view.fault(check.fault))
+        elif check.filter is not None:
+            if both:
+                parts.append(f'<div class="bad" role="alert">{view.overlap(len(both))}</div>')
+            if self.editor.value.strip():
+                parts.append(view.matches(check.hits, both, taps, TAP_LIMIT))
+                parts += _remarks(check.filter, tags_seen) if taps else []
+            else:
+                parts.append(view.quiet("matches nothing"))
+        if self.is_typed:
+            parts.append(view.in_force(self.in_force, self.is_overtaken))
+        update(self._below, value="".join(parts))
+
+
+def text_of(plan: GraftPlan, name: str) -> str:
+    """The text of one of a plan's filters."""
+    return getattr(plan, name) or ""
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two texts are the same filter."""
+    return one.strip() == other.strip()
+
+
+def _remarks(filter_: Filter, tags_seen: Set[str]) -> list[str]:
+    unknown = sorted(filter_.names - tags_seen)[:_REMARKS]
+    remarks = [view.unknown_tag(name, get_close_matches(name, tags_seen, n=1)) for name in unknown]
+    moment = sorted(filter_.names & _MOMENT_TAGS)
+    if moment:
+        remarks.append(view.quiet(f"judged by the {' and '.join(moment)} at which each tap was first seen"))
+    return remarks

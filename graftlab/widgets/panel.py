@@ -1,0 +1,237 @@
+"""The base of every widget that shows a session: what each would otherwise solve by itself."""
+
+from __future__ import annotations
+
+import functools
+import html
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ipywidgets as widgets
+import traitlets
+
+from graftlab.control.core import SessionCore
+from graftlab.errors import GraftError
+from graftlab.widgets.asked import Askable, Inputs
+from graftlab.widgets.refresher import explain, refresher_of
+from graftlab.widgets.style import PANEL_STYLE
+
+logger = logging.getLogger(__name__)
+
+STATUSES = ("quiet", "good", "bad", "overtaken")
+
+
+class Panel(widgets.VBox):  # type: ignore[misc]
+    """Shows a session, is kept up to date by its refresher, and acts on it.
+
+    - What fails in a callback, in the background or in a refresh is shown in the panel's message.
+    - :meth:`submit` acts on what is on the screen at the click, however busy the kernel is, and then raises
+      ``acknowledged``.
+    - When nobody looks any more, because the output was cleared, the panel is left alone until somebody does.
+    - :meth:`close`, or the end of the session, ends its work.
+
+    A panel with a ``host`` is a part of that one: it shares its lock and its thread, and says what it has to say there.
+    Methods may be called from any thread.
+
+    A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` takes in what is new in the session,
+    :meth:`_show` shows the state, and :meth:`_act` does what was submitted; the first two with the lock held.
+    """
+
+    message = traitlets.Unicode(read_only=True, help="What is said at this moment; empty for nothing.")
+    status = traitlets.Enum(STATUSES, "quiet", read_only=True, help="How the message is meant.")
+    acknowledged = traitlets.Int(0, read_only=True, help="How many submits were acted on.")
+    busy = traitlets.Bool(False, read_only=True, help="Whether something goes on in the background.")
+
+    style_sheet = ""
+    """What the subclass looks like, beside :data:`PANEL_STYLE`."""
+
+    closed_message = ""
+    """What is said instead of anything else once the session is closed."""
+
+    def __init__(self, session: SessionCore, *, host: Panel | None = None) -> None:
+        self.session = session
+        self._host = host
+        self._lock: threading.RLock = threading.RLock() if host is None else host._lock
+        # Starts its thread when there is something to do.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
+        self._in_progress = 0
+        self._said = ("", "quiet")
+        self._trouble = ""
+        self._closed = False
+        self._inputs: Inputs | None = None
+        self._message_line: widgets.HTML = (
+            widgets.HTML().add_class("graftlab-message") if host is None else host._message_line
+        )
+        super().__init__()
+
+    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, Askable] | None = None) -> None:
+        """Show these widgets, and keep them up to date from now on."""
+        if inputs is not None:
+            self._inputs = Inputs(inputs, self.guarded(self._on_read))
+        self.add_class("graftlab-panel" if self._host is None else "graftlab-part")
+        if self._host is None:
+            sheet = widgets.HTML(f"<style>{PANEL_STYLE}{self.style_sheet}</style>", layout={"display": "none"})
+            children = [sheet, *children]
+        self.children = tuple(children)
+        self.refresh()
+        if self._host is None:
+            # Front ends that count views say when the last one is gone.
+            self._view_count = 0
+            self.observe(self.guarded(self._on_view_count), "_view_count")
+            refresher_of(self.session).add(self)
+
+    # ---- for the caller -----------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Show what is new in the session; called by its refresher, and cheap where nothing is."""
+        with self._lock:
+            if not self._closed:
+                self._follow()
+                self._show()
+
+    def show_error(self, text: str) -> None:
+        """Show why a refresh failed; the empty text says that it works again."""
+        with self._lock:
+            self._trouble = text
+            self._show_message()
+
+    def say(self, text: str, status: str = "quiet") -> None:
+        """Show a message in the place of the one before; ``status`` is one of :data:`STATUSES`."""
+        if self._host is not None:
+            self._host.say(text, status)
+            return
+        with self._lock:
+            self._said = text, status
+            if not self._closed:
+                self._show()
+
+    def submit(self, action: str, **known: Any) -> None:
+        """Do ``action`` with what is on the screen; without a browser that shows the panel nothing happens.
+
+        ``known`` are inputs whose value came along with a key.
+        """
+        if self._host is not None:
+            self._host.submit(action, **known)
+        elif self._inputs is not None:
+            self._inputs.read(action, **known)
+
+    def close(self) -> None:
+        """Take the panel out of the browser and leave the session alone; what waits to be done is forgotten."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._host is None:
+            refresher_of(self.session).remove(self)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        for child in self.children:
+            close_all(child)
+        super().close()
+
+    # ---- for the subclass ---------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Take in what is new in the session."""
+
+    def _show(self) -> None:
+        """Show the state; the browser is only to be sent what has changed."""
+        self._show_message()
+
+    def _act(self, action: str, values: dict[str, Any]) -> None:
+        """Do what was submitted, with the values of all inputs."""
+        raise NotImplementedError
+
+    def guarded(self, callback: Callable[..., object]) -> Callable[..., None]:
+        """The callback, with its exceptions shown: nobody else would show them."""
+
+        @functools.wraps(callback)
+        def call(*arguments: Any) -> None:
+            try:
+                callback(*arguments)
+            except Exception as error:
+                if not isinstance(error, GraftError):
+                    logger.exception("a callback of the %s failed", type(self).__name__)
+                # Not by say, which shows everything: what fails may be just that.
+                panel = self if self._host is None else self._host
+                with panel._lock:
+                    panel._said = explain(error), "bad"
+                    panel._show_message()
+
+        return call
+
+    def in_background(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Call it on the panel's one thread, after what has been given there before."""
+        if self._host is not None:
+            self._host.in_background(callback, *arguments)
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._in_progress += 1
+            self.set_trait("busy", True)
+            self._worker.submit(self._do_job, self.guarded(callback), *arguments)
+
+    def button(self, label: str, name: str, tooltip: str, press: Callable[[], object]) -> widgets.Button:
+        """A button with the class ``graftlab-NAME``."""
+        made = widgets.Button(description=label, tooltip=tooltip, layout={"width": "auto"})
+        made.on_click(self.guarded(lambda _: press()))
+        return made.add_class(f"graftlab-{name}")
+
+    # ---- inner --------------------------------------------------------------------------------------------------
+
+    def _on_read(self, action: str, values: dict[str, Any]) -> None:
+        try:
+            self._act(action, values)
+        finally:
+            with self._lock:
+                self.set_trait("acknowledged", self.acknowledged + 1)
+
+    def _do_job(self, callback: Callable[..., None], *arguments: Any) -> None:
+        try:
+            callback(*arguments)
+        finally:
+            with self._lock:
+                self._in_progress -= 1
+                self.set_trait("busy", self._in_progress > 0)
+
+    def _on_view_count(self, change: Any) -> None:
+        if change["new"] == 0 and change["old"]:
+            refresher_of(self.session).remove(self)
+        elif change["new"] and not change["old"] and not self._closed:
+            refresher_of(self.session).add(self)
+            self.refresh()
+
+    def _show_message(self) -> None:
+        if self._closed:
+            return
+        text, status = (self._trouble, "bad") if self._trouble else self._said
+        if self.closed_message and self.session.closed:
+            text, status = self.closed_message, "quiet"
+        self.set_trait("message", text)
+        self.set_trait("status", status)
+        role = "alert" if status == "bad" else "status"
+        shown = f'<div class="{status}" role="{role}">{html.escape(text)}</div>' if text else ""
+        update(self._message_line, value=shown)
+
+
+def update(widget: Any, **values: Any) -> None:
+    """Set the traits that have another value: every message counts against the notebook's limit."""
+    for trait, value in values.items():
+        if getattr(widget, trait) != value:
+            setattr(widget, trait, value)
+
+
+def close_all(widget: widgets.Widget) -> None:
+    """Close a widget with what is in it, which ipywidgets leaves open."""
+    if not isinstance(widget, Panel):
+        for child in getattr(widget, "children", ()):
+            close_all(child)
+    widget.close()
+
+
+def row(*children: widgets.Widget) -> widgets.HBox:
+    """Widgets next to each other, or below where there is no room."""
+    return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap", align_items="center"))

@@ -1,0 +1,36 @@
+"""What all panels look like. Colours are the theme's: JupyterLab's, or VS Code's, or shades of the text around them."""
+
+from __future__ import annotations
+
+# Colours that mean something are mixed with that of the text, which makes them darker on light and lighter on dark.
+PANEL_STYLE = """
+.graftlab-panel {
+  --gl-ink: var(--jp-ui-font-color1, var(--vscode-foreground, currentColor));
+  --gl-pale: color-mix(in srgb, currentColor 65%, transparent);
+  --gl-faint: var(--jp-ui-font-color2, var(--vscode-descriptionForeground, var(--gl-pale)));
+  --gl-rule: var(--jp-border-color1, var(--vscode-widget-border, color-mix(in srgb, currentColor 30%, transparent)));
+  --gl-fill: color-mix(in srgb, var(--gl-ink) 8%, transparent);
+  --gl-bad: color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #e5484d)) 85%, var(--gl-ink));
+  --gl-good: color-mix(in srgb, var(--jp-success-color1, #2f9e44) 70%, var(--gl-ink));
+  --gl-warn: color-mix(in srgb, var(--jp-warn-color1, #e8890c) 70%, var(--gl-ink));
+  --gl-accent: var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2));
+  --gl-code: var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));
+  max-width: 1100px; overflow: visible;
+}
+.graftlab-panel .widget-box, .graftlab-panel .jupyter-widget-box { overflow: visible }
+.graftlab-panel .widget-html-content, .graftlab-panel .jupyter-widget-html-content {
+  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--gl-ink); height: auto;
+}
+.graftlab-panel .quiet { color: var(--gl-faint) }
+.graftlab-panel .bad { color: var(--gl-bad) }
+.graftlab-panel .good, .graftlab-panel .everywhere b { color: var(--gl-good) }
+.graftlab-panel .overtaken, .graftlab-panel .unapplied { color: var(--gl-warn) }
+.graftlab-panel .graftlab-message .bad { white-space: pre-wrap; overflow-wrap: anywhere }
+.graftlab-panel .spinner {
+  display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
+  border: 2px solid var(--gl-rule); border-top-color: var(--gl-accent);
+  border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
+}
+@keyframes graftlab-turn { to { transform: rotate(360deg) } }
+@media (prefers-reduced-motion: reduce) { .graftlab-panel .spinner { animation: none } }
+"""

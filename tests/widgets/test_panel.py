@@ -1,0 +1,282 @@
+"""What every panel does alike: act on what is on the screen, show what fails, stay up to date, and end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ipywidgets as widgets
+import pytest
+from kit.pages import Browser, Screen, TextareaPage
+from kit.support import wait_until
+
+from graftlab.errors import SessionError
+from graftlab.widgets.asked import Menu, NameBox
+from graftlab.widgets.panel import Panel
+from graftlab.widgets.refresher import refresher_of
+from graftlab.widgets.text_area_editor import TextareaEditor
+
+Done = tuple[str, dict[str, Any]]
+
+
+class FakeSession:
+    """All that a panel by itself asks of a session."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+
+class Part(Panel):
+    """A panel within another one, with a button of its own."""
+
+    def __init__(self, host: Panel) -> None:
+        super().__init__(host.session, host=host)
+        self.go = self.button("Go", "go", "", self.pressed)
+        self._open([self.go])
+
+    def pressed(self) -> None:
+        self.say("the part was pressed", "good")
+
+    def work(self) -> None:
+        self.in_background(self.fails)
+
+    def fails(self) -> None:
+        raise SessionError("the part failed")
+
+
+class Example(Panel):
+    """Has a text, a menu and a box; notes what it is to do, and fails when asked to."""
+
+    closed_message = "all over"
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self.done: list[Done] = []
+        self.followed = 0
+        self.editor = TextareaEditor("start", language="text")
+        self.menu = Menu(options=["one", "two", "three"]).add_class("graftlab-menu")
+        self.box = NameBox().add_class("graftlab-box")
+        self.part = Part(self)
+        inputs = {"text": self.editor, "number": self.menu, "name": self.box}
+        self._open([*inputs.values(), self.part, self._message_line], inputs)
+
+    def _follow(self) -> None:
+        self.followed += 1
+
+    def _act(self, action: str, values: dict[str, Any]) -> None:
+        if action == "fail":
+            raise ZeroDivisionError("in the action")
+        self.done.append((action, values))
+
+
+@pytest.fixture
+def session() -> FakeSession:
+    return FakeSession()
+
+
+@pytest.fixture
+def panel(session: FakeSession, simulated: Browser) -> Iterator[Example]:
+    refresher_of(session).interval = 1000  # type: ignore[arg-type]
+    made = Example(session)
+    yield made
+    made.close()
+    assert not refresher_of(session).running  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def screen(panel: Example, simulated: Browser) -> Screen:
+    return Screen(simulated, panel)
+
+
+@pytest.fixture
+def page(panel: Example, simulated: Browser) -> TextareaPage:
+    return TextareaPage(simulated, panel.editor)
+
+
+def press(screen: Screen, action: str) -> None:
+    """A click on a button, which comes to the kernel without being held back."""
+    screen.browser.queue.append(lambda: screen.panel.submit(action))
+
+
+# ---- what is on the screen is what is done --------------------------------------------------------------------------
+
+
+def test_a_click_while_the_kernel_is_busy_acts_on_all_that_is_on_the_screen(
+    panel: Example, screen: Screen, page: TextareaPage
+) -> None:
+    for text, number, name in (("a", "two", "x"), ("ab", "one", "xy"), ("abc", "three", "xyz")):
+        page.type(text)
+        screen.choose("menu", number)
+        screen.enter("box", name)
+    press(screen, "go")
+    screen.browser.kernel_works()
+    assert panel.done == [("go", {"text": "abc", "number": "three", "name": "xyz"})]
+    assert panel.acknowledged == 1
+
+
+def test_what_a_key_brings_along_counts_and_the_rest_is_asked_for(
+    panel: Example, screen: Screen, page: TextareaPage
+) -> None:
+    page.type("typed on")
+    screen.choose("menu", "two")
+    screen.choose("menu", "three")
+    screen.browser.queue.append(lambda: panel.submit("go", text="of the key"))
+    screen.browser.kernel_works()
+    assert panel.done == [("go", {"text": "of the key", "number": "three", "name": ""})]
+
+
+def test_a_click_is_done_once_however_often_it_is_repeated_while_the_kernel_is_busy(
+    panel: Example, screen: Screen
+) -> None:
+    for _ in range(3):
+        press(screen, "go")
+    press(screen, "other")
+    screen.browser.kernel_works()
+    assert [action for action, _ in panel.done] == ["go", "other"]
+    press(screen, "go")
+    screen.browser.kernel_works()
+    assert [action for action, _ in panel.done] == ["go", "other", "go"]
+
+
+def test_each_key_is_done_with_its_own_text(panel: Example, screen: Screen) -> None:
+    for text in ("one", "two"):
+        screen.browser.queue.append(lambda text=text: panel.submit("go", text=text))
+    screen.browser.kernel_works()
+    assert [values["text"] for _, values in panel.done] == ["one", "two"]
+
+
+def test_what_is_all_known_needs_no_browser(panel: Example) -> None:
+    panel.submit("go", text="a", number="b", name="c")
+    assert panel.done == [("go", {"text": "a", "number": "b", "name": "c"})]
+
+
+def test_without_a_browser_that_answers_nothing_is_done(panel: Example) -> None:
+    panel.submit("go")
+    assert (panel.done, panel.acknowledged) == ([], 0)
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_what_fails_in_an_action_is_shown_logged_and_acknowledged(
+    panel: Example, screen: Screen, caplog: pytest.LogCaptureFixture
+) -> None:
+    press(screen, "fail")
+    screen.browser.kernel_works()
+    assert screen.message.endswith("ZeroDivisionError: in the action")
+    assert (panel.status, panel.acknowledged) == ("bad", 1)
+    assert "a callback of the Example failed" in caplog.text
+
+
+def test_a_message_is_shown_as_text_with_its_meaning(panel: Example, screen: Screen) -> None:
+    panel.say("two <b>words</b>", "good")
+    [line] = [each for each in panel.children if isinstance(each, widgets.HTML) and "words" in each.value]
+    assert line.value == '<div class="good" role="status">two &lt;b&gt;words&lt;/b&gt;</div>'
+    assert (panel.message, panel.status) == ("two <b>words</b>", "good")
+    panel.say("")
+    assert (line.value, panel.message) == ("", "")
+
+
+def test_what_a_refresh_failed_with_hides_the_message_until_it_works_again(panel: Example, screen: Screen) -> None:
+    panel.say("all is well")
+    panel.show_error("a tick failed")
+    assert (screen.message, panel.status) == ("a tick failed", "bad")
+    panel.say("still well")
+    assert screen.message == "a tick failed"
+    panel.show_error("")
+    assert (screen.message, panel.status) == ("still well", "quiet")
+
+
+def test_of_a_closed_session_nothing_else_is_said(panel: Example, session: FakeSession, screen: Screen) -> None:
+    panel.say("all is well")
+    session.closed = True
+    panel.refresh()
+    assert screen.message == "all over"
+
+
+def test_a_message_that_is_repeated_is_sent_once(panel: Example, screen: Screen) -> None:
+    panel.say("all is well")
+    sent: list[object] = []
+    screen.browser.on_update.append(lambda comm_id, changed: sent.append(changed))
+    panel.say("all is well")
+    panel.refresh()
+    assert sent == []
+
+
+# ---- a part of another panel ----------------------------------------------------------------------------------------
+
+
+def test_a_part_speaks_through_its_host(panel: Example, screen: Screen) -> None:
+    screen.click("go")
+    screen.browser.kernel_works()
+    assert (screen.message, panel.status) == ("the part was pressed", "good")
+
+
+def test_what_fails_in_the_background_is_shown_and_the_thread_is_the_hosts(
+    panel: Example, screen: Screen, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    panel.in_background(goes_on.wait, 60)
+    panel.part.work()
+    assert panel.busy
+    goes_on.set()
+    screen.settle()
+    assert not panel.busy
+    assert screen.message == "the part failed"
+    # A message of graftlab's own says all that there is to say.
+    assert caplog.text == ""
+
+
+def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
+    panel: Example, screen: Screen, session: FakeSession
+) -> None:
+    begun, goes_on, ran = threading.Event(), threading.Event(), []
+    panel.in_background(lambda: begun.set() or goes_on.wait(60))
+    panel.in_background(lambda: ran.append("after the end"))
+    assert begun.wait(60)
+    panel.close()
+    panel.close()
+    left = {screen.browser.models[comm_id]["_model_name"] for comm_id in screen.browser.comms}
+    assert {name for name in left if not name.endswith(("LayoutModel", "StyleModel"))} == set()
+    goes_on.set()
+    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-Example")]
+    worker.join(60)
+    assert ran == []
+    followed = panel.followed
+    panel.refresh()
+    panel.part.refresh()
+    panel.say("too late")
+    panel.in_background(ran.append, "too late")
+    assert (panel.followed, panel.message, ran) == (followed, "", [])
+
+
+# ---- staying up to date ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_refreshed_until_it_is_closed(simulated: Browser) -> None:
+    session = FakeSession()
+    refresher_of(session).interval = 0.001  # type: ignore[arg-type]
+    panel = Example(session)
+    wait_until(lambda: panel.followed > 3, "some ticks")
+    assert panel in refresher_of(session)  # type: ignore[arg-type]
+    assert panel.part not in refresher_of(session)  # type: ignore[arg-type]
+    panel.close()
+    assert not refresher_of(session).running  # type: ignore[arg-type]
+
+
+def test_it_is_left_alone_while_nobody_looks(panel: Example, session: FakeSession, screen: Screen) -> None:
+    refresher = refresher_of(session)  # type: ignore[arg-type]
+
+    def views(count: int) -> None:
+        screen.browser.save(panel.comm.comm_id, _view_count=count)
+        screen.browser.kernel_works()
+
+    assert panel in refresher, "a front end may not count views"
+    views(1)
+    views(0)
+    assert panel not in refresher
+    followed = panel.followed
+    views(1)
+    assert panel in refresher
+    assert panel.followed == followed + 1
