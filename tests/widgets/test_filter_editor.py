@@ -379,6 +379,7 @@ def test_the_key_for_trying_applies_nothing(screen: FilterScreen, session: FakeS
     assert len(session.plans) == 1
 
 
+@pytest.mark.filterwarnings("ignore:this plan does nothing")
 def test_a_blank_line_takes_the_filter_away(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(compare="  ")
     screen.apply()
