@@ -115,10 +115,5 @@ STYLE = """
   background: var(--gl-fill); overflow-wrap: anywhere;
 }
 .graftlab-filter-editor .tap.both { color: var(--gl-bad); background: none; box-shadow: inset 0 0 0 1px var(--gl-bad) }
-.graftlab-filter-editor .graftlab-earlier { margin: 6px 2px }
-.graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
-.graftlab-filter-editor .graftlab-earlier .jupyter-widget-Collapse-contents {
-  padding: 4px; max-height: 240px; overflow-y: auto;
-}
 .graftlab-filter-editor .graftlab-restore { height: 24px; line-height: 24px; flex: 0 0 auto }
 """

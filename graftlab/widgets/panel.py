@@ -62,9 +62,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._trouble = ""
         self._closed = False
         self._inputs: Inputs | None = None
-        self._message_line: widgets.HTML = (
-            widgets.HTML().add_class("graftlab-message") if host is None else host._message_line
-        )
+        self._message_line: widgets.HTML = widgets.HTML() if host is None else host._message_line
+        self._message_line.add_class("graftlab-message")
         super().__init__()
 
     def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, Askable] | None = None) -> None:
@@ -218,10 +217,9 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
 
 def update(widget: Any, **values: Any) -> None:
-    """Set the traits that have another value: every message counts against the notebook's limit."""
+    """Set several traits. The browser is sent those that have another value now than before."""
     for trait, value in values.items():
-        if getattr(widget, trait) != value:
-            setattr(widget, trait, value)
+        setattr(widget, trait, value)
 
 
 def close_all(widget: widgets.Widget) -> None:

@@ -23,7 +23,7 @@ class PlanList(widgets.Accordion):  # type: ignore[misc]
         self._rows: dict[int, widgets.HBox] = {}
         self._list = widgets.VBox().add_class("graftlab-plans")
         super().__init__([self._list])
-        self.add_class("graftlab-earlier")
+        self.add_class("graftlab-fold").add_class("graftlab-earlier")
 
     def show(self, plans: Sequence[GraftPlan], closed: bool) -> None:
         """List all of ``plans`` but the last one."""

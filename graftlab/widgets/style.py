@@ -26,11 +26,17 @@ PANEL_STYLE = """
 .graftlab-panel .good, .graftlab-panel .everywhere b { color: var(--gl-good) }
 .graftlab-panel .overtaken, .graftlab-panel .unapplied { color: var(--gl-warn) }
 .graftlab-panel .graftlab-message .bad { white-space: pre-wrap; overflow-wrap: anywhere }
+.graftlab-panel .graftlab-fold { margin: 6px 2px }
+.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
+.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-contents { padding: 4px; max-height: 320px; overflow-y: auto }
 .graftlab-panel .spinner {
   display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
   border: 2px solid var(--gl-rule); border-top-color: var(--gl-accent);
   border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
 }
 @keyframes graftlab-turn { to { transform: rotate(360deg) } }
-@media (prefers-reduced-motion: reduce) { .graftlab-panel .spinner { animation: none } }
+@media (prefers-reduced-motion: reduce) { .graftlab-panel .graftlab-fold { margin: 6px 2px }
+.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
+.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-contents { padding: 4px; max-height: 320px; overflow-y: auto }
+.graftlab-panel .spinner { animation: none } }
 """

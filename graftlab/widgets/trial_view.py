@@ -19,7 +19,7 @@ STYLE = """
 .graftlab-trial table { border-collapse: collapse; margin: 2px 0 6px; font-size: 12px; line-height: 1.5 }
 .graftlab-trial th { text-align: left; font-weight: 600; border-bottom: 1px solid var(--gl-rule) }
 .graftlab-trial th, .graftlab-trial td { padding: 1px 14px 1px 0; white-space: nowrap }
-.graftlab-trial th.number { text-align: right }
+.graftlab-trial th:nth-child(2), .graftlab-trial th:nth-child(3) { text-align: right }
 .graftlab-trial td.number { font-family: var(--gl-code); text-align: right }
 .graftlab-trial td.code { font-family: var(--gl-code) }
 .graftlab-trial pre, .graftlab-diff pre {

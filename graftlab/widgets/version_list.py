@@ -42,7 +42,7 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
         """The version whose difference from what is in the editor is shown."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
         super().__init__([widgets.VBox([row(self.menu, *self.buttons.values()), self._diff])])
-        self.add_class("graftlab-versions")
+        self.add_class("graftlab-fold").add_class("graftlab-versions")
         self.menu.observe(self._on_choice, "value")
 
     @property

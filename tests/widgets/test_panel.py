@@ -139,11 +139,12 @@ def test_a_click_is_done_once_however_often_it_is_repeated_while_the_kernel_is_b
     assert [action for action, _ in panel.done] == ["go", "other", "go"]
 
 
-def test_each_key_is_done_with_its_own_text(panel: Example, screen: Screen) -> None:
+def test_each_key_is_done_with_its_own_text_and_overtakes_no_click(panel: Example, screen: Screen) -> None:
+    press(screen, "go")
     for text in ("one", "two"):
         screen.browser.queue.append(lambda text=text: panel.submit("go", text=text))
     screen.browser.kernel_works()
-    assert [values["text"] for _, values in panel.done] == ["one", "two"]
+    assert [values["text"] for _, values in panel.done] == ["start", "one", "two"]
 
 
 def test_what_is_all_known_needs_no_browser(panel: Example) -> None:
