@@ -706,6 +706,8 @@ def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     assert not run.done
     (tmp_path / "go on").touch()
     wait_until(lambda: len(session.adopted(before + 1)) == 2, "the report that the plan is in use")
+    # A whole step of both sides under the new plan, before either is told to stop.
+    run.wait_steps(max(session.adopted(before + 1).values()) - run.first_step + 1)
     (tmp_path / "stop").touch()
     run.wait()
     frame, [taken_up] = run.frame, set(session.adopted(before + 1).values())
