@@ -225,8 +225,8 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
         # Every rank of a side has been given every request; the first speaks for its side.
         sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
         errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
-        for place, (index, record) in enumerate(batch):
-            ours, theirs = (fed.outputs[place] for fed in sides.values())
+        for position, (index, record) in enumerate(batch):
+            ours, theirs = (fed.outputs[position] for fed in sides.values())
             recorded = _tokens(record.response)
             lines.append(
                 {

@@ -1,6 +1,6 @@
 """The desk: the rank's second thread, which talks to the notebook while the model computes.
 
-It takes plans, hands on what is to be done, answers questions, and ends the process at once when the notebook is gone.
+It takes plans, hands on what is to be done, answers questions, and is the first to know that the notebook is gone.
 """
 
 from __future__ import annotations
@@ -50,16 +50,25 @@ Job = RunRequest | PlanUpdate | Shutdown
 class Desk:
     """What is for the main thread waits in ``jobs``. ``stop`` becomes readable when the rank shall end.
 
-    ``interrupt`` is called with the number of a run that is not to go on.
+    ``interrupt`` is called with the number of a run that is not to go on, ``end`` once, when the notebook is gone, by
+    whatever death, or sends what cannot be read.
     """
 
-    def __init__(self, line: Line, grafter: Grafter, kept: KeptPairs, interrupt: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        line: Line,
+        grafter: Grafter,
+        kept: KeptPairs,
+        interrupt: Callable[[int], None],
+        end: Callable[[], None],
+    ) -> None:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.stop, self._stop_write = os.pipe()
         self.stopping = False
         self._line = line
         self._grafter = grafter
         self._kept = kept
+        self._end = end
         self._handle = Dispatch[[], None]()
         self._handle.on(PlanUpdate, self._on_plan)
         self._handle.on(RunRequest, self.jobs.put)
@@ -79,18 +88,17 @@ class Desk:
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._line.channel.fileno(), select.POLLIN)
-        while True:
+        while not self._line.channel.closed:
             poller.poll()
             for frame in self._line.channel.receive():
                 try:
                     self._handle(unpack_to_rank(frame))
                 except GraftError:
-                    # The notebook would wait for ever for what this was about. As a death it hears of it, log and all.
-                    logger.critical("this rank ends, because it cannot read what the notebook sends", exc_info=True)
-                    os._exit(1)
-            if self._line.channel.closed:
-                # The notebook is gone, by whatever death: nobody would ever collect what this rank computes.
-                os._exit(1)
+                    # The notebook would wait for ever for what this was about; it hears of an end, and sees the log.
+                    logger.critical("this rank cannot read what the notebook sends", exc_info=True)
+                    self._end()
+                    return
+        self._end()
 
     def _on_plan(self, update: PlanUpdate) -> None:
         self._grafter.offer_plan(from_wire(update.plan))

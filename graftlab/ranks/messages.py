@@ -29,6 +29,9 @@ M = TypeVar("M", bound=msgspec.Struct)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# See graftlab.base.tags.plain.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 _MESSAGE = b"m"
 _ROW = b"r"
 
@@ -275,9 +278,9 @@ def _body(frame: bytes) -> memoryview:
 
 
 def _require_plain(tags: dict[str, Any]) -> None:
-    for tag, value in tags.items():
-        if not (value is None or isinstance(value, (str, int, float))):
-            raise ValueError(f"tag {tag!r} has no plain value but a {type(value).__name__}")
+    if not _PLAIN.issuperset(map(type, tags.values())):
+        odd = next(tag for tag, value in tags.items() if type(value) not in _PLAIN)
+        raise ValueError(f"tag {odd!r} has no plain value but a {type(tags[odd]).__name__}")
 
 
 class Dispatch(Generic[P, R]):

@@ -90,7 +90,8 @@ class Rank:
         self._streams = [LabelledStream(stream, self._print) for stream in (sys.stdout, sys.stderr)]
         sys.stdout, sys.stderr = self._streams
         signal.signal(signal.SIGINT, self._on_interrupt)
-        self._desk = Desk(line, self._grafter, kept, self._interrupt)
+        # Without a notebook nobody would ever collect what this rank computes.
+        self._desk = Desk(line, self._grafter, kept, self._interrupt, end=lambda: os._exit(1))
         self._desk.open()
 
     def serve(self) -> None:

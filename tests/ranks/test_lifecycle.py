@@ -389,6 +389,16 @@ def test_a_rank_that_ends_itself_fails_the_run() -> None:
         session.execute("import os; os._exit(9)", on="target")
 
 
+def test_a_rank_that_cannot_read_the_notebook_ends_with_the_reason_in_its_log_and_nobody_waits_for_it() -> None:
+    with gl.launch(1, 1) as session:
+        session.ranks[1].channel.send(b"garbage")
+        run = session.start("1", "1")
+        with pytest.raises(gl.RunError, match=r"target\[0\] died: ended with exit code 1") as caught:
+            run.wait(60)
+        assert "cannot read what the notebook sends" in session.log("target[0]")
+        assert "MessageError" in str(caught.value)
+
+
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
 
