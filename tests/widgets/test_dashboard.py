@@ -14,7 +14,6 @@ from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
 from graftlab.rows.encoding import encode
-from graftlab.rows.schema import Row
 from graftlab.widgets import dashboard as module
 from graftlab.widgets.dashboard import Dashboard
 from graftlab.widgets.refresher import refresher_of
@@ -65,19 +64,6 @@ def test_every_rank_has_a_line_with_its_state(session: gl.Session, board: Dashbo
     assert [int(line[1]) for line in shown] == list(session.status()["pid"])
     assert {line[3] for line in shown} == {"idle"}
     assert {line[7] for line in shown} == {"<b>third</b>"}
-
-
-def test_a_tap_has_one_line_for_all_its_ranks_and_a_recomputed_forward_one_of_its_own() -> None:
-    def row(status: str, rank: int, rel_l2: float) -> Row:
-        tags = {"name": "h", "step": 0, "side": "target", "rank": rank, "recompute_status": status}
-        tags |= {"layer": 3, "tp_rank": rank}
-        return Row(0, 0, 1, "h", tags, "b2t", "target", rank, "compared", [0], rel_l2=rel_l2)
-
-    found = module._taps([row("original", 0, 1e-7), row("original", 1, 0.5), row("recompute", 0, 1e-6)])
-    assert [(tap["shown"], tap["row"].rank, tap["row"].rel_l2) for tap in found] == [
-        ("h layer=3", 1, 0.5),
-        ("h layer=3 recompute", 0, 1e-6),
-    ]
 
 
 def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: Dashboard, tmp_path: Path) -> None:
