@@ -51,7 +51,17 @@ def plain(value: object) -> Plain:
         number = float(value)
         return "nan" if math.isnan(number) else number
     # Where an object lies in memory would keep taps of two processes apart, and says nothing in a row.
-    return _ADDRESS.sub("", repr(value))
+    return _ADDRESS.sub("", repr(_in_a_row(value)))
+
+
+def _in_a_row(value: object) -> object:
+    """What a row has in place of a list, a tuple or a dict, being JSON: a tuple is a list there."""
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return json.loads(json.dumps(value, default=plain))
+        except (TypeError, ValueError, RecursionError):
+            pass  # a dict whose keys are not text, or a value that holds itself
+    return value
 
 
 def own_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def identity(tags: Mapping[str, Any]) -> TapIdentity:
       kernels) and can be grafted by itself, so neither may hide what the other shows.
     * A tag that is None, or NaN, counts as one that was not given, as it does for filters and in a frame.
     * The order in which tags were given does not matter, nor whether a value is 1 or 1.0.
-    * Values count as rows hold them, which are JSON: a tuple is a list, and any other object is its repr.
+    * Values count as rows have them: a tuple is a list, and any other object is its repr; see :func:`plain`.
     """
     own = []
     for name, value in tags.items():
@@ -112,11 +122,6 @@ def _first(pair: tuple[str, Any]) -> str:
 
 
 def _comparable(value: object) -> Any:
-    if isinstance(value, (list, tuple, dict)):
-        try:
-            return repr(json.loads(json.dumps(value, default=plain)))
-        except (TypeError, ValueError, RecursionError):
-            pass  # a dict whose keys are not text, or a value that holds itself
     if isinstance(value, float) and math.isnan(value):
         return None
     return plain(value)

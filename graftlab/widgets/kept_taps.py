@@ -68,7 +68,7 @@ def _is_as_given(value: object) -> bool:
     Of an object only the repr has come here; leaving it out means more taps, not none.
     """
     if type(value) is str:
-        return not any(bracket in value for bracket in "(<")
+        return not any(bracket in value for bracket in "(<[{")
     return type(value) in (int, bool, type(None)) or (type(value) is float and math.isfinite(value))
 
 

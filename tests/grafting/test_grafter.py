@@ -279,6 +279,15 @@ def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
     assert [row.tags["step"] for row in rows] == [0, 1, 3, 4]
 
 
+def test_a_tag_set_is_reported_with_the_step_in_which_it_was_first_reached() -> None:
+    world = GrafterWorld(compare=None)
+    world.target.tap("h", 1.0)
+    world.step()
+    for layer in (None, 3):
+        world.target.tap("h", 1.0, layer=layer)
+    assert [(tags["step"], tags.get("layer")) for tags in world.target.tags_seen] == [(0, None), (1, None), (1, 3)]
+
+
 def test_a_plan_is_in_force_from_the_next_step_on_and_on_all_ranks_alike() -> None:
     world = GrafterWorld()
     for rank in (world.baseline, world.target):
