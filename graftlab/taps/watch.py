@@ -59,8 +59,8 @@ class Watch:
     """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them.
 
     >>> watched = gl.watch(torch.nn.Linear(3, 4))
-    >>> watched
-    <graftlab.Watch of 1 taps>
+    >>> watched.names
+    ['output']
     >>> watched.remove()
     """
 
