@@ -178,6 +178,11 @@ class Shard:
         dim = dim_of(self.dim, afters[0], self.text)
         # Where every rank holds one stretch of its own, in order, what they hold is simply put together.
         plain = self.blocks == (1,) and self.replicas == (1,) and self.order == "contiguous" and not self.packed
+        around = {(*after.shape[:dim], *after.shape[dim + 1 :]) for after in afters}
+        if len(around) > 1 or (shape is not None and len(shape) != afters[0].dim()):
+            shapes = [list(after.shape) for after in afters]
+            whole_shape = "" if shape is None else f" of a whole of shape {list(shape)}"
+            raise LayoutError(f"{self.text}: {shapes} are not shards{whole_shape}: they differ beside dimension {dim}")
         extents = [after.shape[dim] for after in afters]
         extent = shape[dim] if shape is not None else self._extent_of_whole(extents)
         held = self.segments(extent, len(afters), at.lengths)

@@ -335,6 +335,10 @@ def test_joining_says_what_does_not_fit() -> None:
         shard.join([torch.zeros(2)] * 3)
     with pytest.raises(LayoutError, match=r"gives place 0 of 2 3 of them, and what is there has shape \[2\]"):
         shard.join([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(LayoutError, match=r"\[\[2, 3\], \[2, 4\]\] are not shards: they differ beside dimension 0"):
+        shard.join([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(LayoutError, match=r"are not shards of a whole of shape \[4\]"):
+        shard.join([torch.zeros(2, 3)] * 2, shape=(4,))
     with pytest.raises(LayoutError, match="give the whole tensor's shape"):
         Layout((Shard(0, "tp", padded=True),)).on(2).join([torch.zeros(2)] * 2)
     with pytest.raises(LayoutError, match=r"rank 0 would hold \[4\], and it holds \[3\]"):
