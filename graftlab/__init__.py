@@ -2,6 +2,9 @@
 
 What model code needs (``tap``, ``tags``, ``step``, ``watch``, ``here``) is here at once; what notebooks need is
 imported when it is first used, so that taps can stay in code that ships.
+
+Public are the names in ``__all__``, those of ``graftlab.plots``, ``.transforms``, ``.requests``, ``.engine``,
+``.graphs`` and ``.models``, the magics, and the commands; docs/api has them all. Every other module is internal.
 """
 
 from __future__ import annotations
