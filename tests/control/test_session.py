@@ -776,7 +776,7 @@ def test_rows_on_disk_are_the_rows_in_memory(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
     assert len(gl.load_run(folder)) == 5
-    assert [decode(line)["tags"]["layer"] for line in whole.splitlines()[1:]] == [0, 0, 1, 1, 2, 2]
+    assert [decode(line).tags["layer"] for line in whole.splitlines()[1:]] == [0, 0, 1, 1, 2, 2]
 
 
 def test_rows_that_were_still_on_their_way_when_the_session_was_closed_are_not_lost(
