@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, ShippingError
@@ -127,8 +128,8 @@ class SharedMemoryExchange:
         arena: Arena,
         peers: Mapping[int, tuple[Channel, Arena]],
         *,
-        budget: int = 256 << 20,
-        timeout: float = 60.0,
+        budget: int = limits.BUFFER_BUDGET,
+        timeout: float = limits.TIMEOUT,
         gpu: Gpu | None = None,
     ) -> None:
         everyone = place.everyone()
