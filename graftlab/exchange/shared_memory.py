@@ -16,6 +16,7 @@ from typing import Generic
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
@@ -53,8 +54,8 @@ class SharedMemoryExchange(Generic[Memo]):
         arena: Arena,
         links: Mapping[int, tuple[Channel, Arena]],
         *,
-        budget: int = 256 << 20,
-        timeout: float = 60.0,
+        budget: int = limits.BUFFER_BUDGET,
+        timeout: float = limits.TIMEOUT,
         gpu: Gpu | None = None,
     ) -> None:
         gpu = gpu or Cuda()
