@@ -117,7 +117,7 @@ class SumsInPieces(Math):
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, layer: int, which: str) -> Tensor:
         half = x.shape[-1] // 2
         whole = x[..., half:] @ weight[:, half:].T + x[..., :half] @ weight[:, :half].T + bias
-        return whole.unflatten(-1, (-1, self.config.head_dim))
+        return whole.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
     def head(self, x: Tensor, weight: Tensor) -> Tensor:
         half = x.shape[-1] // 2

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graftlab.zoo.model import Math, Shard, Weights
 
+Spoil = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Regime = Literal["forward", "decode", "tp", "backward", "tp-backward"]
 
 
@@ -55,10 +56,10 @@ def _fault(area: str, *truth: str, regime: Regime = "forward", layers: tuple[int
     return register
 
 
-def _weights_fault(area: str, *truth: str, regime: Regime = "forward") -> Any:
+def _weights_fault(area: str, *truth: str, regime: Regime = "forward") -> Callable[[Spoil], Spoil]:
     """The same for a function that spoils the target's weights."""
 
-    def register(spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
+    def register(spoil: Spoil) -> Spoil:
         FAULTS.append(Specimen(spoil.__name__, area, frozenset(truth), Math, spoil, regime))
         return spoil
 
@@ -592,7 +593,7 @@ class _WrongSilu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return gradients[0] * (x > 0)
 
 

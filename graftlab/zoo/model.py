@@ -134,7 +134,7 @@ class Math:
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, layer: int, which: str) -> Tensor:
         """[batch, position, hidden] to [batch, position, head, dim]; ``which`` is q, k or v."""
-        return F.linear(x, weight, bias).unflatten(-1, (-1, self.config.head_dim))
+        return F.linear(x, weight, bias).reshape(*x.shape[:-1], -1, self.config.head_dim)
 
     def positions(self, start: int, count: int, layer: int) -> Tensor:
         return torch.arange(start, start + count, dtype=torch.float64)
@@ -178,11 +178,11 @@ class Math:
 
     def reduce(self, partial: Tensor, layer: int, which: str) -> Tensor:
         """The sum over the ranks; ``which`` is attn or mlp. Its gradient is handed on as it is."""
-        return _Reduce.apply(partial) if self.shard.size > 1 else partial  # type: ignore[no-untyped-call, no-any-return]
+        return _Reduce.apply(partial) if self.shard.size > 1 else partial  # type: ignore[no-untyped-call]
 
     def enter(self, x: Tensor, layer: int, which: str) -> Tensor:
         """Where a replicated tensor enters what is shared out: its gradient is the sum over the ranks."""
-        return _Enter.apply(x) if self.shard.size > 1 else x  # type: ignore[no-untyped-call, no-any-return]
+        return _Enter.apply(x) if self.shard.size > 1 else x  # type: ignore[no-untyped-call]
 
     def add(self, x: Tensor, y: Tensor, layer: int, which: str) -> Tensor:
         return x + y

@@ -140,4 +140,7 @@ def run_specimen(kind: str, name: str) -> Any:
 
 def make_tokens(config: Config) -> torch.Tensor:
     """[batch, position], the same in every process."""
-    return torch.randint(0, config.vocab, (2, 12), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, config.vocab, (2, 12), generator=torch.Generator().manual_seed(1))
+    # One fault concerns this token alone.
+    tokens[0, 3] = 0
+    return tokens
