@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
 from graftlab.control.core import SessionCore
@@ -16,6 +16,8 @@ from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 if TYPE_CHECKING:
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
+    from graftlab.control.verdicts import Verdict
+    from graftlab.control.works import Callee
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.transform_editor import TransformEditor
@@ -107,6 +109,53 @@ class Session(SessionCore):
             limit=limit,
             noise_floor=noise_floor,
             trusted=trusted,
+        )
+
+    def verdict(
+        self,
+        baseline: Callee,
+        target: Callee,
+        output: str | None = None,
+        floor: float | Literal["auto"] = "auto",
+        exact: Callee | None = None,
+        threshold: float = 5.0,
+        explain: bool = True,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Verdict:
+        """Which computation is other on the target, whether it is the cause, and what is only inherited.
+
+        ``baseline`` and ``target`` are what :meth:`run` takes, and are called several times; each call has to begin
+        from the same state and to be repeatable. Every tap is grafted b2t, so that its difference is what was added
+        at it; the floor is what rounding adds there, measured by the baseline against its own run. Taps are grouped
+        by name, numbers in their path aside. A group is named where some tap of it adds more than ``threshold`` times
+        its floor. With ``explain`` groups are then swapped: the output is computed with the target's code at some of
+        the named groups, the baseline's at the others, so that each group's effect alone is known.
+
+        ``output`` is the tap at which effects are measured (the last one by default, and its last occurrence).
+        ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps,
+        also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and
+        in force again afterwards; its transform and its renaming stay.
+
+        Raises what :meth:`run` raises, and :class:`SessionError` where no tap is named ``output``.
+
+        >>> session.verdict(forward, forward, args=(x,)).text
+        'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
+        """
+        from graftlab.control.judging import judge
+
+        return judge(
+            self,
+            baseline,
+            target,
+            output=output,
+            floor=floor,
+            exact=exact,
+            threshold=threshold,
+            explain=explain,
+            args=args,
+            kwargs=kwargs,
         )
 
     @property

@@ -35,6 +35,7 @@ ROOMS = [
     "engine",
     "widgets",
     "session",
+    "zoo",
     "magics",
     "demo",
     "__init__",

@@ -1,0 +1,349 @@
+"""The runs of a verdict: without grafts, with every tap grafted, the baseline against itself, and the swaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from graftlab.base.progress import LongWait
+from graftlab.control.run import Run
+from graftlab.control.verdicts import Verdict
+from graftlab.control.works import Callee
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
+from graftlab.plan.plan import FILTERS
+from graftlab.rows.schema import MEASURED
+from graftlab.taps.calls import here
+from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
+from graftlab.verdict.causes import Causes, find_causes
+from graftlab.verdict.floor import Floor, pool
+from graftlab.verdict.groups import GRADIENT, filter_of, group_of, is_gradient
+from graftlab.verdict.wording import Findings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from graftlab.control.core import SessionCore
+
+
+def judge(
+    session: SessionCore,
+    baseline: Callee,
+    target: Callee,
+    *,
+    output: str | None = None,
+    floor: float | Literal["auto"] = "auto",
+    exact: Callee | None = None,
+    threshold: float = 5.0,
+    explain: bool = True,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Verdict:
+    """See :meth:`graftlab.session.Session.verdict`."""
+    if floor != "auto" and not (isinstance(floor, (int, float)) and floor > 0):
+        raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {floor!r}")
+    if not threshold > 0:
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    constant = None if floor == "auto" else float(floor)
+    judging = _Judging(session, baseline, target, tuple(args), dict(kwargs or {}))
+    with judging.plan_given_back():
+        return judging.verdict(output, constant, exact, threshold, explain)
+
+
+class _Judging:
+    """One verdict on its way: counts its runs, and knows the plan that was in force."""
+
+    def __init__(
+        self, session: SessionCore, baseline: Callee, target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.session = session
+        self.runs = 0
+        self._callees = (baseline, target)
+        self._args, self._kwargs = args, kwargs
+        self._before = session.plan
+        self._ours: int | None = None
+
+    def plan_given_back(self) -> _PlanGivenBack:
+        return _PlanGivenBack(self)
+
+    def give_plan_back(self) -> None:
+        # Somebody else's newer plan is theirs.
+        if self._ours is not None and self.session.plan.version == self._ours:
+            self.session.edit(**{name: getattr(self._before, name) for name in FILTERS})
+
+    def verdict(
+        self, output: str | None, constant: float | None, exact: Callee | None, threshold: float, explain: bool
+    ) -> Verdict:
+        compared = self._both("without grafts", b2t=None, t2b=None, compare="True", keep=None)
+        grafted = self._both("what each tap adds", b2t="True", t2b=None, compare=None, keep=None)
+        rows = grafted[grafted["status"].isin(MEASURED)]
+        outputs = self._outputs(rows, output)
+        selves = self._self_graft(rows, exact, list(outputs))
+        unseen = _unseen(compared, grafted, selves)
+        not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
+        plan = self._before
+        frame = added_frame(
+            grafted,
+            self._floors(selves),
+            compared=compared,
+            paired_name=partial(plan.rewrite, "target"),
+            constant=constant,
+        )
+        named = named_groups(frame, threshold)
+        causes: dict[str, Causes] = {}
+        remarks: list[str] = []
+        if explain and named and not not_repeated:
+            names = self._names_by_group(rows, selves)
+            for of_gradient, where in self._at(outputs):
+                groups = [group for group in named if group.endswith(GRADIENT) == of_gradient]
+                if groups:
+                    causes[where] = self._causes(groups, where, outputs[where], names, selves, threshold)
+            remarks += self._unexplained(named, causes)
+        frame = _labelled(frame, named, causes, threshold)
+        return Verdict(
+            Findings(
+                frame,
+                threshold,
+                self.session.options.target,
+                unseen,
+                not_repeated,
+                causes,
+                {},
+                remarks,
+                explain,
+            ),
+            self.runs,
+        )
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def _both(self, why: str, **plan: str | None) -> pd.DataFrame:
+        version = self.session.edit(**plan).version  # type: ignore[arg-type]
+        self._ours = version
+        run = self._run(why, *self._callees)
+        frame = run.frame
+        if len(frame) and set(frame["plan_version"]) != {version}:
+            raise SessionError(
+                "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is "
+                "there"
+            )
+        return frame
+
+    def _run(self, why: str, baseline: Callee | None, target: Callee | None, **call: Any) -> Run:
+        self.runs += 1
+        before = self.session.row_count
+        call = call or {"args": self._args, "kwargs": self._kwargs}
+        run = self.session.start(baseline, target, **call)
+        title = f"verdict, run {self.runs}: {why}"
+        try:
+            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before))
+        except KeyboardInterrupt:
+            # Of no use to anybody without the verdict that waits for it.
+            self.session.interrupt()
+            raise
+
+    def _self_graft(self, rows: pd.DataFrame, exact: Callee | None, keep: Sequence[str]) -> list[SelfGraft]:
+        dtypes: dict[str, str] = {}
+        for row in records(rows):
+            name = self._before.rewrite("target", row["name"])
+            dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
+        call = partial(
+            _graft_self_here,
+            self._callees[0],
+            exact,
+            self._args,
+            self._kwargs,
+            dtypes,
+            [rule for rule in self._before.rename if rule[0] == "baseline"],
+            self.session.options.keep_budget,
+            list(keep),
+        )
+        run = self._run("the baseline against itself", call, None, args=())
+        return list(run.baseline)
+
+    # ---- the floor ----------------------------------------------------------------------------------------------
+
+    def _group(self, added: Added) -> str:
+        return group_of(self._before.rewrite("baseline", added.name), added.tags)
+
+    def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
+        return pool((self._group(each), each.rel_l2, each.rel_max, each.squares) for each in rows)
+
+    def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:
+        floors = self._pool(row for each in selves for row in each.added)
+        distances = self._pool(row for each in selves for row in each.exact)
+        return {g: f.with_distance(distances[g]) if g in distances else f for g, f in floors.items()}
+
+    # ---- the cause ----------------------------------------------------------------------------------------------
+
+    def _outputs(self, rows: pd.DataFrame, output: str | None) -> dict[str, dict[str, Any]]:
+        """The taps at which effects are measured, by group: the last value, and the last gradient."""
+        found: dict[str, dict[str, Any]] = {}
+        for gradient in (False, True):
+            chosen = rows[[is_gradient(tags) == gradient for tags in rows["tags"]]] if len(rows) else rows
+            if output is not None and not gradient:
+                chosen = chosen[chosen["name"] == output]
+                if not len(chosen):
+                    known = ", ".join(list(dict.fromkeys(rows["name"]))[-5:])
+                    raise SessionError(
+                        f"verdict: no tap named {output!r} was measured, so it cannot be the output; the last taps "
+                        f"are {known}"
+                    )
+            if len(chosen):
+                row = chosen.sort_values(["step", "order"]).iloc[-1]
+                group = group_of(self._before.rewrite("target", row["name"]), row["tags"])
+                found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"]}
+        return found
+
+    def _at(self, outputs: Mapping[str, Any]) -> list[tuple[bool, str]]:
+        return [(group.endswith(GRADIENT), group) for group in outputs]
+
+    def _names_by_group(self, rows: pd.DataFrame, selves: Sequence[SelfGraft]) -> dict[str, set[tuple[str, bool]]]:
+        """Under which names the taps of each group are known on either side; what filters see."""
+        names: dict[str, set[tuple[str, bool]]] = {}
+        for name, tags in zip(rows["name"], rows["tags"], strict=True):
+            group = group_of(self._before.rewrite("target", name), tags)
+            names.setdefault(group, set()).add((name, is_gradient(tags)))
+        for added in (row for each in selves for row in each.added):
+            names.setdefault(self._group(added), set()).add((added.name, is_gradient(added.tags)))
+        return names
+
+    def _causes(
+        self,
+        groups: Sequence[str],
+        where: str,
+        output: Mapping[str, Any],
+        names: Mapping[str, set[tuple[str, bool]]],
+        selves: Sequence[SelfGraft],
+        threshold: float,
+    ) -> Causes:
+        dtype = max((output["dtype"], *(output["cast"] or "").split(" -> ")[:1]), key=roundoff)
+        drift = self._pool(row for each in selves for row in each.outputs if self._group(row) == where)
+        floor = drift.get(where, Floor(0.0, 0.0)).at_least(roundoff(dtype)).rel_l2
+        at_output = filter_of(sorted(names[where]))
+        wanted = [each.last.get(where) for each in selves]
+        # The baseline's own name for it: the pair is kept there.
+        name = [row.name for row in selves[0].outputs if self._group(row) == where][-1]
+
+        def effect(kept: frozenset[str]) -> float:
+            taken = sorted(name for group in groups if group not in kept for name in names[group])
+            from_baseline = filter_of(taken)
+            if from_baseline is None:
+                plan = {"b2t": None, "t2b": "True"}
+            else:
+                # The output's pair is kept on the baseline's ranks, whole or in its shards.
+                plan = {
+                    "b2t": f"({from_baseline}) and not ({at_output})",
+                    "t2b": f"not ({from_baseline}) or ({at_output})",
+                }
+            why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere it is other'}"
+            self._both(why, **plan, compare=None, keep=at_output)
+            # Before the output tap both sides hold one state, so each side's value is that side's code's.
+            side = 0 if where in groups and where not in kept else 1
+            return self._distance(wanted, name, where, side) / floor
+
+        return find_causes(groups, effect, threshold)
+
+    def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, where: str, side: int) -> float:
+        """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
+        off = whole = 0.0
+        tags = {"kind": "grad"} if where.endswith(GRADIENT) else {}
+        for rank, recorded in enumerate(wanted):
+            pair = self.session.tensors(name, rank=rank, **tags)
+            if recorded is None or pair[side].shape != recorded.shape:
+                return math.nan
+            one, other = recorded.double(), pair[side].double()
+            off += float((one - other).square().nan_to_num(math.inf).sum())
+            whole += float(one.square().sum())
+        return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+
+    def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
+        left = [group for group in named if not any(group in each.labels for each in causes.values())]
+        return [f"What {', '.join(left)} does to the output was not measured."] if left else []
+
+
+class _PlanGivenBack:
+    """Restores the filters that were in force, whatever happened."""
+
+    def __init__(self, judging: _Judging) -> None:
+        self._judging = judging
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if not self._judging.session.closed:
+            self._judging.give_plan_back()
+
+
+def _unseen(compared: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]) -> list[str]:
+    said = unseen_of(grafted)
+    measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
+    lost = [n for n in dict.fromkeys(compared.loc[compared["status"].isin(MEASURED), "name"]) if n not in measured]
+    if lost:
+        said.append(f"{', '.join(lost[:4])} were measured without grafts, and not with them.")
+    skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
+    if skipped:
+        said.append(f"{', '.join(skipped[:4])} show no tensor, on the baseline, that could be compared.")
+    not_recorded = sum(each.not_recorded for each in selves)
+    if not_recorded:
+        said.append(
+            f"the floor of {not_recorded} taps, for which the ranks' memory did not suffice; the largest floor of the "
+            "others stands for theirs (launch with a larger keep_budget)."
+        )
+    return said
+
+
+def _labelled(
+    frame: pd.DataFrame, named: Sequence[str], causes: Mapping[str, Causes], threshold: float
+) -> pd.DataFrame:
+    labels = dict.fromkeys(named, "culprit")
+    alone: dict[str, float] = {}
+    for each in causes.values():
+        labels.update(each.labels)
+        alone.update(each.alone)
+    over = frame["ratio"] > threshold
+    frame["label"] = [labels[g] if o else "clean" for g, o in zip(frame["group"], over, strict=True)]
+    frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
+    if named:
+        first = int(over.to_numpy().argmax())
+        later = (frame.index > first) & ~over & (frame["error_ratio"] > threshold)
+        frame.loc[later, "label"] = "inherited"
+    return frame
+
+
+# ---- on the baseline's ranks ----------------------------------------------------------------------------------------
+
+
+def _graft_self_here(
+    baseline: Callee,
+    exact: Callee | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtypes: dict[str, str],
+    rename: list[tuple[str, str, str]],
+    budget: int,
+    keep: list[str],
+) -> SelfGraft:
+    from graftlab.plan.plan import GraftPlan
+
+    plan = GraftPlan(rename=tuple(rename))  # type: ignore[arg-type]
+    return graft_self(
+        _call(baseline, args, kwargs),
+        dtypes,
+        paired_name=partial(plan.rewrite, "baseline"),
+        budget=budget,
+        exact=None if exact is None else _call(exact, args, kwargs),
+        keep=keep,
+    )
+
+
+def _call(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    if isinstance(callee, str):
+        me = here()
+        assert me is not None
+        return partial(eval, callee, me.vars)
+    return partial(callee, *args, **kwargs)

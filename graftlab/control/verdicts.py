@@ -1,0 +1,90 @@
+"""What ``session.verdict`` returns: words, a frame and a figure."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graftlab.base.html import bundle, cell, number, table
+from graftlab.verdict.wording import Findings, text_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which computation is other, whether it is the cause, and what is only inherited.
+
+    ``runs`` is how many runs it took. See :meth:`graftlab.Session.verdict`.
+
+    >>> verdict = session.verdict(forward, forward, args=(x,))
+    >>> verdict.named
+    []
+    """
+
+    findings: Findings
+    runs: int
+
+    @property
+    def text(self) -> str:
+        """The conclusion; what was not looked at stands first."""
+        return text_of(self.findings)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A line for each tap of each receiving rank, in execution order.
+
+        ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` how many times
+        that it is; ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group
+        alone moves the output, over the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
+        ``inherited`` or ``clean``.
+        """
+        return self.findings.frame
+
+    @property
+    def named(self) -> list[str]:
+        """The groups of taps whose computation is other, in execution order."""
+        return self.findings.named
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The label of each group: the gravest of its taps'."""
+        found: dict[str, str] = {}
+        for group, label in zip(self.frame["group"], self.frame["label"], strict=True):
+            if found.get(group, "clean") in ("clean", "inherited") and label != "clean":
+                found[group] = label
+            found.setdefault(group, label)
+        return found
+
+    def plot(self, **options: Any) -> Figure:
+        """Added and inherited error of each tap over the floor, culprits marked; see :func:`graftlab.plots.verdict`.
+
+        >>> figure = session.verdict(forward, forward, args=(x,)).plot()
+        """
+        from graftlab.plots.verdict import added_errors
+
+        return added_errors(self.frame, threshold=self.findings.threshold, **options)
+
+    def __repr__(self) -> str:
+        return f"<Verdict of {self.runs} runs: {', '.join(self.named) or 'nothing named'}>\n{self.text}"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(repr(self), self._html())
+
+    def _html(self) -> str:
+        first, *others = self.text.split("\n")
+        text = f"<p><b>{html.escape(first)}</b></p>" + "".join(f"<p>{html.escape(line)}</p>" for line in others)
+        labels = self.labels
+        worst = self.frame.loc[self.frame["group"].isin(self.named)]
+        lines = []
+        for group in self.named:
+            rows = worst[worst["group"] == group]
+            row = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]
+            cells = [cell(group), cell(labels[group])]
+            cells += [cell(number(row[column]), "number") for column in ("added", "floor", "ratio", "alone")]
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        head = ("group", "label", "added", "floor", "ratio", "alone")
+        return text + (table(head, lines) if lines else "")

@@ -1,0 +1,268 @@
+"""The self-graft: a side against its own recorded run, which tells what rounding alone adds at each tap.
+
+The code runs once and every tap is recorded. It runs again, and must show the same. Then it runs with each tap
+overwritten by its own record, moved by one unit in the last place up or down at random: what a tap then differs from
+its record is what rounding before it adds there. All of it happens on the rank; no other side takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from graftlab.base.tags import identity, plain
+from graftlab.diffs.measure import measure
+from graftlab.grafting.decisions import given_tags, recompute_status
+from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.tensors import plain_tensor
+from graftlab.taps.calls import Taker, ambient
+from graftlab.taps.routing import taken_by
+from graftlab.verdict.groups import group_of
+
+Call = Callable[[], Any]
+
+
+class Added(NamedTuple):
+    """What one tap of the repeated run differs from the record, the taps before it being as recorded."""
+
+    name: str
+    tags: dict[str, Any]
+    occurrence: int
+    rel_l2: float
+    rel_max: float
+    """The largest difference over the root mean square of the record."""
+    squares: float
+    """The sum of the record's squares: how much this tap weighs among those of its group."""
+    dtype: str
+
+
+@dataclass
+class SelfGraft:
+    """What a rank's code does to itself."""
+
+    added: list[Added] = field(default_factory=list)
+    exact: list[Added] = field(default_factory=list)
+    """The same for the twin in higher precision, its taps overwritten by the record as it is."""
+    outputs: list[Added] = field(default_factory=list)
+    """What taps differ when each was moved, and none was reset: how rounding adds up over the whole run."""
+    not_repeated: list[str] = field(default_factory=list)
+    """Taps that a repeat without any change showed differently, in their order; or in words what else was other."""
+    skipped: list[str] = field(default_factory=list)
+    """Taps whose value is not a tensor that can be recorded."""
+    not_recorded: int = 0
+    """Taps that came after the budget was spent."""
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What was recorded the last time at each tap of ``keep``, on the CPU, by group."""
+
+
+def graft_self(
+    call: Call,
+    dtypes: Mapping[str, str],
+    *,
+    budget: int,
+    exact: Call | None = None,
+    keep: Sequence[str] = (),
+    paired_name: Callable[[str], str] = str,
+    seed: int = 0,
+) -> SelfGraft:
+    """Run ``call`` against itself; see the module.
+
+    ``dtypes`` names the coarser dtype of a tap, where it is not its own, by the name that ``paired_name`` makes of the
+    tap's. ``keep`` are groups whose last record is returned. The record holds at most ``budget`` bytes; taps that come
+    after are counted, and left alone.
+    """
+    record = _Recorder(budget)
+    _run(call, record)
+    found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
+    for recorded in record.taps.values():
+        group = group_of(paired_name(recorded.place[0]), recorded.tags)
+        if group in keep:
+            found.last[group] = recorded.value.cpu()
+    repeat = _Repeater(record.taps)
+    _run(call, repeat)
+    found.not_repeated = repeat.differences()
+    if found.not_repeated:
+        return found
+
+    def dtype_of(name: str) -> str:
+        return dtypes.get(paired_name(name), "")
+
+    perturbed = _Grafter(record.taps, dtype_of, seed)
+    _run(call, perturbed)
+    found.added = perturbed.rows
+    drift = _Grafter(record.taps, dtype_of, seed + 1, resets=False)
+    _run(call, drift)
+    found.outputs = drift.rows
+    if exact is not None:
+        twin = _Grafter(record.taps, dtype_of, seed, moves=False)
+        _run(exact, twin)
+        found.exact = twin.rows
+    return found
+
+
+def _run(call: Call, taker: Taker) -> None:
+    with taken_by(taker):
+        call()
+
+
+Place = tuple[str, tuple[Any, ...], str, int]
+
+
+@dataclass
+class _Recorded:
+    place: Place
+    tags: dict[str, Any]
+    value: torch.Tensor
+
+
+class _Taker:
+    """Counts calls as the grafter does, and gives each that shows a tensor to :meth:`take`."""
+
+    def __init__(self) -> None:
+        self._reached: dict[Any, int] = {}
+        self.skipped: dict[str, None] = {}
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+        own = plain_tensor(shown)
+        if isinstance(own, str):
+            self.skipped[name] = None
+            return value
+        wanted, _ = given_tags(name, dict(ambient.get()), tags, _says_nothing)
+        given = {"name": name, "recompute_status": recompute_status(), **wanted}
+        which = identity(given)
+        occurrence = self._reached.get(which, 0)
+        self._reached[which] = occurrence + 1
+        place = (which.name, which.tags, which.recompute_status, occurrence)
+        received = self.take(place, given, own)
+        if received is None:
+            return value
+        if replace and not hasattr(shown, "to_local"):
+            return replacement_for(shown, received)
+        result, _ = overwrite(own, received)
+        return result if result is not own and own is value else value
+
+    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
+        """What the tap is overwritten with, if anything."""
+        raise NotImplementedError
+
+
+class _Recorder(_Taker):
+    def __init__(self, budget: int) -> None:
+        super().__init__()
+        self.taps: dict[Place, _Recorded] = {}
+        self.not_recorded = 0
+        self._left = budget
+
+    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> None:
+        size = own.numel() * own.element_size()
+        # Once something does not fit nothing after it is recorded: a tap after a gap would have inherited differences.
+        if self.not_recorded or size > self._left:
+            self.not_recorded += 1
+            return
+        self._left -= size
+        self.taps[place] = _Recorded(place, tags, own.detach().clone())
+
+
+class _Repeater(_Taker):
+    """Compares with the record and leaves all alone."""
+
+    def __init__(self, taps: Mapping[Place, _Recorded]) -> None:
+        super().__init__()
+        self._taps = taps
+        self._left = dict.fromkeys(taps)
+        self._other: list[str] = []
+
+    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> None:
+        recorded = self._taps.get(place)
+        self._left.pop(place, None)
+        if recorded is not None and not _same(recorded.value, own):
+            self._other.append(_label(place))
+
+    def differences(self) -> list[str]:
+        return self._other + [f"{_label(place)} was not reached again" for place in self._left]
+
+
+class _Grafter(_Taker):
+    """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
+
+    def __init__(
+        self,
+        taps: Mapping[Place, _Recorded],
+        dtype_of: Callable[[str], str],
+        seed: int,
+        *,
+        moves: bool = True,
+        resets: bool = True,
+    ) -> None:
+        super().__init__()
+        self.rows: list[Added] = []
+        self._taps, self._dtype_of, self._seed = taps, dtype_of, seed
+        self._moves, self._resets = moves, resets
+
+    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
+        recorded = self._taps.get(place)
+        if recorded is None or recorded.value.shape != own.shape:
+            return None
+        self.rows.append(_added(recorded, own))
+        value = recorded.value if self._resets else own.detach()
+        if not self._moves:
+            return value
+        dtype = getattr(torch, self._dtype_of(place[0]), value.dtype)
+        # Seeded by the tap's place, so that ranks which hold one value move it alike.
+        return moved(value, dtype, self._seed + 7919 * len(self.rows))
+
+
+def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """``value`` rounded to ``dtype``, each number one unit in its last place up or down; zeros stay, as do integers."""
+    if value.is_complex():
+        parts = moved(torch.view_as_real(value.resolve_conj().resolve_neg()), dtype, seed)
+        return torch.view_as_complex(parts.contiguous())
+    if not value.is_floating_point():
+        return value
+    if not dtype.is_floating_point or torch.finfo(dtype).eps < torch.finfo(value.dtype).eps:
+        dtype = value.dtype
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+    wide = value.to(dtype).double()
+    _, exponent = torch.frexp(wide)
+    unit = torch.ldexp(torch.full_like(wide, torch.finfo(dtype).eps), exponent - 1)
+    unit = torch.where((wide == 0) | ~wide.isfinite(), torch.zeros_like(unit), unit)
+    return (wide + sign * unit).to(dtype).to(value.dtype)
+
+
+def _added(recorded: _Recorded, own: torch.Tensor) -> Added:
+    stats = measure(recorded.value, own)
+    mean_square = stats.mean_baseline**2 + stats.std_baseline**2
+    rms = math.sqrt(mean_square) if mean_square > 0 else 0.0
+    rel_max = stats.max_abs / rms if rms else (0.0 if stats.max_abs == 0 else math.inf)
+    name, _, _, occurrence = recorded.place
+    dtype = str(recorded.value.dtype).removeprefix("torch.")
+    squares = mean_square * stats.numel if mean_square > 0 else 0.0
+    tags = {tag: plain(value) for tag, value in recorded.tags.items()}
+    return Added(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    equal = one == other
+    if one.is_floating_point() or one.is_complex():
+        equal |= (one != one) & (other != other)
+    return bool(equal.all())
+
+
+def _label(place: Place) -> str:
+    name, tags, _, occurrence = place
+    parts = [f"{tag}={value}" for tag, value in tags]
+    if occurrence:
+        parts.append(f"the {occurrence + 1}th time")
+    return f"{name} ({', '.join(parts)})" if parts else name
+
+
+def _says_nothing(name: str, what: str) -> None:
+    """The grafter has told of a tag that is none, in the run before."""

@@ -1,0 +1,192 @@
+"""What each tap adds: the rows of a run in which every tap was grafted, over the floor of each tap's group."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.tags import own_tags, tells_taps_apart
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.floor import Floor
+from graftlab.verdict.groups import group_of
+
+COLUMNS = (
+    *("name", "tags", "occurrence", "rank", "order", "group", "dtype", "aligned_by"),
+    *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
+)
+LABELS = ("culprit", "minor", "cancels", "inherited", "clean")
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What was not looked at, in words, one a kind: it is said before any conclusion."""
+
+    lines: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+
+def added_frame(
+    grafted: pd.DataFrame,
+    floors: Mapping[str, Floor],
+    *,
+    compared: pd.DataFrame | None = None,
+    paired_name: Callable[[str], str] = str,
+    constant: float | None = None,
+) -> pd.DataFrame:
+    """A row for each measured row of ``grafted``, in execution order, with what was added there.
+
+    ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run in which none was:
+    ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
+    are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
+    floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
+    ``paired_name`` is the name under which a receiving rank's tap is paired. The labels are all ``clean`` yet.
+    """
+    errors = {_place(row): row for row in _measured(compared)} if compared is not None else {}
+    largest = Floor(
+        max((f.rel_l2 for f in floors.values()), default=0.0), max((f.rel_max for f in floors.values()), default=0.0)
+    )
+    lines = []
+    for row in _measured(grafted):
+        group = group_of(paired_name(row["name"]), row["tags"])
+        dtype = coarser_dtype(row)
+        if constant is None:
+            floor = floors.get(group, largest).at_least(roundoff(dtype))
+        else:
+            floor = Floor(constant, constant * 3)
+        before = errors.get(_place(row))
+        lines.append(
+            {
+                "name": row["name"],
+                "tags": own_tags(row["tags"]),
+                "occurrence": row["occurrence"],
+                "rank": row["rank"],
+                "order": row["order"],
+                "group": group,
+                "dtype": dtype,
+                "aligned_by": row["aligned_by"],
+                "added": row["rel_l2"],
+                "floor": floor.rel_l2,
+                "ratio": ratio(row, floor),
+                "error": math.nan if before is None else before["rel_l2"],
+                "error_ratio": math.nan if before is None else ratio(before, floor),
+                "alone": math.nan,
+                "label": "clean",
+            }
+        )
+    return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def _measured(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return records(frame[frame["status"].isin(MEASURED)])
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as dicts, with None where nothing is."""
+    plain = frame.astype(object)
+    columns = [str(column) for column in plain.columns]
+    return [
+        {k: None if _is_absent(v) else v for k, v in zip(columns, values, strict=True)}
+        for values in plain.itertuples(index=False, name=None)
+    ]
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    tags = {k: v for k, v in row["tags"].items() if tells_taps_apart(k)}
+    return (row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"], row["side"])
+
+
+def ratio(row: Mapping[str, Any], floor: Floor) -> float:
+    """How many times its floor a row's difference is; infinite where one side alone is not finite."""
+    if row["nonfinite_differ"]:
+        return math.inf
+    if row["rel_l2"] is None or math.isnan(row["rel_l2"]):
+        return math.nan
+    if row["rel_l2"] == 0:
+        return 0.0
+    rms = math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
+    largest = row["max_abs"] / rms if rms else math.inf
+    return max(_over(row["rel_l2"], floor.rel_l2), _over(largest, floor.rel_max))
+
+
+def _over(value: float, floor: float) -> float:
+    return value / floor if floor else math.inf
+
+
+def coarser_dtype(row: Mapping[str, Any]) -> str:
+    """Of the dtypes that a tap had on both sides, the one that rounds more; they differ where the row has a cast."""
+    names = [row["dtype"] or ""]
+    cast = re.match(r"(\w+) -> (\w+)", row["cast"] or "")
+    if cast:
+        names += cast.groups()
+    return max(names, key=roundoff)
+
+
+def roundoff(dtype: str) -> float:
+    """The unit roundoff of a dtype by name; 0 where it does not round."""
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        return 0.0
+    return torch.finfo(found).eps / 2
+
+
+def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
+    """The groups with a tap whose ratio is above the threshold, in execution order."""
+    return list(dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"]))
+
+
+def unseen_of(frame: pd.DataFrame) -> list[str]:
+    """What of these rows was not measured, a line a status, with the taps' names."""
+    said = []
+    for status, meaning in (
+        ("failed", "could not be compared (the transform failed)"),
+        ("timeout", "were waited for in vain"),
+        ("missing", "are on the receiving side only"),
+        ("unmatched", "are on the sending side only"),
+    ):
+        rows = frame[frame["status"] == status]
+        if len(rows):
+            said.append(f"{_taps(rows['name'])} {meaning}{_first_error(rows)}.")
+    measured = frame[frame["status"].isin(MEASURED)]
+    empty = measured[measured["rel_l2"].isna()]
+    if len(empty):
+        said.append(f"{_taps(empty['name'])} have no pair of finite numbers.")
+    both = measured[
+        (measured["nonfinite_baseline"].fillna(0) > 0)
+        & (measured["nonfinite_differ"].fillna(0) == 0)
+        & measured["rel_l2"].notna()
+    ]
+    if len(both):
+        said.append(f"{_taps(both['name'])} are not finite in places, on both sides alike; these were left out.")
+    partial = measured[measured["rows_unmatched"].fillna(0) > 0]
+    if len(partial):
+        said.append(f"{_taps(partial['name'])} have rows that no row of the other side was paired with.")
+    noted = measured[
+        measured["note"].notna() & measured["note"].astype(str).str.contains("did not|takes no part|ended")
+    ]
+    if len(noted):
+        said.append(f"{_taps(noted['name'])} came from some of the sending ranks only: {noted['note'].iloc[0]}.")
+    return said
+
+
+def _first_error(rows: pd.DataFrame) -> str:
+    texts = [str(text).strip().splitlines()[0] for text in rows["error"].dropna() if str(text).strip()]
+    return f": {texts[0]}" if texts else ""
+
+
+def _taps(names: Iterable[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    shown = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+    return f"{len(distinct)} tap{'s' if len(distinct) > 1 else ''} ({shown})"

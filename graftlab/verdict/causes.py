@@ -1,0 +1,74 @@
+"""Which of the named groups is the cause: labels from what the output is when some of them keep the target's code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+MOST_SWAPS = 40
+"""Runs that the search for cancelling sets may take."""
+
+Effect = Callable[[frozenset[str]], float]
+"""How far the output is from the baseline's, over its floor, when these groups keep the target's code."""
+
+
+@dataclass(frozen=True)
+class Causes:
+    """``labels`` of the named groups, and each one's effect ``alone``.
+
+    ``restored`` is the effect where none of them keeps the target's code, ``total`` where all do. ``cut_short`` says
+    that there were more sets than were tried.
+    """
+
+    labels: dict[str, str]
+    alone: dict[str, float] = field(default_factory=dict)
+    restored: float = 0.0
+    total: float = 0.0
+    cancelling: tuple[frozenset[str], ...] = ()
+    cut_short: bool = False
+
+
+def find_causes(named: Sequence[str], effect: Effect, threshold: float) -> Causes:
+    """Try each group alone, all together, and sets of two, three and all but one.
+
+    A set *cancels* when each of its groups alone moves the output, and all of them together do not. A group that does
+    not move it alone is *minor*, unless no other is left to blame. Where the baseline's code at all named groups does
+    not bring its output back, something acts outside of the taps, and all that is named counts as culprit.
+    """
+    known: dict[frozenset[str], float] = {}
+
+    def of(kept: frozenset[str]) -> float:
+        if kept not in known:
+            known[kept] = effect(kept)
+        return known[kept]
+
+    everything = frozenset(named)
+    total, restored = of(everything), of(frozenset())
+    alone = {group: of(frozenset({group})) for group in named}
+    if not restored <= threshold:
+        return Causes(dict.fromkeys(named, "culprit"), alone, restored, total)
+    moves = [group for group in named if not alone[group] <= threshold]
+    cancelling: list[frozenset[str]] = []
+    cut_short = False
+    if total <= threshold:
+        cancelling = [everything] if moves else []
+    else:
+        sizes = sorted({2, 3, len(moves) - 1} & set(range(2, len(named))))
+        for size in sizes:
+            for chosen in itertools.combinations(moves, size):
+                candidate = frozenset(chosen)
+                if any(candidate & found for found in cancelling):
+                    continue
+                if len(known) > MOST_SWAPS:
+                    cut_short = True
+                    break
+                if of(candidate) <= threshold:
+                    cancelling.append(candidate)
+    cancels = frozenset().union(*cancelling)
+    labels = {}
+    for group in named:
+        labels[group] = "cancels" if group in cancels and group in moves else "culprit" if group in moves else "minor"
+    if total > threshold and "culprit" not in labels.values():
+        labels = {group: "culprit" if label == "minor" else label for group, label in labels.items()}
+    return Causes(labels, alone, restored, total, tuple(cancelling), cut_short)

@@ -1,0 +1,146 @@
+"""The score: each fault and each benign variant of the zoo given to ``session.verdict``, against its truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graftlab.session import launch
+from graftlab.taps.calls import here
+from graftlab.zoo.controls import CONTROLS
+from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
+from graftlab.zoo.model import Cache, Config, Math, Model, Shard, make_weights, shard_weights
+
+if TYPE_CHECKING:
+    from graftlab.session import Session
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of one specimen. ``labels`` are those of the groups that the verdict named, in their order."""
+
+    specimen: Specimen
+    labels: dict[str, str]
+    runs: int
+    seconds: float
+    text: str
+
+    @property
+    def is_control(self) -> bool:
+        return self.specimen in CONTROLS
+
+    @property
+    def blamed(self) -> set[str]:
+        """Named, and not said to cancel."""
+        return {group for group, label in self.labels.items() if label != "cancels"}
+
+    @property
+    def exact(self) -> bool:
+        """Just what is other is named; and of what cancels by its truth, nothing is blamed."""
+        truth, cancels = self.specimen.truth, self.specimen.cancels
+        return truth <= set(self.labels) <= truth | cancels and not self.blamed & cancels
+
+    @property
+    def first_right(self) -> bool:
+        return bool(self.labels) and next(iter(self.labels)) in self.specimen.truth
+
+    @property
+    def innocents(self) -> set[str]:
+        return set(self.labels) - self.specimen.truth - self.specimen.cancels
+
+    @property
+    def alarm(self) -> bool:
+        """A benign variant of which something is blamed."""
+        return self.is_control and bool(self.blamed)
+
+
+def score(only: str | None = None, names: Sequence[str] | None = None, *, explain: bool = True) -> Iterator[Scored]:
+    """Judge the specimens one by one: all, those of one area or regime, or those of these names."""
+    chosen = [
+        each
+        for each in (*FAULTS, *CONTROLS)
+        if (only is None or only in (each.area, each.regime)) and (names is None or each.name in names)
+    ]
+    for world_size in (1, 2):
+        of_size = [each for each in chosen if _target_ranks(each) == world_size]
+        if of_size:
+            with launch(baseline=1, target=world_size) as session:
+                for specimen in of_size:
+                    yield judge_specimen(session, specimen, explain=explain)
+
+
+def _target_ranks(specimen: Specimen) -> int:
+    return 2 if specimen.regime.startswith("tp") else 1
+
+
+def judge_specimen(session: Session, specimen: Specimen, *, explain: bool = True) -> Scored:
+    """One verdict, in a session with as many target ranks as the specimen's regime asks for."""
+    began = time.perf_counter()
+    kind = "control" if specimen in CONTROLS else "fault"
+    verdict = session.verdict(run_specimen, run_specimen, args=(kind, specimen.name), explain=explain)
+    labels = {group: verdict.labels[group] for group in verdict.named}
+    return Scored(specimen, labels, verdict.runs, time.perf_counter() - began, verdict.text)
+
+
+def summary(scored: Iterable[Scored]) -> str:
+    """The score in a few lines."""
+    every = list(scored)
+    faults = [each for each in every if not each.is_control]
+    controls = [each for each in every if each.is_control]
+    lines = [
+        f"{len(faults)} faults: {sum(each.exact for each in faults)} named exactly and wholly, "
+        f"{sum(each.first_right for each in faults)} first right, "
+        f"{sum(bool(each.innocents) for each in faults)} with an innocent named",
+        f"{len(controls)} benign controls: {sum(each.alarm for each in controls)} alarms, "
+        f"{sum(not each.exact for each in controls)} with something named that does not cancel by its truth",
+    ]
+    if every:
+        lines.append(
+            f"{sum(each.runs for each in every)} runs, {sum(each.seconds for each in every):.0f} s "
+            f"({sum(each.seconds for each in every) / len(every):.2f} s a verdict)"
+        )
+    return "\n".join(lines)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def run_specimen(kind: str, name: str) -> Any:
+    """The zoo's model on this rank, with the specimen's arithmetic and weights if this is the target."""
+    me = here()
+    assert me is not None
+    specimen = next(each for each in (CONTROLS if kind == "control" else FAULTS) if each.name == name)
+    config, shard = Config(), Shard(me.rank, me.world_size)
+    weights, math = make_weights(config), Math
+    if me.side == "target":
+        weights, math = weights_of(specimen, weights), math_of(specimen)
+        if specimen.dtype is not None:
+            weights = {key: weight.to(specimen.dtype) for key, weight in weights.items()}
+    own = shard_weights(weights, shard)
+    tokens = make_tokens(config)
+    if "backward" in specimen.regime:
+        model = Model(math(config, shard), {k: w.requires_grad_() for k, w in own.items()}, grad=True)
+        model.math.loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        return None
+    model = Model(math(config, shard), own)
+    with torch.no_grad():
+        if specimen.regime != "decode":
+            model(tokens)
+            return None
+        cache, prompt = Cache(), 8
+        model(tokens[:, :prompt], cache)
+        for at in range(prompt, tokens.shape[1]):
+            model(tokens[:, at : at + 1], cache)
+    return None
+
+
+def make_tokens(config: Config) -> torch.Tensor:
+    """[batch, position], the same in every process."""
+    tokens = torch.randint(0, config.vocab, (2, 12), generator=torch.Generator().manual_seed(1))
+    # One fault concerns this token alone.
+    tokens[0, 3] = 0
+    return tokens
