@@ -53,7 +53,9 @@ class Arena:
         try:
             segment = self._seen_as[dtype]
         except KeyError:
-            segment = self._seen_as[dtype] = self._bytes.view(dtype)
+            # A tensor made in inference mode could not be written outside of it, and this one outlives the tap.
+            with torch.inference_mode(False):
+                segment = self._seen_as[dtype] = self._bytes.view(dtype)
         itemsize = dtype.itemsize
         # Offsets are multiples of ALIGNMENT, so of any dtype's size too.
         return segment[offset // itemsize : (offset + nbytes) // itemsize].view(shape)

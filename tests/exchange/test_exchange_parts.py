@@ -359,3 +359,15 @@ def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
         os.close(descriptor)
     assert [look for look in looks if not look.step == look.plan_version == look.taps == int(look.tap)] == []
     assert looks[-1].step > looks[0].step
+
+
+def test_a_segment_seen_first_in_inference_mode_can_be_written_outside_of_it() -> None:
+    descriptor, _ = create_segment()
+    arena = Arena(descriptor, SEGMENT, writable=True)
+    os.close(descriptor)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            window = arena.window(PAGE, 12, torch.float32, (3,))
+            window.copy_(torch.full((3,), float(mode)))
+            assert not window.is_inference()
+    assert window.tolist() == [0.0] * 3
