@@ -17,7 +17,6 @@ from graftlab.base.world import Side
 from graftlab.errors import GraftError, RunError, WaitInterrupted
 from graftlab.ranks.launcher import RankProcess
 from graftlab.ranks.messages import Failure, RunDone
-from graftlab.verdict.summary import differences
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -241,6 +240,8 @@ def _original(failure: Failure) -> BaseException | None:
 
 def _html(run: Run) -> str:
     """What a notebook shows for a run: how its taps ended, and how far apart the sides are."""
+    from graftlab.verdict.summary import differences
+
     if not run.done:
         return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
     failed = ", ".join(run.failures)
