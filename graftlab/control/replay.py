@@ -22,7 +22,6 @@ from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
 from graftlab.taps.calls import here, step, tags
 from graftlab.transforms import user_traceback
-from graftlab.verdict.summary import distances
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -216,6 +215,7 @@ def _feed(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[_Fed]:
 
 def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_floor: float) -> list[dict[str, Any]]:
     from graftlab.plots import first_divergent
+    from graftlab.verdict.summary import distances
 
     frame = run.frame
     of_step = dict(tuple(frame.groupby("step"))) if len(frame) else {}
@@ -303,6 +303,8 @@ def _final_difference(ours: Any, theirs: Any, rows: Any) -> float:
 
     Infinite where values that are not finite differ.
     """
+    from graftlab.verdict.summary import distances
+
     x, y = (each.get("logits") if isinstance(each, Mapping) else each for each in (ours, theirs))
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and x.is_floating_point():
         stats = measure(x, y)
