@@ -239,7 +239,9 @@ class Run:
 
 
 def _html(run: Run) -> str:
-    """What a notebook shows for a run: how its taps ended, and the largest difference."""
+    """What a notebook shows for a run: how its taps ended, and how far apart the sides are."""
+    from graftlab.verdict.summary import differences
+
     if not run.done:
         return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
     failed = ", ".join(run.failures)
@@ -248,9 +250,5 @@ def _html(run: Run) -> str:
     counts = frame["status"].value_counts()
     facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
     lines = [f"<b>run {run.number}</b> {state}; {facts}"]
-    measured = frame[frame["rel_l2"].notna()]
-    if len(measured):
-        worst = measured.iloc[int(measured["rel_l2"].argmax())]
-        place = html.escape(f"{worst['name']} on {worst['side']}[{worst['rank']}]")
-        lines.append(f"largest rel_l2 {worst['rel_l2']:.2e} at {place}")
+    lines += map(html.escape, differences(frame))
     return "<br>".join(lines)
