@@ -12,6 +12,8 @@ _PLACE_TAGS = frozenset({"step", "side", "rank"})
 
 
 class SeenTaps:
+    """Notes each when it is first reached, by whichever rank."""
+
     def __init__(self) -> None:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
 
