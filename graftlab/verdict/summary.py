@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.verdict.order import MEASURED, Array, numbers
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.order import Array, numbers
 
 
 def distances(frame: pd.DataFrame) -> Array:

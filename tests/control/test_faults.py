@@ -103,5 +103,5 @@ def test_a_dead_rank_is_told_while_others_go_on() -> None:
         session.interrupt()
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait()
-    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match="baseline.* was interrupted, because target.*"):
+    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match=r"baseline.* was interrupted, because target.*"):
         session.run(loop_forever, die)
