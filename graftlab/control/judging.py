@@ -100,8 +100,10 @@ class _Judging:
             names = self._names_by_group(rows, selves)
             for of_gradient, where in self._at(outputs):
                 groups = [group for group in named if group.endswith(GRADIENT) == of_gradient]
+                # A gradient is judged with the baseline's values, which go before it.
+                settled = [group for group in named if of_gradient and not group.endswith(GRADIENT)]
                 if groups:
-                    causes[where] = self._causes(groups, where, outputs[where], names, selves, threshold)
+                    causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
             remarks += self._unexplained(named, causes)
         frame = _labelled(frame, named, causes, threshold)
         return Verdict(
@@ -215,6 +217,7 @@ class _Judging:
     def _causes(
         self,
         groups: Sequence[str],
+        settled: Sequence[str],
         where: str,
         output: Mapping[str, Any],
         names: Mapping[str, set[tuple[str, bool]]],
@@ -230,7 +233,7 @@ class _Judging:
         name = [row.name for row in selves[0].outputs if self._group(row) == where][-1]
 
         def effect(kept: frozenset[str]) -> float:
-            taken = sorted(name for group in groups if group not in kept for name in names[group])
+            taken = sorted(name for group in (*settled, *groups) if group not in kept for name in names[group])
             from_baseline = filter_of(taken)
             if from_baseline is None:
                 plan = {"b2t": None, "t2b": "True"}

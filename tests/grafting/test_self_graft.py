@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,12 @@ BUDGET = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrafterWorld]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> GrafterWorld:
     """This process taps as a baseline's rank does."""
     world = GrafterWorld(1, 1)
     monkeypatch.setattr(calls, "_grafter", world.baseline.grafter)
     monkeypatch.setattr(calls, "_taker", world.baseline.grafter)
-    yield world
+    return world
 
 
 def chain(gain: float = 1.0) -> torch.Tensor:
