@@ -22,6 +22,7 @@ from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, rec
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.groups import GRADIENT, filter_of, group_of, is_gradient
+from graftlab.verdict.hints import hint_of
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class _Judging:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
             remarks += self._unexplained(named, causes)
         frame = _labelled(frame, named, causes, threshold)
+        hints: dict[str, str] = {}
+        if causes:
+            hints = self._hints(
+                frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
+            )
         return Verdict(
             Findings(
                 frame,
@@ -114,9 +120,8 @@ class _Judging:
                 unseen,
                 not_repeated,
                 causes,
-                {},
+                hints,
                 remarks,
-                explain,
             ),
             self.runs,
         )
@@ -263,6 +268,31 @@ class _Judging:
             off += float((one - other).square().nan_to_num(math.inf).sum())
             whole += float(one.square().sum())
         return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+
+    # ---- the mechanism ------------------------------------------------------------------------------------------
+
+    def _hints(self, frame: pd.DataFrame, culprits: Sequence[str]) -> dict[str, str]:
+        """What the tensors of each culprit tell, at the tap that adds the most."""
+        worst = {}
+        for group in culprits:
+            rows = frame[frame["group"] == group]
+            worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+        keep = filter_of((row["name"], is_gradient(row["tags"])) for row in worst.values())
+        if keep is None:
+            return {}
+        self._both("how the values differ", b2t="True", t2b=None, compare=None, keep=keep)
+        hints = {}
+        for group, row in worst.items():
+            try:
+                tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+                pair = self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+            except SessionError as error:
+                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
+                continue
+            hint = hint_of(*pair)
+            if hint is not None:
+                hints[group] = f"at {row['name']}, {hint}"
+        return hints
 
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
         left = [group for group in named if not any(group in each.labels for each in causes.values())]

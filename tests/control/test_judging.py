@@ -77,13 +77,18 @@ def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str,
     assert f"With the baseline's {group} the output out agrees (" in verdict.text
 
 
+def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
+    text = session.verdict(chain, chain, args=("out",)).text
+    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
+
+
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
     assert labels["layers.1.act"] == labels["layers.2.h"] == "clean"
     assert labels["layers.2.act"] == "culprit"
     assert labels["layers.3.h"] == labels["out"] == "inherited"
-    assert verdict.text.endswith("Everything else is inherited.")
+    assert "Everything else is inherited." in verdict.text
 
 
 def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None:
