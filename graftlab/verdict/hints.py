@@ -171,8 +171,11 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
         if extent >= 2 and extent % 2 == 0:
             yield f"the halves of dim {dim} are swapped", x.roll(extent // 2, dim)
         if extent >= 4 and extent % 2 == 0:
-            pairs = x.unflatten(dim, (extent // 2, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-            halves = x.unflatten(dim, (2, extent // 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+            before, after = x.shape[:dim], x.shape[dim + 1 :]
+            pairs, halves = (
+                x.reshape(*before, *split, *after).transpose(dim, dim + 1).reshape(x.shape)
+                for split in ((extent // 2, 2), (2, extent // 2))
+            )
             yield f"dim {dim} holds evens and odds apart, where the baseline has them in turn", pairs
             yield f"dim {dim} holds its halves in turn, where the baseline has them apart", halves
         if extent > 1:
