@@ -5,6 +5,7 @@ Each thing that a session does has a file of its own beside this one; the core j
 
 from __future__ import annotations
 
+import contextlib
 import html
 import logging
 import threading
@@ -86,7 +87,8 @@ class SessionCore:
         try:
             return cls(options, launch_ranks(options, folder), plan, rows, folder)
         except BaseException:
-            rows.close()
+            with contextlib.suppress(SessionError):
+                rows.close()
             raise
 
     # ---- runs ---------------------------------------------------------------------------------------------------
@@ -415,6 +417,8 @@ class SessionCore:
     def close(self) -> None:
         """End every rank; rows and logs stay in ``folder``. Safe to call twice.
 
+        Raises :class:`SessionError` in the end when there are rows that the disk does not take.
+
         >>> other = gl.launch()
         >>> other.close()
         >>> other.closed
@@ -430,8 +434,8 @@ class SessionCore:
         for rank in self._ranks:
             rank.release()
             self.reports.on_gone(rank)
-        self._rows.close()
         open_sessions.remove(self)
+        self._rows.close()
 
     @property
     def closed(self) -> bool:

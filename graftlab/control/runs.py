@@ -68,6 +68,7 @@ class Runs:
             count=lambda: len(self._rows),
             first_step=self._next_step,
             on_failure=on_failure,
+            unwritten=self._rows.unwritten,
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))

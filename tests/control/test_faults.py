@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -103,5 +104,65 @@ def test_a_dead_rank_is_told_while_others_go_on() -> None:
         session.interrupt()
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait()
-    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match="baseline.* was interrupted, because target.*"):
+    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match=r"baseline.* was interrupted, because target"):
         session.run(loop_forever, die)
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_disk_does_not_take_stay_in_the_frame_and_are_written_when_there_is_room() -> None:
+    def many() -> str:
+        for index in range(300):
+            gl.tap("a", torch.ones(3), index=index)
+        return "ended"
+
+    with gl.launch(1, 1) as session:
+        rows = session._rows
+        file = rows._file
+        with open("/dev/full", "wb", buffering=0) as rows._file:
+            with pytest.raises(gl.SessionError, match=r"run 0 has ended.* rows 0 to 299 are not on disk.*No space"):
+                session.run(many, many)
+            assert session.runs[-1].target == ["ended"]
+            assert len(session.frame) == len(session.runs[-1].frame) == 300
+        rows._file = file
+        assert session.run(many, many).target == ["ended"]
+        assert len(session.frame) == 600
+    assert len(gl.load_run(session.folder)) == 600
+
+
+def test_what_a_rank_does_to_its_log_or_its_exceptions_does_not_end_it(own: gl.Session) -> None:
+    def print_to_a_full_disk() -> str:
+        for descriptor in (1, 2):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+        for _ in range(100):
+            print("x" * 90, flush=True)
+            print("y", file=sys.stderr)
+        return "went on"
+
+    def close_the_streams() -> str:
+        os.close(1)
+        os.close(2)
+        print("said", flush=True)
+        return "went on"
+
+    def raise_the_untellable() -> None:
+        class Untellable(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no")
+
+        raise Untellable
+
+    session = own
+    with pytest.raises(gl.RunError, match=r"Untellable: \(its message cannot be shown"):
+        session.run(target=raise_the_untellable)
+    assert session.run(target=print_to_a_full_disk).target == ["went on"]
+    assert session.run(target=close_the_streams).target == ["went on"]
+    frame = session.run(*[lambda: gl.tap("a", torch.ones(3), tag=10**5000)] * 2).frame
+    assert frame["status"].tolist() == ["compared"]
+
+
+@pytest.fixture
+def own() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
