@@ -24,10 +24,11 @@ from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, ranks_table
 from graftlab.control.reports import Reports
 from graftlab.control.run import OnFailure, Run
+from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.works import Callee, Works
-from graftlab.errors import SessionClosedError, SessionError
+from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
 from graftlab.ranks.launcher import end_ranks, launch_ranks
@@ -81,10 +82,17 @@ class SessionCore:
                 logger.warning("%s: %s", rank.label, note)
 
     @classmethod
-    def launched(cls, options: LaunchOptions, plan: GraftPlan, folder: Path) -> Self:
-        """A session of ranks that are started for it. Raises :class:`LaunchError`."""
-        rows = RowStore(folder)
+    def launched(cls, options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool = False) -> Self:
+        """A session of ranks that are started for it. Raises :class:`LaunchError`.
+
+        With ``append`` the folder may have the rows of an earlier session.
+        """
         try:
+            rows = RowStore(folder, append=append)
+        except (SessionError, OSError) as error:
+            raise LaunchError(str(error)) from error
+        try:
+            describe_session(folder)
             return cls(options, launch_ranks(options, folder), plan, rows, folder)
         except BaseException:
             with contextlib.suppress(SessionError):

@@ -166,7 +166,7 @@ class Run:
                         raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
         except KeyboardInterrupt:
             raise WaitInterrupted(
-                f"the wait for run {self.number} ended; the ranks go on. session.runs[{self.number}].wait() waits "
+                f"the wait for run {self.number} ended; the ranks go on. session.runs[-1].wait() waits "
                 f"again, session.interrupt() stops the code on the ranks"
             ) from None
         self._raise_failures()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -51,10 +52,16 @@ class RowStore:
     as there is room.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, append: bool = False) -> None:
+        """Raises :class:`SessionError` for a folder that an open session uses; without ``append`` for one with rows."""
         self._path = folder / ROWS_FILE
         # Unbuffered: what was appended is on its way to the disk even if this process is killed the next moment.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the session
+        self._file = open(self._path, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
+        try:
+            self.first_run, self.first_step = self._claim(append)
+        except BaseException:
+            self._file.close()
+            raise
         self._writing = threading.Lock()
         self._end = self._written = self._file.seek(0, os.SEEK_END)
         # What the disk does not take, and why: what lies in this "file" between ``_written`` and ``_end``.
@@ -71,6 +78,27 @@ class RowStore:
         # Blocks with the place in the file where each ends: the first in order, the others as they came. A list that
         # only grows by whole pairs or is replaced, because the stop button may interrupt a reader anywhere.
         self._blocks: list[tuple[Block, int]] = [(self._columns.block([]), self._end)]
+
+    def _claim(self, append: bool) -> tuple[int, int]:
+        """Make the file this session's own; returns the numbers of the first run and step that it does not have."""
+        folder = self._path.parent
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SessionError(
+                f"the run folder {folder} is in use by an open session, of this notebook or of another; close that "
+                f"one, or pass another folder="
+            ) from None
+        # A launch that failed leaves no more than the first line.
+        if self._file.seek(0, os.SEEK_END) <= len(HEADER) + 1:
+            return 0, 0
+        if not append:
+            raise SessionError(
+                f"the run folder {folder} has the rows of an earlier session; pass append=True to go on after them, or "
+                f"another folder="
+            )
+        frame = load_run(folder)
+        return (int(frame["run"].max()) + 1, int(frame["step"].max()) + 1) if len(frame) else (0, 0)
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
@@ -188,6 +216,10 @@ class RowStore:
             self._shown = None
             ordered, *more = (block for block, _ in self._blocks)
             self._blocks = [(self._columns.merge(ordered, more), self._blocks[-1][1])]
+
+
+def _open_for_the_user_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def load_run(folder: str | Path) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +167,43 @@ def test_what_a_rank_does_to_its_log_or_its_exceptions_does_not_end_it(own: gl.S
 def own() -> Iterator[gl.Session]:
     with gl.launch(1, 1) as session:
         yield session
+
+
+# ---- the run folder -------------------------------------------------------------------------------------------------
+
+
+def tap_a() -> None:
+    gl.tap("a", torch.ones(3))
+
+
+def test_a_folder_belongs_to_one_session_at_a_time_and_is_gone_on_with_only_when_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    with gl.launch(1, 1, folder=folder) as session:
+        session.run(tap_a, tap_a)
+        described = (folder / "session.json").read_text()
+        for append in (False, True):
+            with pytest.raises(gl.LaunchError, match=r"mine is in use by an open session.*pass another folder="):
+                gl.launch(1, 1, folder=folder, append=append)
+        assert (folder / "session.json").read_text() == described
+        assert len(session.frame) == 1
+    with pytest.raises(gl.LaunchError, match=r"mine has the rows of an earlier session; pass append=True"):
+        gl.launch(1, 1, folder=folder)
+    with gl.launch(1, 1, folder=folder, append=True) as session:
+        run = session.run(tap_a, tap_a)
+        assert (run.number, session.frame["run"].tolist()) == (1, [1])
+        everything = [folder, *folder.rglob("*")]
+        assert {path.stat().st_mode & 0o077 for path in everything} == {0}
+    assert gl.load_run(folder)[["run", "step"]].values.tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(gl.LaunchError, match="folder=3: give a path"):
+        gl.launch(1, 1, folder=3)
+
+
+def test_a_relative_folder_is_found_after_the_notebook_changed_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with gl.launch(1, 1, folder="here") as session:
+        monkeypatch.chdir("/")
+        session.run(tap_a, tap_a)
+        assert len(session.frame) == 1
+        assert session.folder == tmp_path / "here"
