@@ -10,6 +10,7 @@ import html
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -66,6 +67,8 @@ class SessionCore:
         # Held where one thing must not come between two others: an edit between a run and its plan.
         self._lock = threading.RLock()
         self._closed = False
+        self._ending = threading.Lock()
+        self._has_ended = False
         self._works = Works()
         self._runs = Runs(self._ranks, rows)
         self._plans = Plans(self._ranks)
@@ -423,7 +426,8 @@ class SessionCore:
         return "\n".join(tails)
 
     def close(self) -> None:
-        """End every rank; rows and logs stay in ``folder``. Safe to call twice.
+        """End every rank; rows and logs stay in ``folder``. Safe to call twice, and again after the stop
+        button ended the wait for it.
 
         Raises :class:`SessionError` in the end when there are rows that the disk does not take.
 
@@ -432,9 +436,29 @@ class SessionCore:
         >>> other.closed
         True
         """
+        if self._has_ended:
+            return
+        # On a thread of its own, so that the stop button ends the wait and never the closing half way.
+        ending = Future[None]()
+        thread = threading.Thread(target=self._end, args=(ending,), name="graftlab-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down and starts no threads any more
+            self._end(ending)
+        ending.result()
+
+    def _end(self, ending: Future[None]) -> None:
+        try:
+            with self._ending:
+                if not self._has_ended:
+                    self._end_all()
+        except BaseException as error:
+            ending.set_exception(error)
+        else:
+            ending.set_result(None)
+
+    def _end_all(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             self._runs.close()
         end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
@@ -443,6 +467,7 @@ class SessionCore:
             rank.release()
             self.reports.on_gone(rank)
         open_sessions.remove(self)
+        self._has_ended = True
         self._rows.close()
 
     @property

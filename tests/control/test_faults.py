@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from kit.processes import still_there, watch
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.control import core
+from graftlab.ranks.launcher import end_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -207,3 +210,25 @@ def test_a_relative_folder_is_found_after_the_notebook_changed_its_own(
         session.run(tap_a, tap_a)
         assert len(session.frame) == 1
         assert session.folder == tmp_path / "here"
+
+
+# ---- the stop button during close ------------------------------------------------------------------------------------
+
+
+def test_a_close_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    gl.launch(1, 1).close()  # whatever lasts as long as the process is there by now
+    before = len(os.listdir("/proc/self/fd"))
+    session = gl.launch(1, 2)
+    pids = watch(rank.pid for rank in session.ranks if rank.pid)
+
+    def stopped(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        return end_ranks(*args, **kwargs)
+
+    monkeypatch.setattr(core, "end_ranks", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    session.close()
+    assert still_there(pids) == []
+    assert session.closed
+    assert len(os.listdir("/proc/self/fd")) == before
