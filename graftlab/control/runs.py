@@ -120,7 +120,10 @@ class Runs:
                 if self._closing:
                     run.note_death(rank, "the session was closed")
                 else:
-                    run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+                    tap = rank.whereabouts().tap
+                    where = f"last seen at tap {tap!r}" if tap else "before its first tap"
+                    how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
+                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
                     self._stop_the_others(run)
 
     def _stop_the_others(self, run: Run) -> None:

@@ -79,7 +79,7 @@ class Rank:
         channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
         links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
         self._exchange: LiveExchange[Row] = SharedMemoryExchange(
-            place, own, links, budget=spec.buffer_budget, timeout=spec.timeout
+            place, own, links, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
         self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own.map), taps.ambient, line, kept)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.mailboxes import in_background
 from kit.processes import still_there, watch
-from kit.support import wait_until
+from kit.support import run_cell, wait_until
 
 import graftlab as gl
 from graftlab.control import core
 from graftlab.ranks.launcher import end_ranks
+from graftlab.ranks.messages import AskKeptTags, KeptTags
 
 pytestmark = pytest.mark.ranks
 
@@ -232,3 +236,66 @@ def test_a_close_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.M
     assert still_there(pids) == []
     assert session.closed
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- deaths, waits and workers --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_while_it_is_asked_is_not_waited_for_and_its_last_tap_is_named() -> None:
+    def tap_and_die() -> None:
+        gl.tap("the last one", torch.ones(3))
+        die()
+
+    with gl.launch(1, 1, timeout=60) as session:
+        with pytest.raises(gl.RunError, match=r"killed by SIGKILL \(pid \d+, last seen at tap 'the last one'\)"):
+            session.run(target=tap_and_die, baseline=tap_a)
+        with pytest.raises(gl.SessionError, match=r"no pair of tensors|killed by SIGKILL"):
+            session.tensors("a")
+        queries, [rank, _] = session._queries, session.ranks
+        os.kill(rank.pid or 0, signal.SIGSTOP)
+        asking = in_background(lambda: queries.ask(rank, AskKeptTags(False), KeptTags))
+        wait_until(lambda: queries._answers, "the question")
+        os.kill(rank.pid or 0, signal.SIGKILL)
+        with pytest.raises(gl.SessionError, match=r"baseline\[0\].*it killed by SIGKILL before it answered"):
+            asking.result(30)
+
+
+def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits() -> None:
+    def target() -> str:
+        if gl.here().rank == 0:
+            gl.tap("late", torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return "met"
+
+    def baseline() -> None:
+        threading.Event().wait(8)
+
+    with gl.launch(1, 2, timeout=12, tap_timeout=2) as session:
+        run = session.run(baseline, target)
+        assert run.target == ["met", "met"]
+        assert run.frame["status"].tolist() == ["timeout"]
+    for given in (math.inf, 0, "1"):
+        with pytest.raises(gl.LaunchError, match="tap_timeout=.*: give seconds, more than 0 and at most"):
+            gl.launch(1, 1, tap_timeout=given)
+        with pytest.raises(gl.LaunchError, match="^timeout=.*: give seconds, more than 0 and at most"):
+            gl.launch(1, 1, timeout=given)
+
+
+def test_a_data_loader_with_workers_works_in_a_rank(own: gl.Session) -> None:
+    cell = run_cell(
+        """
+        import torch
+
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return index
+
+        def load():
+            loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2)
+            return [batch.tolist() for batch in loader]
+        """
+    )
+    assert own.run(target=cell["load"]).target == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
