@@ -275,9 +275,9 @@ def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits() -> None:
         assert run.target == ["met", "met"]
         assert run.frame["status"].tolist() == ["timeout"]
     for given in (math.inf, 0, "1"):
-        with pytest.raises(gl.LaunchError, match="tap_timeout=.*: give seconds, more than 0 and at most"):
+        with pytest.raises(gl.LaunchError, match=r"tap_timeout=.*: give seconds, more than 0 and at most"):
             gl.launch(1, 1, tap_timeout=given)
-        with pytest.raises(gl.LaunchError, match="^timeout=.*: give seconds, more than 0 and at most"):
+        with pytest.raises(gl.LaunchError, match=r"^timeout=.*: give seconds, more than 0 and at most"):
             gl.launch(1, 1, timeout=given)
 
 
