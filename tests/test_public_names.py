@@ -41,7 +41,7 @@ WITHOUT_AN_EXAMPLE = {
 # What other parts of the package call on a session or a run: the hub, and whatever makes one.
 NOT_FOR_USERS = {
     *("on_gone", "on_message", "on_rows", "launched"),
-    *("note_death", "note_done", "note_output", "note_settled"),
+    *("stop_the_others", "note_death", "note_done", "note_output", "note_settled"),
 }
 
 

@@ -222,7 +222,11 @@ class Run:
 
     @property
     def failing(self) -> dict[str, str]:
-        """What went wrong so far, a line a rank, the first one first; told as soon as it is known."""
+        """What went wrong so far, a line a rank, the first one first; told as soon as it is known.
+
+        >>> run.failing
+        {}
+        """
         return {self._label(world_rank): what for world_rank, what in self._failed.copy().items()}
 
     def _label(self, world_rank: int) -> str:

@@ -1,4 +1,7 @@
-"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those."""
+"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those.
+
+Internal: it may change without notice; docs/api says what is public.
+"""
 
 from __future__ import annotations
 

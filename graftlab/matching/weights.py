@@ -77,6 +77,11 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     What all weights agree on cannot contradict itself: rows permuted alike in all layers, as between two conventions of
     rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
     neither a mapping of tensors nor a module.
+
+    >>> weight, bias = torch.arange(12.0).reshape(3, 4), torch.tensor([5.0, 7.0, 11.0])
+    >>> found = gl.match_weights({"fc.weight": weight, "fc.bias": bias}, {"linear.w": weight.T, "linear.b": bias})
+    >>> {pair.target: pair.baseline for pair in found.pairs}
+    {'linear.w': 'fc.weight', 'linear.b': 'fc.bias'}
     """
     states = _state(baseline, "baseline"), _state(target, "target")
     mine, theirs = (_items(state) for state in states)
@@ -108,6 +113,10 @@ def make_converter(match: WeightMatch, name: str = "convert") -> str:
     It does what was done to the target, mistakes included: above each line that a problem is about stands the problem.
     What repeats in every layer is a loop. Raises :class:`MatchError` where some parameter of the target has no partner,
     naming it, and for a name that is none.
+
+    >>> weight = torch.arange(12.0).reshape(3, 4)
+    >>> print(gl.make_converter(gl.match_weights({"fc": weight}, {"linear": weight.T})).splitlines()[-2].strip())
+    new['linear'] = state['fc'].T.contiguous()
     """
     return converter(match.pairs, match.problems, match.unmatched_target, match.shapes, match.dtypes, name)
 
