@@ -20,6 +20,9 @@ from kit.mailboxes import DEADLINE, MIB, Mailbox, World, in_background, key, set
 
 from graftlab.exchange.interrupts import may_raise_at
 
+# What Python drops it warns of.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 ROUNDS = 200
 
