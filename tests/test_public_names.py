@@ -20,6 +20,7 @@ from kit.support import reset
 
 import graftlab as gl
 from graftlab.control.replay import Replay
+from graftlab.control.verdicts import Verdict
 from graftlab.grafting.trial import Trial
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +101,7 @@ def attributes(kind: type, *of_instances: str) -> set[str]:
         ("The session", attributes(gl.Session, "folder", "options")),
         ("A run", attributes(gl.Run, "number", "first_step")),
         ("A replay", attributes(Replay) | set(Replay.__dataclass_fields__)),
+        ("A verdict", attributes(Verdict) | set(Verdict.__dataclass_fields__)),
         ("A trial of a transform", attributes(Trial) | set(Trial.__dataclass_fields__)),
     ],
 )

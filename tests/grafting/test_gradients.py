@@ -105,10 +105,10 @@ def test_outside_a_session_no_hook_is_put_in() -> None:
 
 
 def added_branches() -> tuple[float, float]:
-    """y = a + b, whose branches share one gradient tensor in autograd: those of x through a, and of z through b."""
+    """y = a + b, whose branches share one gradient tensor in autograd; b, made last, has it first, and is tapped."""
     x, z = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
     a, b = x * 1, z * 1
-    a = gl.tap("a", a, grad=True)
+    b = gl.tap("b", b, grad=True)
     upstream = 16.0 if gl.here().side == "baseline" else 1.0
     ((a + b) * upstream).backward()
     return x.grad.item(), z.grad.item()
@@ -119,10 +119,10 @@ def test_a_gradient_that_branches_share_is_not_written(session: gl.Session) -> N
     session.edit(b2t="kind == 'grad'", compare=None)
     run = session.run(added_branches, added_branches)
     assert run.baseline == [(16.0, 16.0)]
-    # a's gradient is the baseline's; b's stays the target's own, as would not be so had the shared tensor been written.
-    assert run.target == [(16.0, 1.0)]
+    # b's gradient is the baseline's; a's stays the target's own, as would not be so had the shared tensor been written.
+    assert run.target == [(1.0, 16.0)]
     (row,) = run.frame.to_dict("records")
-    assert (row["name"], row["kind"], row["status"]) == ("a", "grad", "grafted")
+    assert (row["name"], row["kind"], row["status"]) == ("b", "grad", "grafted")
 
 
 def leafs_gradient() -> float:
