@@ -42,9 +42,9 @@ def launch(
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
     collectives; ``tap_timeout`` every wait of a tap, by default half of it, so that a tap that waits in vain ends
     before the collective in which a peer waits for its rank. ``folder`` is where this session's rows and logs go
-    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``); it belongs to one session at a time, and one with
-    rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are bytes a rank, for tensors
-    on their way and for pairs that the plan keeps.
+    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``); it belongs to one session at a time, and one
+    with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are bytes a rank, for
+    tensors on their way and for pairs that the plan keeps.
 
     Raises :class:`LaunchError`, with the log's tail where a rank died.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing.context
 import os
 import signal
 import sys
@@ -354,3 +355,23 @@ def test_a_tap_inside_of_a_tap_is_skipped_with_a_warning(own: gl.Session, capsys
     assert frame[["name", "status", "step"]].values.tolist() == [["outer", "compared", 0], ["after", "compared", 0]]
     shown = capsys.readouterr().out
     assert "gl.tap('inner') on baseline[0]: it was reached inside of another tap" in shown
+
+
+# ---- the forkserver -------------------------------------------------------------------------------------------------
+
+
+def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gl.launch(1, 1).close()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def dies(self: object) -> None:
+        raise EOFError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.context.ForkServerProcess, "start", dies)
+        with pytest.raises(gl.LaunchError, match="the forkserver, which starts the ranks, died meanwhile"):
+            gl.launch(1, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    gl.launch(1, 1).close()
