@@ -375,3 +375,9 @@ def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor
             gl.launch(1, 1)
     assert len(os.listdir("/proc/self/fd")) == before
     gl.launch(1, 1).close()
+
+
+def test_a_plan_that_is_none_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+    with pytest.raises(gl.PlanError, match=r"plan='x': give a graftlab.GraftPlan"):
+        gl.launch(1, 1, plan="x", folder=tmp_path / "folder")  # type: ignore[arg-type]
+    assert not (tmp_path / "folder").exists()
