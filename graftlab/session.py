@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graftlab.base import limits
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
+from graftlab.errors import PlanError
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
@@ -54,6 +55,8 @@ def launch(
     ...     [rank.label for rank in other.ranks]
     ['baseline[0]', 'target[0]', 'target[1]']
     """
+    if plan is not None and not isinstance(plan, GraftPlan):
+        raise PlanError(f"plan={plan!r}: give a graftlab.GraftPlan, such as GraftPlan().edit(b2t=...)")
     options = LaunchOptions(
         baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget, tap_timeout
     )

@@ -89,6 +89,8 @@ class Grafter:
         self._step = -1
         self._order = 0
         self._last_tap = ""
+        # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
+        self._at_work = False
         # None outside a run that has both sides: then a tap is left alone without a look at the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step)
@@ -160,6 +162,9 @@ class Grafter:
         with self._lock:
             run = self._run
             if run is None:
+                return
+            if self._at_work:
+                self._warn_once("gl.step", "it was called inside of a tap, by a signal handler, say, and is skipped")
                 return
             self._end_step()
             self._step += 1
@@ -262,29 +267,48 @@ class Grafter:
         if decision.action.overlap:
             raise self._overlap(decision, name)
         with self._lock:
-            began = time.perf_counter()
-            self._order += 1
-            key = self._addresses.next(decision)
-            if decision.action.direction is None:
-                self._decline_for_other_ranks(key)
+            if self._at_work:
+                # The exchange is in the middle of something, and nobody could go on with that before this has ended.
+                self._warn_once(name, "it was reached inside of another tap, by a signal handler, say, and is skipped")
                 return value
-            self._last_tap = name
-            shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
-            own = self.tensor_of(name, shown)
-            if own is None:
-                self._exchange.decline(key)
-                return value
-            extras = resolved(extras)
-            self._write_page("running")
-            call = self._call(decision, key, own)
-            if decision.sends:
-                self._publish(key, call, extras, began)
-                return value
-            # A DTensor can only be overwritten through its local shard, in place.
-            replaced = shown if replace and not hasattr(shown, "to_local") else None
-            result = self._receive(key, call, own, extras, replaced, began)
-            goes_on = result is not None and result is not own and (own is value or replaced is not None)
-            return result if goes_on else value
+            self._at_work = True
+            try:
+                return self._take(decision, name, value, extras, replace)
+            finally:
+                self._at_work = False
+
+    def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
+        began = time.perf_counter()
+        self._order += 1
+        key = self._addresses.next(decision)
+        if decision.action.direction is None:
+            self._decline_for_other_ranks(key)
+            return value
+        self._last_tap = name
+        shown = self._computed(value) if callable(value) and not isinstance(value, torch.Tensor) else value
+        own = self.tensor_of(name, shown)
+        if own is None:
+            self._exchange.decline(key)
+            return value
+        extras = resolved(extras)
+        self._write_page("running")
+        call = self._call(decision, key, own)
+        if decision.sends:
+            self._publish(key, call, extras, began)
+            return value
+        # A DTensor can only be overwritten through its local shard, in place.
+        replaced = shown if replace and not hasattr(shown, "to_local") else None
+        result = self._receive(key, call, own, extras, replaced, began)
+        goes_on = result is not None and result is not own and (own is value or replaced is not None)
+        return result if goes_on else value
+
+    def _computed(self, value: Any) -> Any:
+        """What the user's function shows, which may reach taps itself."""
+        self._at_work = False
+        try:
+            return value()
+        finally:
+            self._at_work = True
 
     def _overlap(self, decision: Decision, name: str) -> GraftOverlapError:
         tags = decision.tags_at(self._step, recompute_status())

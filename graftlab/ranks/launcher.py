@@ -107,6 +107,10 @@ def _launch(
         return ranks
     except BaseException as error:
         _abandon(ranks)
+        if isinstance(error, EOFError):
+            raise LaunchError(
+                "the forkserver, which starts the ranks, died meanwhile; launch again, which starts another"
+            ) from error
         if isinstance(error, OSError):
             raise LaunchError(f"the ranks could not be started: {error}") from error
         raise
@@ -194,10 +198,15 @@ def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, share
     bell, their_bell = socket.socketpair()
     lifeline, their_lifeline = socket.socketpair()
     with theirs, their_bell, their_lifeline:
-        with forkserver.hidden_main():
-            process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
-            process.start()
-        _send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
+        try:
+            with forkserver.hidden_main():
+                process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
+                process.start()
+            _send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
+        except BaseException:
+            for mine in (ours, bell, lifeline):
+                mine.close()
+            raise
     segment = shared.segments[place.world_rank]
     return RankProcess(place, seat, process, Channel(ours), bell, lifeline, segment, log, stacks)
 

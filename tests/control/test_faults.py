@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import multiprocessing.context
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from kit.mailboxes import in_background
 from kit.processes import still_there, watch
-from kit.support import run_cell, wait_until
+from kit.support import run_cell, wait_for_file, wait_until
 
 import graftlab as gl
 from graftlab.control import core
@@ -260,17 +261,20 @@ def test_a_rank_that_dies_while_it_is_asked_is_not_waited_for_and_its_last_tap_i
             asking.result(30)
 
 
-def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits() -> None:
+def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits(tmp_path: Path) -> None:
+    met = str(tmp_path / "met")
+
     def target() -> str:
         if gl.here().rank == 0:
             gl.tap("late", torch.ones(1))
         dist.all_reduce(torch.ones(1))
+        Path(met).touch()
         return "met"
 
     def baseline() -> None:
-        threading.Event().wait(8)
+        wait_for_file(met)
 
-    with gl.launch(1, 2, timeout=12, tap_timeout=2) as session:
+    with gl.launch(1, 2, timeout=30, tap_timeout=2) as session:
         run = session.run(baseline, target)
         assert run.target == ["met", "met"]
         assert run.frame["status"].tolist() == ["timeout"]
@@ -299,3 +303,81 @@ def test_a_data_loader_with_workers_works_in_a_rank(own: gl.Session) -> None:
         """
     )
     assert own.run(target=cell["load"]).target == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+# ---- taps that cannot be taken --------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any) -> None:
+        raise NotImplementedError("no")
+
+
+def tap_what_cannot_be_carried() -> None:
+    ones = torch.ones(3)
+    torch.vmap(lambda x: gl.tap("vmap", x * 2))(torch.ones(3, 2))
+    torch.func.jvp(lambda x: gl.tap("jvp", x * 2), (ones,), (ones,))
+    torch.func.grad(lambda x: gl.tap("grad", x * 2).sum())(ones)
+    gl.tap("quantised", torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8))
+    gl.tap("nested", torch.nested.nested_tensor([torch.ones(2), ones]))
+    gl.tap("masked", torch.masked.masked_tensor(ones, ones > 0))
+    gl.tap("wrapper", Wrapper(ones))
+    gl.tap("float4", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    gl.tap("uint1", torch.empty(4, dtype=torch.uint1))
+    gl.tap("plain", ones)
+
+
+def test_what_a_tap_cannot_carry_is_a_warning_and_no_more(own: gl.Session, capsys: pytest.CaptureFixture[str]) -> None:
+    frame = own.run(tap_what_cannot_be_carried, tap_what_cannot_be_carried).frame
+    assert frame[["name", "status"]].values.tolist() == [["plain", "compared"]]
+    shown = capsys.readouterr().out
+    for name in ("vmap", "jvp", "grad", "quantised", "nested", "masked", "wrapper", "float4", "uint1"):
+        assert f"gl.tap('{name}') on target[0]: " in shown
+
+
+def test_a_tap_inside_of_a_tap_is_skipped_with_a_warning(own: gl.Session, capsys: pytest.CaptureFixture[str]) -> None:
+    class Finalized:
+        def __reduce__(self) -> Any:
+            gl.tap("inner", torch.ones(3))
+            gl.step()
+            return int, ()
+
+    def run() -> None:
+        gl.tap("outer", torch.ones(3), extras=Finalized())
+        gl.tap("after", torch.ones(3))
+
+    frame = own.run(run, run).frame
+    assert frame[["name", "status", "step"]].values.tolist() == [["outer", "compared", 0], ["after", "compared", 0]]
+    shown = capsys.readouterr().out
+    assert "gl.tap('inner') on baseline[0]: it was reached inside of another tap" in shown
+
+
+# ---- the forkserver -------------------------------------------------------------------------------------------------
+
+
+def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gl.launch(1, 1).close()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def dies(self: object) -> None:
+        raise EOFError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.context.ForkServerProcess, "start", dies)
+        with pytest.raises(gl.LaunchError, match="the forkserver, which starts the ranks, died meanwhile"):
+            gl.launch(1, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    gl.launch(1, 1).close()
+
+
+def test_a_plan_that_is_none_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+    with pytest.raises(gl.PlanError, match=r"plan='x': give a graftlab.GraftPlan"):
+        gl.launch(1, 1, plan="x", folder=tmp_path / "folder")  # type: ignore[arg-type]
+    assert not (tmp_path / "folder").exists()
