@@ -28,6 +28,7 @@ from graftlab.control.ranks_table import ranks_table
 from graftlab.control.run import Run
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
+from graftlab.plan.overlap import refuse_overlap
 from graftlab.plan.plan import UNSET, GraftPlan, Unset
 from graftlab.ranks.launcher import LaunchOptions, RankProcess, end_ranks, launch_ranks
 from graftlab.ranks.messages import (
@@ -191,6 +192,7 @@ class SessionCore:
                 write=lambda text: sys.stdout.write(text),
                 count=lambda: len(self._rows),
                 first_step=self._next_step,
+                plans=lambda: self.plans,
             )
             self._runs.append(run)
             info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -307,11 +309,13 @@ class SessionCore:
         """Publish a new plan with what is given changed; see :class:`graftlab.GraftPlan`. Returns it.
 
         A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
-        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`) and the plan in force stays.
+        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`; :class:`GraftOverlapError` where b2t and t2b
+        both match a tap that has been seen) and the plan in force stays.
         """
         with self._lock:
             self._require_open()
             plan = self.plan.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transform, rename=rename)
+            refuse_overlap(plan, self.taps)
             self._plans.append(plan)
             self._publish(plan)
             return plan

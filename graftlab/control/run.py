@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graftlab.base import shipping
@@ -20,6 +20,8 @@ from graftlab.ranks.messages import Failure, RunDone
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from graftlab.plan.plan import GraftPlan
 
 # What ranks print is shown by whoever waits; until then this many pieces are held (the logs have all of it).
 _HELD_OUTPUT = 10_000
@@ -41,7 +43,10 @@ class Run:
         write: Callable[[str], object],
         count: Callable[[], int] = lambda: 0,
         first_step: int = 0,
+        plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
     ) -> None:
+        self._plans = plans
+        self._first_plan = len(plans()) - 1
         self.number = number
         self._ranks = ranks
         self._frame = frame
@@ -217,6 +222,16 @@ class Run:
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
         raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
 
+    @property
+    def unmatched(self) -> dict[str, str]:
+        """The filters that were in force in this run and matched no tap in it, by name: what is wrong with each text.
+
+        Empty while the run goes on.
+        """
+        from graftlab.verdict.summary import unmatched_filters
+
+        return unmatched_filters(self._plans()[self._first_plan :], self.frame) if self.done else {}
+
     def __repr__(self) -> str:
         if not self.done:
             return f"<Run {self.number}: going on; {self.where()}>"
@@ -224,7 +239,8 @@ class Run:
         return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(repr(self), _html(self))
+        lines = _summary(self) if self.done else []
+        return bundle("\n".join([repr(self), *lines]), _html(self, lines))
 
 
 def _original(failure: Failure) -> BaseException | None:
@@ -238,17 +254,20 @@ def _original(failure: Failure) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _html(run: Run) -> str:
-    """What a notebook shows for a run: how its taps ended, and how far apart the sides are."""
+def _summary(run: Run) -> list[str]:
+    """What came of a run that is done: what is wrong first, then how far apart the sides are."""
     from graftlab.verdict.summary import differences
 
+    missed = [f"{name} matched no tap in this run: {text}" for name, text in run.unmatched.items()]
+    return [*missed, *differences(run.frame)]
+
+
+def _html(run: Run, lines: Sequence[str]) -> str:
+    """What a notebook shows for a run: how its taps ended, and its summary."""
     if not run.done:
         return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
     failed = ", ".join(run.failures)
     state = f"failed on {html.escape(failed)}" if failed else "done"
-    frame = run.frame
-    counts = frame["status"].value_counts()
+    counts = run.frame["status"].value_counts()
     facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
-    lines = [f"<b>run {run.number}</b> {state}; {facts}"]
-    lines += map(html.escape, differences(frame))
-    return "<br>".join(lines)
+    return "<br>".join([f"<b>run {run.number}</b> {state}; {facts}", *map(html.escape, lines)])
