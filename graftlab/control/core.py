@@ -31,6 +31,7 @@ from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.works import Callee, Works
 from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
+from graftlab.plan.overlap import refuse_overlap
 from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
 from graftlab.ranks.launcher import end_ranks, launch_ranks
 from graftlab.ranks.messages import Question, Work
@@ -70,8 +71,8 @@ class SessionCore:
         self._ending = threading.Lock()
         self._has_ended = False
         self._works = Works()
-        self._runs = Runs(self._ranks, rows)
         self._plans = Plans(self._ranks)
+        self._runs = Runs(self._ranks, rows, self._plans.all)
         self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
         self._pairs = PairsOnRanks(self._ranks, self._ask)
@@ -332,7 +333,8 @@ class SessionCore:
         """Publish a new plan with what is given changed; see :class:`graftlab.GraftPlan`. Returns it.
 
         A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
-        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`) and the plan in force stays.
+        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`; :class:`GraftOverlapError` where b2t and t2b
+        both match a tap that has been seen) and the plan in force stays.
 
         >>> session.edit(b2t="name == 'hidden' and layer == 3", rename={"target": {r"^model\\.": ""}}).b2t
         "name == 'hidden' and layer == 3"
@@ -342,6 +344,7 @@ class SessionCore:
         with self._lock:
             self._require_open()
             plan = self.plan.edit(**changes)
+            refuse_overlap(plan, self.taps)
             self._plans.publish(plan)
             return plan
 

@@ -6,7 +6,7 @@ import html
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
@@ -19,6 +19,8 @@ from graftlab.ranks.rank_process import RankProcess
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from graftlab.plan.plan import GraftPlan
 
 # What ranks print is shown by whoever waits; until then this many pieces are held (the logs have all of it).
 _HELD_OUTPUT = 10_000
@@ -53,7 +55,10 @@ class Run:
         first_step: int = 0,
         on_failure: OnFailure = "stop",
         unwritten: Callable[[int], str | None] = lambda since: None,
+        plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
     ) -> None:
+        self._plans = plans
+        self._first_plan = len(plans()) - 1
         self.number = number
         self.on_failure = on_failure
         self.is_stopping = False
@@ -308,6 +313,19 @@ class Run:
     def _is_consequence(self, rank: RankProcess, failure: Failure) -> bool:
         return rank.place.world_rank in self._stopped and failure.kind == "KeyboardInterrupt"
 
+    @property
+    def unmatched(self) -> dict[str, str]:
+        """The filters that were in force in this run and matched no tap in it, by name: what is wrong with each text.
+
+        Empty while the run goes on.
+
+        >>> run.unmatched
+        {}
+        """
+        from graftlab.verdict.summary import unmatched_filters
+
+        return unmatched_filters(self._plans()[self._first_plan :], self.frame) if self.done else {}
+
     def __repr__(self) -> str:
         if not self.done:
             return f"<Run {self.number}: going on; {self.where()}>"
@@ -315,20 +333,24 @@ class Run:
         return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(repr(self), _html(self))
+        lines = _summary(self) if self.done else []
+        return bundle("\n".join([repr(self), *lines]), _html(self, lines))
 
 
-def _html(run: Run) -> str:
-    """What a notebook shows for a run: how its taps ended, and how far apart the sides are."""
+def _summary(run: Run) -> list[str]:
+    """What came of a run that is done: what is wrong first, then how far apart the sides are."""
     from graftlab.verdict.summary import differences
 
+    missed = [f"{name} matched no tap in this run: {text}" for name, text in run.unmatched.items()]
+    return [*missed, *differences(run.frame)]
+
+
+def _html(run: Run, lines: Sequence[str]) -> str:
+    """What a notebook shows for a run: how its taps ended, and its summary."""
     if not run.done:
         return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
     failed = ", ".join(run.failures)
     state = f"failed on {html.escape(failed)}" if failed else "done"
-    frame = run.frame
-    counts = frame["status"].value_counts()
+    counts = run.frame["status"].value_counts()
     facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
-    lines = [f"<b>run {run.number}</b> {state}; {facts}"]
-    lines += map(html.escape, differences(frame))
-    return "<br>".join(lines)
+    return "<br>".join([f"<b>run {run.number}</b> {state}; {facts}", *map(html.escape, lines)])

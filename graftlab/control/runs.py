@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from graftlab.base.world import RunInfo
 from graftlab.control.run import OnFailure, Run
@@ -23,8 +23,9 @@ _MOMENT = 0.25
 class Runs:
     """Begins runs on these ranks, and knows all that there were. What :class:`.Run` shows comes from ``rows``."""
 
-    def __init__(self, ranks: Sequence[RankProcess], rows: RowStore) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], rows: RowStore, plans: Callable[[], Sequence[GraftPlan]]) -> None:
         self._ranks = ranks
+        self._plans = plans
         self._rows = rows
         self._runs: list[Run] = []
         self._next_step = rows.first_step
@@ -70,6 +71,7 @@ class Runs:
             first_step=self._next_step,
             on_failure=on_failure,
             unwritten=self._rows.unwritten,
+            plans=self._plans,
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))

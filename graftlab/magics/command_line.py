@@ -110,6 +110,7 @@ def _commands() -> dict[str, Command]:
     up.add_argument(
         "-o", "--out", type=_variable, metavar="NAME", default="session", help="name of the session's variable"
     )
+    up.add_argument("--replace", action="store_true", help="close the session that is open, with all that it holds")
 
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")

@@ -15,6 +15,7 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.control.run import Run
+from graftlab.filters.check import Check, told
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch
@@ -34,6 +35,10 @@ def load(shell: InteractiveShell) -> None:
         matchers.append(complete_graft)
     # The first launch then finds a process that has imported torch already.
     warm_up()
+
+
+# What tells a session from another one that `%graft up` could start.
+_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method")
 
 
 @magics_class
@@ -90,7 +95,10 @@ class GraftMagics(Magics):
     def _up(self, arguments: argparse.Namespace) -> Session:
         before = self.open_session()
         if before is not None:
-            sys.stdout.write("closing the session that was open\n")
+            gone = ", ".join(rank.label for rank in before.ranks if not rank.alive)
+            if not arguments.replace and not gone:
+                return self._keep(before, arguments)
+            sys.stdout.write(f"closing the session that was open{f': {gone} ended' if gone else ''}\n")
             before.close()
         self.session = launch(
             arguments.baseline,
@@ -102,6 +110,29 @@ class GraftMagics(Magics):
         )
         self._assign(arguments.out, self.session)
         return self.session
+
+    def _keep(self, session: Session, arguments: argparse.Namespace) -> Session:
+        """The session that is open, where it is the one that is asked for. Raises UsageError where it is not."""
+        asked = {name: getattr(arguments, name) for name in _OPTIONS_OF_UP}
+        other = {name: getattr(session.options, name) for name in asked}
+        if asked != other:
+            changed = ", ".join(
+                f"{name} {other[name]} -> {asked[name]}" for name in asked if asked[name] != other[name]
+            )
+            busy = ", one of them going on" if session.runs and not session.runs[-1].done else ""
+            raise UsageError(
+                f"%graft up: a session is open, and it is another one ({changed}). To close it would lose what its "
+                f"{len(session.ranks)} ranks hold: models, variables, kept tensors ({len(session.runs)} runs so far"
+                f"{busy}; {session.row_count:,} rows stay in {session.folder}). `%graft up --replace` and the same "
+                "options do it"
+            )
+        sys.stdout.write(
+            "the session that is open is what was asked for, and goes on with all that its ranks hold; "
+            "`%graft up --replace` starts anew\n"
+        )
+        self.session = session
+        self._assign(arguments.out, session)
+        return session
 
     def _status(self, arguments: argparse.Namespace) -> Any:
         return self._open().status()
@@ -145,7 +176,14 @@ class GraftMagics(Magics):
     def _filter(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
         changes = {name: text for name, text in vars(arguments).items() if text is not None}
-        return session.edit(**changes) if changes else session.plan
+        if not changes:
+            return session.plan
+        plan = session.edit(**changes)
+        for name, text in changes.items():
+            check = Check(text)
+            check.catch_up(session.taps)
+            sys.stdout.write(f"{name}: {told(check, session.taps)}\n")
+        return plan
 
     def _transform(self, arguments: argparse.Namespace) -> Any:
         session, name = self._open(), arguments.name

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.filters.expressions import compile_filter
+from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.order import Array, numbers
+
+# A filter is asked about each of them.
+_ROWS_JUDGED = 100_000
 
 
 def distances(frame: pd.DataFrame) -> Array:
@@ -45,6 +51,42 @@ def differences(frame: pd.DataFrame) -> list[str]:
             f"not compared: {_rows(without)} without a finite value on either side, first {_place(without.iloc[0])}"
         )
     return sentences
+
+
+def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[str, str]:
+    """The filters of these plans that match no row of a run, by name, with their text.
+
+    A tap that some filter matches leaves a row, so what matches no row has matched no tap. ``plans`` are those that may
+    have been in force, the first one as the run began; one that no row has was not used to the end of a step. Of
+    ``compare`` nothing is said where there is no row at all, for then it has nothing to tell apart. Of very many rows
+    nothing is said either.
+    """
+    if len(frame) > _ROWS_JUDGED:
+        return {}
+    used = set(frame["plan_version"].dropna().astype(int))
+    in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
+    tags = list(frame["tags"])
+    found = {}
+    for name in FILTERS:
+        if name == "compare" and not tags:
+            continue
+        texts = dict.fromkeys(text for plan in in_force if (text := getattr(plan, name)) and text.strip())
+        if texts and not any(_may_match(text, tags) for text in texts):
+            found[name] = next(reversed(texts))
+    return found
+
+
+def _may_match(text: str, tags: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a filter matches one of these rows, or may have matched tags of which a row has only the repr."""
+    filter_ = compile_filter(text)
+    return any(filter_.matches(each) or not all(_is_as_given(each.get(tag)) for tag in filter_.names) for each in tags)
+
+
+def _is_as_given(value: object) -> bool:
+    """Whether a row has a tag's value as filters saw it, and not a repr."""
+    return type(value) in (int, float, bool, type(None)) or (
+        type(value) is str and value[:1] not in ("(", "[", "{", "<")
+    )
 
 
 def _measured(frame: pd.DataFrame) -> Array:

@@ -16,10 +16,11 @@ import ipywidgets as widgets
 
 from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
+from graftlab.control.run import Run
+from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both
 from graftlab.filters.expressions import HELPERS
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view as view
-from graftlab.widgets.filter_check import TAP_LIMIT, Check, matched_by_both
 from graftlab.widgets.filter_line import FilterLine, is_same
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_list import PlanList
@@ -44,6 +45,7 @@ class FilterEditor(Panel):
         self._taps: list[dict[str, Any]] = []
         self._tags_seen: set[str] = set()
         self._shown: object = None
+        self._judged_run: Run | None = None
 
         lines = {}
         for name in reversed(FILTERS):
@@ -153,13 +155,26 @@ class FilterEditor(Panel):
             for line in self._lines.values():
                 line.editor.completions = sorted(self._tags_seen.union(HELPERS))
 
+        run = next(iter(self.session.runs[-1:]), None)
+        if run is not None and run.done and run is not self._judged_run:
+            self._judged_run = run
+            # Reads the rows of the run.
+            self.in_background(self._judge, run)
+
+    def _judge(self, run: Run) -> None:
+        unmatched = run.unmatched
+        with self._lock:
+            for name, line in self._lines.items():
+                line.missed = (unmatched[name], run.number) if name in unmatched else None
+            self._show()
+
     def _show(self) -> None:
         self._show_message()
         adopted = self.session.adopted(self._plan.version)
         alive = [rank.label for rank in self.session.ranks if rank.alive]
         closed = self.session.closed
         lines = self._lines.values()
-        texts = [(line.editor.value, line.in_force, line.is_overtaken) for line in lines]
+        texts = [(line.editor.value, line.in_force, line.is_overtaken, line.missed) for line in lines]
         state = (self._plan.version, len(self._taps), texts, adopted, alive, closed)
         if state == self._shown:
             return

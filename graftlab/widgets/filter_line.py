@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from difflib import get_close_matches
 
 import ipywidgets as widgets
 
-from graftlab.filters.expressions import Filter
+from graftlab.filters.check import TAP_LIMIT, Check, Tags, unknown_tags, unknown_values
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import code_editor
-from graftlab.widgets.filter_check import TAP_LIMIT, Check, Tags
 from graftlab.widgets.panel import update
 
-# A text may mention any number of tags that nobody has.
-_REMARKS = 3
 # Their values are those of the moment in which a tap was first seen.
 _MOMENT_TAGS = frozenset({"step", "side", "rank"})
 # Beside a line, where the sentences of the plan's own table have no room.
@@ -35,6 +31,8 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         self.in_force = text_of(plan, name)
         self.is_overtaken = False
         """Whether the filter in force was changed by somebody else after this text had been typed."""
+        self.missed: tuple[str, int] | None = None
+        """A text that was in force and matched no tap in the run of this number, the newest one."""
         self.check = Check(self.in_force)
         self.editor = code_editor(
             self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}", plain=plain
@@ -91,9 +89,11 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
                 parts.append(f'<div class="bad" role="alert">{view.overlap(len(both))}</div>')
             if self.editor.value.strip():
                 parts.append(view.matches(check.hits, both, taps, TAP_LIMIT))
-                parts += _remarks(check.filter, tags_seen) if taps else []
+                parts += _remarks(check, taps, tags_seen)
             else:
                 parts.append(view.quiet("matches nothing"))
+        if self.missed is not None and is_same(self.missed[0], self.editor.value):
+            parts.append(view.missed(self.missed[1]))
         if self.is_typed:
             parts.append(view.in_force(self.in_force, self.is_overtaken))
         update(self._below, value="".join(parts))
@@ -109,10 +109,13 @@ def is_same(one: str, other: str) -> bool:
     return one.strip() == other.strip()
 
 
-def _remarks(filter_: Filter, tags_seen: Set[str]) -> list[str]:
-    unknown = sorted(filter_.names - tags_seen)[:_REMARKS]
-    remarks = [view.unknown_tag(name, get_close_matches(name, tags_seen, n=1)) for name in unknown]
-    moment = sorted(filter_.names & _MOMENT_TAGS)
+def _remarks(check: Check, taps: Sequence[Tags], tags_seen: Set[str]) -> list[str]:
+    if check.filter is None or not taps:
+        return []
+    remarks = [view.unknown_tag(name, meant) for name, meant in unknown_tags(check.filter, tags_seen).items()]
+    if not check.hits:
+        remarks += [view.meant(text, value) for text, value in unknown_values(check.filter, taps).items()]
+    moment = sorted(check.filter.names & _MOMENT_TAGS)
     if moment:
         remarks.append(view.quiet(f"judged by the {' and '.join(moment)} at which each tap was first seen"))
     return remarks

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from graftlab.base.html import shortened
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.errors import FilterError
-from graftlab.widgets.filter_check import Tags
+from graftlab.filters.check import Tags
 
 NAMES_SHOWN = 12
 """Taps that are named at once; more are folded."""
@@ -52,7 +52,8 @@ def matches(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], li
     if not taps:
         return quiet("no tap has been seen yet")
     of = f"{len(taps):,} seen" if len(taps) <= limit else f"the first {limit:,} of {len(taps):,} seen"
-    count = f'<span class="count"><b>{len(hits):,}</b> of {of}</span>'
+    none = "" if hits else " none"
+    count = f'<span class="count{none}"><b>{len(hits):,}</b> of {of}</span>'
     # What stops Apply is never among those that are not listed.
     order = [*both, *(index for index in hits if index not in both)]
     names = [_tap(taps[index], index in both) for index in order[:NAMES_LISTED]]
@@ -72,9 +73,18 @@ def _tap(tags: Tags, is_both: bool) -> str:
     return f'<span class="tap both">{label} <b>both</b></span>' if is_both else f'<span class="tap">{label}</span>'
 
 
-def unknown_tag(name: str, instead: Sequence[str]) -> str:
-    hint = f"; is it {code(instead[0])}?" if instead else ""
+def unknown_tag(name: str, meant: str | None) -> str:
+    hint = f"; did you mean {code(meant)}?" if meant else ""
     return quiet(f"no tap seen so far has the tag {code(name)}{hint}", "unknown")
+
+
+def meant(text: str, value: str) -> str:
+    return quiet(f"no tap has {code(repr(text))}; did you mean {code(repr(value))}?", "unknown")
+
+
+def missed(run: int) -> str:
+    """Of a filter in force that matched no tap of the newest run."""
+    return f'<div class="missed" role="status">matched no tap in run {run}</div>'
 
 
 def in_force(text: str, overtaken: bool) -> str:
@@ -107,6 +117,7 @@ STYLE = """
 }
 .graftlab-filter-editor .unseen { visibility: hidden }
 .graftlab-filter-editor .matches .count { margin-right: 0.6em; color: var(--gl-faint) }
+.graftlab-filter-editor .matches .none, .graftlab-filter-editor .missed { color: var(--gl-warn) }
 .graftlab-filter-editor .matches details { display: inline }
 .graftlab-filter-editor .matches details[open] { display: block; max-height: 12em; overflow-y: auto }
 .graftlab-filter-editor .matches summary { display: inline-block; cursor: pointer; text-decoration: underline dotted }

@@ -141,7 +141,7 @@ PLAN = GraftPlan().edit(b2t="True")
 @pytest.fixture
 def runs(ranks: list[TalkingRank], tmp_path: Path) -> Iterator[Runs]:
     rows = RowStore(tmp_path)
-    yield Runs(processes(ranks), rows)
+    yield Runs(processes(ranks), rows, list)
     rows.close()
 
 

@@ -43,3 +43,40 @@ def test_without_nans_the_largest_difference_is_named(session: gl.Session) -> No
     assert "largest rel_l2 0.00e+00 at hidden layer=0 on target[0]" in shown(
         session.run(lambda: model(False), lambda: model(False))
     )
+
+
+def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -> None:
+    session.edit(b2t="name == 'hiden'", keep="name == 'hidden'")
+    try:
+        run = session.run(lambda: model(False), lambda: model(False))
+        assert run.unmatched == {"b2t": "name == 'hiden'"}
+        assert "b2t matched no tap in this run: name == 'hiden'" in shown(run)
+        assert "keep matched" not in shown(run)
+        session.edit(b2t="layer == 1")
+        assert session.run(lambda: model(False), lambda: model(False)).unmatched == {}
+        assert run.unmatched == {"b2t": "name == 'hiden'"}, "later plans are not this run's"
+        session.edit(compare=None, b2t="name == 'hiden'", keep=None)
+        run = session.run(lambda: model(False), lambda: model(False))
+        assert run.unmatched == {"b2t": "name == 'hiden'"}
+        assert "no taps" in shown(run)
+    finally:
+        session.edit(b2t=None, keep=None, compare="True")
+
+
+def test_a_tag_that_rows_have_only_the_repr_of_is_no_reason_to_say_that_nothing_matched(session: gl.Session) -> None:
+    def shaped() -> None:
+        gl.tap("h", torch.ones(2), shape_of_it=(1, 2))
+
+    session.edit(b2t="shape_of_it == (1, 2)")
+    try:
+        assert session.run(shaped, shaped).unmatched == {}
+    finally:
+        session.edit(b2t=None)
+
+
+def test_an_overlap_on_taps_already_seen_is_refused_before_a_run(session: gl.Session) -> None:
+    session.run(lambda: model(False), lambda: model(False))
+    before = session.plan
+    with pytest.raises(gl.GraftOverlapError, match="match hidden layer=1; a tap is grafted one way"):
+        session.edit(b2t="layer == 1", t2b="name == 'hidden' and layer > 0 and layer < 2")
+    assert session.plan is before

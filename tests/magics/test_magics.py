@@ -49,7 +49,7 @@ def bare() -> Iterator[Kernel]:
 @pytest.fixture
 def notebook(bare: Kernel) -> Kernel:
     """The kernel with a new session of 1+2 ranks."""
-    assert not bare.run("%graft up -b 1 -t 2").error
+    assert not bare.run("%graft up -b 1 -t 2 --replace").error
     return bare
 
 
@@ -73,24 +73,56 @@ def value(notebook: Kernel, expression: str) -> str:
 
 
 def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
-    assert "<Session 2+1: 3 ranks alive" in value(bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine")
+    assert "<Session 2+1: 3 ranks alive" in value(
+        bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine --replace"
+    )
     assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout") == (
         "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0)"
     )
-    typed(bare, "%graft up")
+    typed(bare, "%graft up --replace")
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
 
 
-def test_up_again_closes_the_session_that_was_open(notebook: Kernel) -> None:
+def test_up_again_with_the_same_request_keeps_the_session_and_what_its_ranks_hold(notebook: Kernel) -> None:
     typed(notebook, "first = session")
-    assert "closing" in typed(notebook, "%graft up")
+    typed(notebook, "%%graft both\nmodel = 'loaded'")
+    assert "goes on with all that its ranks hold" in typed(notebook, "%graft up -b 1 -t 2 -o again")
+    assert value(notebook, "again is first, session is first, first.closed") == "(True, True, False)"
+    typed(notebook, "%graft run -o run model")
+    assert value(notebook, "run.baseline") == "['loaded']"
+
+
+def test_up_again_with_another_request_is_refused_with_what_would_be_lost(notebook: Kernel) -> None:
+    typed(notebook, "first = session")
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    reply = notebook.run("%graft up -b 2 -t 2 --timeout 50")
+    assert reply.stderr.startswith(
+        "UsageError: %graft up: a session is open, and it is another one (baseline 1 -> 2, timeout"
+    )
+    assert "3 ranks hold: models, variables, kept tensors (2 runs so far; 4 rows stay in " in reply.stderr
+    assert value(notebook, "first.closed, session is first") == "(False, True)"
+
+
+def test_up_replaces_the_session_that_was_open_when_it_is_told_to(notebook: Kernel) -> None:
+    typed(notebook, "first = session")
+    assert "closing the session that was open" in typed(notebook, "%graft up -b 1 -t 2 --replace")
     assert value(notebook, "first.closed, session.closed, session is first") == "(True, False, False)"
 
 
+def test_up_replaces_a_session_that_has_lost_a_rank(notebook: Kernel) -> None:
+    typed(notebook, "import os, signal\nfirst = session\nos.kill(first.ranks[2].pid, signal.SIGKILL)")
+    typed(notebook, "while first.ranks[2].alive: pass")
+    assert "closing the session that was open: target[1] ended" in typed(notebook, "%graft up -b 1 -t 2")
+    assert value(notebook, "first.closed, session.closed") == "(True, False)"
+
+
 def test_a_session_that_was_launched_by_hand_is_used_when_it_is_called_session(bare: Kernel) -> None:
-    typed(bare, "%graft up\nsession.close()\nsession = by_hand = gl.launch(1, 1)")
+    typed(bare, "%graft up --replace\nsession.close()\nsession = by_hand = gl.launch(1, 1)")
     assert "idle" in value(bare, "%graft status")
     typed(bare, "%graft up")
+    assert value(bare, "by_hand.closed, session is by_hand") == "(False, True)"
+    typed(bare, "%graft up --replace")
     assert value(bare, "by_hand.closed") == "True"
 
 
@@ -204,6 +236,25 @@ def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None
     )
     assert "version=2" in value(notebook, "%graft filter")
     assert value(notebook, "session.plan.version") == "2"
+
+
+def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: Kernel) -> None:
+    assert typed(notebook, "%graft filter --b2t nme == 'hidden'") == "b2t: no tap has been seen yet\n"
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft filter --b2t ''")
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    said = typed(notebook, "%graft filter --b2t nme == 'hidden' --keep True")
+    assert said == "b2t: 0 of 2 seen; no tap has the tag 'nme'; did you mean 'name'?\nkeep: 2 of 2 seen\n"
+    assert "b2t matched no tap in this run: nme == 'hidden'" in value(notebook, "%graft run forward(torch.ones(4))")
+
+
+def test_filter_refuses_an_overlap_on_taps_that_were_seen(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    reply = notebook.run("%graft filter --b2t layer == 3 --t2b name == 'hidden'")
+    assert "GraftOverlapError" in reply.error
+    assert "match hidden layer=3; a tap is grafted one way" in reply.error
+    assert value(notebook, "session.plan.version") == "0"
 
 
 def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> None:
@@ -379,8 +430,8 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("%graft up --device tpu", "LaunchError: device='tpu'"),
-        ("%graft up --backend carrier_pigeon", "LaunchError: backend='carrier_pigeon'"),
+        ("%graft up --replace --device tpu", "LaunchError: device='tpu'"),
+        ("%graft up --replace --backend carrier_pigeon", "LaunchError: backend='carrier_pigeon'"),
         ("%graft log nobody", "SessionError: 'nobody' names no rank"),
         ("%graft filter --b2t search('a', ", "FilterError: "),
         ("%graft filter --keep __import__('os')", "FilterError: "),

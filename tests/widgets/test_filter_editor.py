@@ -20,11 +20,11 @@ from kit.pages import Browser, MirrorPage, Screen, descendants, page_of, words
 from kit.support import own_value, reset, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.filters.check import TAP_LIMIT
 from graftlab.filters.expressions import MAX_LENGTH, Filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view, text_area_editor
 from graftlab.widgets.editor import CodeEditor
-from graftlab.widgets.filter_check import TAP_LIMIT
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.filter_view import NAMES_LISTED, NAMES_SHOWN
 from graftlab.widgets.refresher import refresher_of
@@ -43,6 +43,7 @@ class FakeSession:
         self.seen = list(taps)
         self.ranks = [SimpleNamespace(label=label, alive=True) for label in ("baseline[0]", "target[0]")]
         self.adoptions: dict[int, dict[str, int]] = {}
+        self.runs: list[Any] = []
         self.closed = False
 
     @property
@@ -247,9 +248,41 @@ def test_without_taps_a_text_is_still_checked(show: Callable[[Any], FilterScreen
 
 def test_a_tag_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen: FilterScreen) -> None:
     screen.type(b2t="layr == 0", compare="phase == 'decode'")
-    assert "no tap seen so far has the tag layr ; is it layer ?" in screen.below("b2t")
+    assert "no tap seen so far has the tag layr ; did you mean layer ?" in screen.below("b2t")
     assert "no tap seen so far has the tag phase" in screen.below("compare")
-    assert "is it" not in screen.below("compare")
+    assert "mean" not in screen.below("compare")
+
+
+def test_a_name_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen: FilterScreen) -> None:
+    screen.type(
+        b2t="name == 'attn_ot' and layer == 0", keep="search('logtis|x', name)", compare="search('^at+n', name)"
+    )
+    assert screen.below("b2t").startswith("0 of 4 seen no tap has 'attn_ot' ; did you mean 'attn_out' ?")
+    assert "did you mean 'logits' ?" in screen.below("keep")
+    assert "mean" not in screen.below("compare")
+    # What matches something needs no hint, whatever else it looks for.
+    screen.type(b2t="name == 'attn_ot' or layer == 0")
+    assert "mean" not in screen.below("b2t")
+
+
+def test_a_filter_in_force_that_matched_no_tap_of_a_run_says_so_until_it_is_changed(
+    screen: FilterScreen, session: FakeSession
+) -> None:
+    session.edit(b2t="layer == 7")
+    run = SimpleNamespace(number=3, done=False, unmatched={})
+    session.runs.append(run)
+    screen.settle()
+    assert "matched no tap" not in screen.below("b2t")
+    run.done, run.unmatched = True, {"b2t": "layer == 7"}
+    screen.settle()
+    assert "matched no tap in run 3" in screen.below("b2t")
+    assert "matched no tap" not in screen.below("compare")
+    screen.type(b2t="layer == 1")
+    assert "matched no tap" not in screen.below("b2t")
+    session.runs.append(SimpleNamespace(number=4, done=True, unmatched={}))
+    screen.settle()
+    screen.type(b2t="layer == 7")
+    assert "matched no tap" not in screen.below("b2t")
 
 
 def test_a_filter_on_the_moment_says_which_moment_it_is_judged_by(screen: FilterScreen) -> None:

@@ -1,0 +1,104 @@
+"""What a filter's text matches among the taps that a session has seen; and where it matches none, what may be meant."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Mapping, Sequence, Set
+from difflib import get_close_matches
+
+from graftlab.errors import FilterError
+from graftlab.filters.expressions import Filter, compile_filter
+
+Tags = Mapping[str, object]
+
+TAP_LIMIT = 10_000
+"""Taps that a text is matched against. More would be felt while typing."""
+
+# A text may mention any number of things that nobody has.
+_SUGGESTIONS = 3
+
+
+class Check:
+    """A text, compiled once, and which of the taps seen so far it matches, each judged once.
+
+    ``fault`` is the :class:`FilterError` of a text that is no filter, and ``hits`` the indices of what it matches.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.fault: FilterError | None = None
+        self.filter: Filter | None = None
+        self.hits: list[int] = []
+        self._judged = 0
+        try:
+            self.filter = compile_filter(text)
+        except FilterError as fault:
+            self.fault = fault
+
+    def catch_up(self, taps: Sequence[Tags]) -> None:
+        """Judge the taps that were not there the last time, up to :data:`TAP_LIMIT`."""
+        stop = min(len(taps), TAP_LIMIT)
+        if self.filter is not None:
+            matches = self.filter.matches
+            self.hits += [index for index in range(self._judged, stop) if matches(taps[index])]
+        self._judged = stop
+
+
+def matched_by_both(checks: Mapping[str, Check]) -> Collection[int]:
+    """The taps that b2t and t2b both match, in the order in which they were seen.
+
+    None where one of them looks at the step: the step at which a tap was first seen says nothing of later ones.
+    """
+    pair = checks["b2t"], checks["t2b"]
+    if any(check.filter is None or "step" in check.filter.names for check in pair):
+        return {}
+    return dict.fromkeys(sorted(set(pair[0].hits).intersection(pair[1].hits)))
+
+
+def unknown_tags(filter_: Filter, tags_seen: Set[str]) -> dict[str, str | None]:
+    """The tags that a filter mentions and no tap has, each with the one that may be meant."""
+    unknown = sorted(filter_.names - tags_seen)[:_SUGGESTIONS]
+    return {name: next(iter(get_close_matches(name, tags_seen, n=1)), None) for name in unknown}
+
+
+def unknown_values(filter_: Filter, taps: Sequence[Tags]) -> dict[str, str]:
+    """The texts in a filter that are in no tag of any tap, each with the value that may be meant."""
+    values = dict.fromkeys(value for tags in taps[:TAP_LIMIT] for value in tags.values() if isinstance(value, str))
+    found = {}
+    for text in _texts(filter_):
+        if not any(_occurs(text, value) for value in values):
+            meant = get_close_matches(text, values, n=1)
+            if meant:
+                found[text] = meant[0]
+    return dict(list(found.items())[:_SUGGESTIONS])
+
+
+def told(check: Check, taps: Sequence[Tags]) -> str:
+    """What came of a check that has caught up, in a line: ``0 of 501 seen; did you mean 'name'?``."""
+    if check.fault is not None or check.filter is None:
+        return str(check.fault)
+    if not check.text.strip():
+        return "matches nothing"
+    if not taps:
+        return "no tap has been seen yet"
+    of = f"{len(taps):,} seen" if len(taps) <= TAP_LIMIT else f"the first {TAP_LIMIT:,} of {len(taps):,} seen"
+    parts = [f"{len(check.hits):,} of {of}"]
+    for name, meant in unknown_tags(check.filter, {tag for tags in taps[:TAP_LIMIT] for tag in tags}).items():
+        parts.append(f"no tap has the tag {name!r}" + (f"; did you mean {meant!r}?" if meant else ""))
+    if not check.hits:
+        parts += [f"did you mean {meant!r}?" for meant in unknown_values(check.filter, taps).values()]
+    return "; ".join(parts)
+
+
+def _texts(filter_: Filter) -> list[str]:
+    tree = ast.parse(f"({filter_.text}\n)", mode="eval")
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def _occurs(text: str, value: str) -> bool:
+    """Whether a text that a filter looks for is in a value, as it is or as the pattern that it may be."""
+    try:
+        return text in value or re.search(text, value) is not None
+    except re.error:
+        return False

@@ -1,0 +1,29 @@
+"""A plan that would graft a tap both ways is refused as soon as that can be known."""
+
+from __future__ import annotations
+
+import pytest
+
+from graftlab.errors import GraftOverlapError
+from graftlab.plan.overlap import refuse_overlap
+from graftlab.plan.plan import GraftPlan
+
+TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} for layer in range(8)]
+
+
+def test_the_taps_are_named() -> None:
+    with pytest.raises(GraftOverlapError, match=r"b2t .'layer < 4'. and t2b .'layer == 3'. match h layer=3; a tap"):
+        refuse_overlap(GraftPlan(b2t="layer < 4", t2b="layer == 3"), TAPS)
+
+
+def test_of_many_taps_some_are_named() -> None:
+    with pytest.raises(GraftOverlapError, match=r"h layer=0, .*, h layer=4 and 3 others"):
+        refuse_overlap(GraftPlan(b2t="True", t2b="True"), TAPS)
+
+
+@pytest.mark.parametrize(
+    ("b2t", "t2b"), [("layer < 4", "layer >= 4"), ("True", None), (None, "True"), ("True", " "), ("step > 2", "True")]
+)
+def test_what_does_not_overlap_is_let_through(b2t: str | None, t2b: str | None) -> None:
+    refuse_overlap(GraftPlan(b2t=b2t, t2b=t2b), TAPS)
+    refuse_overlap(GraftPlan(b2t="True", t2b="True"), [])
