@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -68,6 +69,11 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         lines.append(f"No tap differs by more than the noise floor of {noise_floor:g}.")
     elif suspect["status"] == "failed":
         lines.append(f"The transform failed first at {suspect['name']}: {suspect['error']}")
+    elif suspect["nonfinite_differ"] > 0:
+        lines.append(
+            f"First tap that differs: {suspect['name']} on {suspect['side']}[{suspect['rank']}], where "
+            f"{suspect['nonfinite_differ']:g} values are NaN or infinite on one side alone, or in another way."
+        )
     else:
         lines.append(
             f"First tap above the noise floor of {noise_floor:g}: {suspect['name']} on {suspect['side']}"
@@ -75,13 +81,15 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         )
     for rows in runs:
         ordered = rows.sort_values(["order", "rank"], kind="stable")
-        above = int((ordered["rel_l2"] > noise_floor).sum())
+        # What is not finite is in no statistic.
+        apart = ordered["rel_l2"].mask(ordered["nonfinite_differ"].fillna(0) > 0, math.inf)
+        above = int((apart > noise_floor).sum())
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
         last = ordered.iloc[-1]
         lines.append(
             f"Run {last['run']}, {'grafted ' + ', '.join(grafted) if grafted else 'nothing grafted'}: "
             f"{above} of {len(rows)} rows above the noise floor; "
-            f"{last['name']} differs by {last['rel_l2']:.2e}."
+            f"{last['name']} differs by {apart.iloc[-1]:.2e}."
         )
     return "\n".join(lines)
 

@@ -225,6 +225,14 @@ def test_a_correct_target_has_no_suspect() -> None:
     assert "No tap differs by more than the noise floor of 0.001." in demo.report(rows(1e-7, 1e-4), 1e-3)
 
 
+def test_a_nan_is_no_agreement() -> None:
+    frame = rows(1e-7, 0.0)
+    frame.loc[1, "nonfinite_differ"] = 3.0
+    text = demo.report(frame)
+    assert "First tap that differs: tap1 on target[0], where 3 values are NaN or infinite on one side alone" in text
+    assert "1 of 2 rows above the noise floor; tap1 differs by inf." in text
+
+
 def test_rows_of_no_run_are_an_error_that_says_so() -> None:
     with pytest.raises(RunError, match="no run of the notebook left a row"):
         demo.report(rows())

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 
@@ -22,7 +22,7 @@ from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, ranks_table
 from graftlab.control.reports import Reports
-from graftlab.control.run import Run
+from graftlab.control.run import OnFailure, Run
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.works import Callee, Works
@@ -98,11 +98,13 @@ class SessionCore:
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "stop",
     ) -> Run:
         """Call ``baseline`` on the baseline's ranks and ``target`` on the target's, both at once, and wait.
 
         Each is a function, which is called with ``args`` and ``kwargs``, or an expression, which is evaluated where
-        ``%%graft`` cells run. A side that is None stays idle. The run begins a new step.
+        ``%%graft`` cells run. A side that is None stays idle. The run begins a new step. When a rank fails, the others
+        are interrupted, unless ``on_failure`` is ``"continue"``.
 
         Raises :class:`RunError` when the code raised or a rank died, :class:`SessionBusyError` while another run is
         going on, :class:`ShippingError` when a function or an argument cannot be sent.
@@ -113,7 +115,7 @@ class SessionCore:
         >>> session.run(target="1 + 1").target
         [2]
         """
-        return self.start(baseline, target, args=args, kwargs=kwargs).wait()
+        return self.start(baseline, target, args=args, kwargs=kwargs, on_failure=on_failure).wait()
 
     def start(
         self,
@@ -122,6 +124,7 @@ class SessionCore:
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "stop",
     ) -> Run:
         """Like :meth:`run`, without waiting: see :attr:`Run.done` and :meth:`Run.wait`.
 
@@ -139,12 +142,13 @@ class SessionCore:
             if not (works and isinstance(callee, str) and callee == baseline):
                 work = self._works.of(side, callee, tuple(args), kwargs or {})
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
-        return self._begin(works)
+        return self._begin(works, on_failure)
 
-    def execute(self, source: str, on: str = "both") -> Run:
+    def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
 
-        ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``.
+        ``on`` is ``"baseline"``, ``"target"``, ``"both"`` or one rank such as ``"target[1]"``; ``on_failure`` is as in
+        :meth:`run`.
 
         >>> session.execute("scale = 2.0", on="target")
         <Run ...: done, 0 rows>
@@ -152,7 +156,7 @@ class SessionCore:
         [6.0]
         """
         work = self._works.of_cell(source)
-        return self._begin({rank.place.world_rank: work for rank in self.select(on)}).wait()
+        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure).wait()
 
     def select(self, on: str) -> list[RankProcess]:
         """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
@@ -166,10 +170,12 @@ class SessionCore:
             raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
         return chosen
 
-    def _begin(self, works: Mapping[int, Work]) -> Run:
+    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure) -> Run:
+        if on_failure not in get_args(OnFailure):
+            raise SessionError(f"on_failure={on_failure!r}: a run takes 'stop' or 'continue'")
         with self._lock:
             self._require_open()
-            return self._runs.begin(works, self.plan)
+            return self._runs.begin(works, self.plan, on_failure)
 
     @property
     def runs(self) -> list[Run]:
@@ -360,7 +366,16 @@ class SessionCore:
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
         """
-        return ranks_frame(self._ranks)
+        return ranks_frame(self._ranks, self.failing)
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """What went wrong so far in the run that goes on, a line a rank, the first one first.
+
+        >>> session.failing
+        {}
+        """
+        return self._runs.failing
 
     def stacks(self) -> dict[str, str]:
         """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits.
@@ -456,4 +471,4 @@ def _html(session: SessionCore) -> str:
     """What a notebook shows for a session."""
     title = f"session of {session.options.baseline} + {session.options.target} ranks"
     facts = f"{len(session.runs)} runs, {session.row_count:,} rows, plan {session.plan.version}, {session.folder}"
-    return f"<b>{title}</b> {html.escape(facts)}{ranks_table(session.ranks, session.closed)}"
+    return f"<b>{title}</b> {html.escape(facts)}{ranks_table(session.ranks, session.closed, session.failing)}"

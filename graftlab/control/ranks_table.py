@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
@@ -10,8 +10,8 @@ from graftlab.base.html import cell, shortened, table
 from graftlab.ranks.rank_process import RankProcess
 
 
-def ranks_frame(ranks: Sequence[RankProcess]) -> pd.DataFrame:
-    """One line a rank; see :meth:`Session.status`."""
+def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.DataFrame:
+    """One line a rank; see :meth:`Session.status`. ``failing`` says by rank what failed in a run that goes on."""
     lines = []
     for rank in ranks:
         look = rank.whereabouts()
@@ -22,7 +22,7 @@ def ranks_frame(ranks: Sequence[RankProcess]) -> pd.DataFrame:
                 "pid": rank.pid,
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
-                "state": look.state if rank.alive else f"gone: {rank.how_it_ended()}",
+                "state": _state(rank, look.state, failing),
                 "step": look.step,
                 "plan_version": look.plan_version,
                 "taps": look.taps,
@@ -34,17 +34,16 @@ def ranks_frame(ranks: Sequence[RankProcess]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def ranks_table(ranks: Sequence[RankProcess], closed: bool) -> str:
+def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str, str]) -> str:
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
         look = rank.whereabouts()
         if closed:
             state, kind = "closed", "quiet"
-        elif not rank.alive:
-            state, kind = f"gone: {rank.how_it_ended()}", "bad"
         else:
-            state, kind = look.state, ""
+            state = _state(rank, look.state, failing)
+            kind = "" if state == look.state else "bad"
         if look.awaits and rank.alive:
             state += " for " + ", ".join(ranks[other].label for other in look.awaits)
         cells = [
@@ -59,3 +58,9 @@ def ranks_table(ranks: Sequence[RankProcess], closed: bool) -> str:
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return table(("rank", "pid", "device", "state", "step", "plan", "taps", "last tap"), lines)
+
+
+def _state(rank: RankProcess, state: str, failing: Mapping[str, str]) -> str:
+    if not rank.alive:
+        return f"gone: {rank.how_it_ended()}"
+    return f"failed: {failing[rank.label]}" if rank.label in failing else state

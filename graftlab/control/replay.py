@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from graftlab.base.progress import LongWait
@@ -214,6 +215,7 @@ def _feed(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[_Fed]:
 
 def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_floor: float) -> list[dict[str, Any]]:
     from graftlab.plots import first_divergent
+    from graftlab.verdict.summary import distances
 
     frame = run.frame
     of_step = dict(tuple(frame.groupby("step"))) if len(frame) else {}
@@ -236,7 +238,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
                     "status": "failed" if errors else "replayed",
                     "same_tokens": _same(_tokens(ours), _tokens(theirs)),
                     "first_divergent": None if suspect is None else _tap(suspect),
-                    "first_rel_l2": math.nan if suspect is None else suspect["rel_l2"],
+                    "first_rel_l2": math.nan if suspect is None else distances(suspect.to_frame().T)[0],
                     "final_difference": _final_difference(ours, theirs, rows),
                     "baseline_as_recorded": _same(_tokens(ours), recorded),
                     "target_as_recorded": _same(_tokens(theirs), recorded),
@@ -298,12 +300,18 @@ def _same(one: Any, other: Any) -> bool | None:
 
 
 def _final_difference(ours: Any, theirs: Any, rows: Any) -> float:
-    """``rel_l2`` of what was returned, where that is numbers; else of the last tap that was measured."""
+    """``rel_l2`` of what was returned, where that is numbers; else of the last tap that was measured.
+
+    Infinite where values that are not finite differ.
+    """
+    from graftlab.verdict.summary import distances
+
     x, y = (each.get("logits") if isinstance(each, Mapping) else each for each in (ours, theirs))
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and x.is_floating_point():
-        return measure(x, y).rel_l2
-    measured = None if rows is None else rows[rows["rel_l2"].notna()]
+        stats = measure(x, y)
+        return math.inf if stats.nonfinite_differ else stats.rel_l2
+    measured = None if rows is None else rows[~np.isnan(distances(rows))]
     if measured is None or not len(measured):
         return math.nan
     last = measured[measured["order"] == measured["order"].max()]
-    return float(last["rel_l2"].max())
+    return float(distances(last).max())

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _HELD_OUTPUT = 10_000
 # Seconds between two looks at the ranks' steps.
 _LOOK = 0.02
+# After a failure so many seconds pass until a wait that others hold up ends without them: what waits inside a
+# collective cannot be interrupted.
+_PATIENCE_AFTER_FAILURE = 2.0
+
+OnFailure = Literal["stop", "continue"]
+"""What becomes of the other ranks of a run when one of them fails: they are interrupted, or left to go on."""
 
 
 class Run:
@@ -45,8 +51,11 @@ class Run:
         write: Callable[[str], object],
         count: Callable[[], int] = lambda: 0,
         first_step: int = 0,
+        on_failure: OnFailure = "stop",
     ) -> None:
         self.number = number
+        self.on_failure = on_failure
+        self.is_stopping = False
         self._ranks = ranks
         self._frame = frame
         self._write = write
@@ -56,6 +65,10 @@ class Run:
         self._done: dict[int, RunDone] = {}
         self._deaths: dict[int, str] = {}
         self._settled: set[int] = set()
+        # Those that failed, the first one first; when that was; and those that were interrupted because of it.
+        self._failed: dict[int, str] = {}
+        self._failed_at = 0.0
+        self._stopped: set[int] = set()
         self._output: deque[tuple[str, str]] = deque(maxlen=_HELD_OUTPUT)
         self._results: dict[int, Any] = {}
 
@@ -69,7 +82,27 @@ class Run:
     def note_done(self, rank: RankProcess, done: RunDone) -> None:
         with self._changed:
             self._done[rank.place.world_rank] = done
+            if done.failure is not None:
+                self._note_failure(rank, f"{done.failure.kind}: {done.failure.message}")
             self._changed.notify_all()
+
+    def stop_the_others(self) -> list[RankProcess]:
+        """The ranks whose code goes on beside one that failed; from now on their end is told as its consequence."""
+        with self._changed:
+            others = [rank for rank in self._ranks if not self._has_ended(rank)]
+            self._stopped.update(rank.place.world_rank for rank in others)
+            return others
+
+    def _has_ended(self, rank: RankProcess) -> bool:
+        return rank.place.world_rank in self._done or rank.place.world_rank in self._settled
+
+    def _note_failure(self, rank: RankProcess, what: str) -> None:
+        if not self._failed:
+            self._failed_at = time.monotonic()
+        brief = what.partition("\n")[0]
+        self._failed.setdefault(rank.place.world_rank, brief)
+        if self.on_failure == "continue":
+            self._output.append((rank.label, f"failed: {brief}; the others go on"))
 
     def note_settled(self, rank: RankProcess) -> None:
         with self._changed:
@@ -80,6 +113,7 @@ class Run:
         with self._changed:
             if rank.place.world_rank not in self._settled:
                 self._deaths[rank.place.world_rank] = how
+                self._note_failure(rank, how)
                 self._settled.add(rank.place.world_rank)
                 self._changed.notify_all()
 
@@ -97,7 +131,8 @@ class Run:
     def wait(self, timeout: float | None = None, bar: LongWait | None = None) -> Run:
         """Wait until the run is over, showing what the ranks print; returns the run itself.
 
-        Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. An
+        Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. A
+        rank that a failed run cannot stop, because it waits inside a collective, is named and not waited for. An
         interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on. ``bar``
         takes the place of the usual one, which counts rows.
 
@@ -115,9 +150,13 @@ class Run:
                         self._show(output)
                     finally:
                         self._changed.acquire()
-                    if over and not self._output:
+                    if (over or self._is_held_up()) and not self._output:
                         break
                     remaining = None if deadline is None else deadline - time.monotonic()
+                    if self._failed and self.on_failure == "stop":
+                        remaining = (
+                            _PATIENCE_AFTER_FAILURE if remaining is None else min(_PATIENCE_AFTER_FAILURE, remaining)
+                        )
                     if not self._output:
                         self._changed.wait_for(self._has_news, progress.next_look(remaining))
                     if remaining is not None and remaining <= 0 and not self.done:
@@ -146,7 +185,7 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def there() -> bool:
-            return self.done or self.steps >= count
+            return self.done or self.steps >= count or self._is_held_up()
 
         with self._changed:
             # A rank's step is seen in shared memory, where no signal comes from: hence the looks in between.
@@ -158,15 +197,32 @@ class Run:
     def _has_news(self) -> bool:
         return bool(self._output) or self.done
 
+    def _is_held_up(self) -> bool:
+        """Whether a failure is known, and some rank does not end although it was asked to."""
+        if not self._failed or self.on_failure == "continue":
+            return False
+        return time.monotonic() - self._failed_at >= _PATIENCE_AFTER_FAILURE
+
     def _show(self, output: list[tuple[str, str]]) -> None:
         for label, text in output:
             self._write("".join(f"{label} | {line}\n" for line in text.splitlines()))
 
     def where(self) -> str:
-        """One line on where each rank is that has not ended."""
-        return "; ".join(
-            f"{rank.label}: {rank.whereabouts()}" for rank in self._ranks if rank.place.world_rank not in self._settled
-        )
+        """One line on each rank that failed, the first one first, and on where each is that has not ended."""
+        failed = [f"{self._label(world_rank)}: failed: {what}" for world_rank, what in self._failed.copy().items()]
+        return "; ".join(failed + [f"{rank.label}: {rank.whereabouts()}" for rank in self._unfinished()])
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """What went wrong so far, a line a rank, the first one first; told as soon as it is known."""
+        return {self._label(world_rank): what for world_rank, what in self._failed.copy().items()}
+
+    def _label(self, world_rank: int) -> str:
+        return next(rank.label for rank in self._ranks if rank.place.world_rank == world_rank)
+
+    def _unfinished(self) -> list[RankProcess]:
+        ended = self._settled | self._failed.keys()
+        return [rank for rank in self._ranks if rank.place.world_rank not in ended]
 
     @property
     def baseline(self) -> list[Any]:
@@ -213,20 +269,32 @@ class Run:
         if not failures:
             return
         # Ranks of one side mostly fail alike; what they have in common is said once.
+        order = {label: at for at, label in enumerate(self.failing)}
         alike: dict[str, list[str]] = {}
         first = None
         ranks = {rank.label: rank for rank in self._ranks}
-        # Deaths first: what else failed, mostly did because of them.
-        for label, failure in sorted(failures.items(), key=lambda item: not isinstance(item[1], str)):
+        # Deaths first: what else failed, mostly did because of them. Then what failed first, for the same reason.
+        for label, failure in sorted(failures.items(), key=lambda item: (not isinstance(item[1], str), order[item[0]])):
             if isinstance(failure, str):
                 what = f"died: {failure}"
+            elif self._is_consequence(ranks[label], failure):
+                what = f"was interrupted, because {next(iter(order))} failed"
             else:
                 what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
                 first = first or open_exception(ranks[label], failure)
             alike.setdefault(what, []).append(label)
         parts = [f"{', '.join(labels)} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
+        if left := self._unfinished():
+            where = "; ".join(f"{rank.label}: {rank.whereabouts()}" for rank in left)
+            parts.append(
+                f"not ended yet, because it cannot be interrupted where it is (in a collective?): {where}. It ends "
+                f"with the time limit of its group, or with session.close(); session.stacks() tells where it is"
+            )
         raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
+
+    def _is_consequence(self, rank: RankProcess, failure: Failure) -> bool:
+        return rank.place.world_rank in self._stopped and failure.kind == "KeyboardInterrupt"
 
     def __repr__(self) -> str:
         if not self.done:
@@ -239,7 +307,9 @@ class Run:
 
 
 def _html(run: Run) -> str:
-    """What a notebook shows for a run: how its taps ended, and the largest difference."""
+    """What a notebook shows for a run: how its taps ended, and how far apart the sides are."""
+    from graftlab.verdict.summary import differences
+
     if not run.done:
         return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
     failed = ", ".join(run.failures)
@@ -248,9 +318,5 @@ def _html(run: Run) -> str:
     counts = frame["status"].value_counts()
     facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
     lines = [f"<b>run {run.number}</b> {state}; {facts}"]
-    measured = frame[frame["rel_l2"].notna()]
-    if len(measured):
-        worst = measured.iloc[int(measured["rel_l2"].argmax())]
-        place = html.escape(f"{worst['name']} on {worst['side']}[{worst['rank']}]")
-        lines.append(f"largest rel_l2 {worst['rel_l2']:.2e} at {place}")
+    lines += map(html.escape, differences(frame))
     return "<br>".join(lines)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from graftlab.base.world import RunInfo
-from graftlab.control.run import Run
+from graftlab.control.run import OnFailure, Run
 from graftlab.errors import SessionBusyError, SessionClosedError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
 from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.store import RowStore
+
+# Ranks of one side mostly fail alike, and each may tell so itself before those that go on are interrupted.
+_MOMENT = 0.25
 
 
 class Runs:
@@ -34,7 +38,12 @@ class Runs:
         """Whether a run is going on."""
         return bool(self._runs) and not self._runs[-1].done
 
-    def begin(self, works: Mapping[int, Work], plan: GraftPlan) -> Run:
+    @property
+    def failing(self) -> dict[str, str]:
+        """What went wrong so far in the run that goes on, by rank."""
+        return self._runs[-1].failing if self.busy else {}
+
+    def begin(self, works: Mapping[int, Work], plan: GraftPlan, on_failure: OnFailure = "stop") -> Run:
         """Have ranks, by world rank, do their works as one run under this plan.
 
         Raises :class:`SessionBusyError` while another run goes on, :class:`SessionClosedError` where a rank is gone.
@@ -58,6 +67,7 @@ class Runs:
             write=lambda text: sys.stdout.write(text),
             count=lambda: len(self._rows),
             first_step=self._next_step,
+            on_failure=on_failure,
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -94,6 +104,8 @@ class Runs:
     def note_done(self, done: RunDone, rank: RankProcess) -> None:
         if done.failure is None or not self._closing:
             self._runs[done.run].note_done(rank, done)
+            if done.failure is not None:
+                self._stop_the_others(self._runs[done.run])
 
     def note_settled(self, settled: RunSettled, rank: RankProcess) -> None:
         self._next_step = max(self._next_step, settled.next_step)
@@ -106,3 +118,16 @@ class Runs:
                     run.note_death(rank, "the session was closed")
                 else:
                     run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+                    self._stop_the_others(run)
+
+    def _stop_the_others(self, run: Run) -> None:
+        if run.on_failure == "stop" and not run.done and not run.is_stopping:
+            run.is_stopping = True
+            timer = threading.Timer(_MOMENT, self._interrupt_others, (run,))
+            timer.daemon = True
+            timer.start()
+
+    def _interrupt_others(self, run: Run) -> None:
+        for rank in run.stop_the_others():
+            # By its number: were the run over by now, the next one must not be hit.
+            rank.channel.send(pack(Interrupt(run.number)))

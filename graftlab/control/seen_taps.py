@@ -10,6 +10,8 @@ from graftlab.ranks.rank_process import RankProcess
 
 
 class SeenTaps:
+    """Notes each when it is first reached, by whichever rank."""
+
     def __init__(self) -> None:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
 

@@ -69,6 +69,7 @@ def value_axis(
 
     ``top`` and ``bottom`` reserve an edge for rows without a value; values that are not finite reserve the top.
     """
+    at_top = "no value" if top else "not finite"
     extra = np.array([m for m in marks if m is not None], dtype=np.float64)
     finite = np.concatenate([values[np.isfinite(values)], extra[np.isfinite(extra)]])
     top = top or not bool(np.isfinite(values).all())
@@ -97,7 +98,7 @@ def value_axis(
     for shown, place, text in (
         (zeros, zero, "0 (exact)"),
         (bottom, bottom_at, "no value"),
-        (top, top_at, "no value"),
+        (top, top_at, at_top),
     ):
         if shown:
             at.append(place)

@@ -154,8 +154,11 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
     if odd.any():
         keys.append(Patch(facecolor="none", edgecolor=ODD, linewidth=2.0, label="non-finite differs"))
     finite = np.where(np.isfinite(grid), grid, 0.0)
-    if finite.max() > 0:
-        y, x = (int(place) for place in np.unravel_index(int(finite.argmax()), grid.shape))
+    differs = np.zeros(grid.shape, dtype=bool)
+    differs[ys[odd], xs[odd]] = True
+    if differs.any() or finite.max() > 0:
+        worst = differs if differs.any() else finite
+        y, x = (int(place) for place in np.unravel_index(int(worst.argmax()), grid.shape))
         outline: dict[str, Any] = {
             "fill": False,
             "edgecolor": style.ink(),
@@ -165,7 +168,8 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
         }
         ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, clip_on=False, **outline))
         step = f"step {steps[y * together]}" if together == 1 else f"steps from {steps[y * together]}"
-        found = f"worst: {who[x]}, {step}, {value} {style.number(grid[y, x])}"
+        figure_of_it = "non-finite values differ" if differs[y, x] else f"{value} {style.number(grid[y, x])}"
+        found = f"worst: {who[x]}, {step}, {figure_of_it}"
         style.head(ax, title, found)
     _label_cells(ax, rows, who, steps[::together])
     style.legend_below(ax, keys, points=54)
@@ -217,12 +221,14 @@ def _cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     status = rows["status"].astype(str).to_numpy()
     measured = np.isin(status, MEASURED)
     differ = numbers(rows, "nonfinite_differ") if "nonfinite_differ" in rows.columns else np.zeros(len(rows))
+    y = numbers(rows, value)
     flat = pd.DataFrame(
         {
             "at": [place[w] for w in who],
             "who": who,
             "step": numbers(rows, "step"),
-            "y": np.where(measured, numbers(rows, value), np.nan),
+            # What agrees but for NaNs is not exact.
+            "y": np.where(measured, np.where((differ > 0) & (y == 0), np.inf, y), np.nan),
             "odd": measured & (differ > 0),
             **{s: status == s for s in dict.fromkeys([*MEASURED, *status.tolist()])},
         }

@@ -76,7 +76,7 @@ def divergence(
         return figure
 
     edges = {style.look(s).edge for run in runs for s in run.taps.statuses if s not in MEASURED}
-    measured = np.concatenate([run.taps.value[run.taps.measured] for run in runs])
+    measured = np.concatenate([_shown(run.taps)[run.taps.measured] for run in runs])
     scale = value_axis(measured, marks=[noise_floor], top="top" in edges, bottom="bottom" in edges)
     scale.apply(ax)
     _label_taps(ax, names, ticks)
@@ -107,6 +107,12 @@ class _Run:
     x: Array
     color: str
     line: str
+
+
+def _shown(taps: Taps) -> Array:
+    """The values as they are drawn: what agrees but for NaNs is not exact, so it goes where NaNs go."""
+    shown: Array = np.where((taps.nonfinite > 0) & (taps.value == 0), np.inf, taps.value)
+    return shown
 
 
 def _named(frames: Frames, labels: Sequence[str] | None) -> dict[str, pd.DataFrame]:
@@ -197,9 +203,10 @@ def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
 
 def _draw_run(ax: Axes, run: _Run, scale: ValueAxis, *, several: bool, size: float) -> None:
     taps = run.taps
-    measured, exact = taps.measured, (taps.value == 0) & scale.log
-    y = scale.place(taps.value)
-    height = np.where(measured & np.isfinite(taps.value) & ~exact, y, np.nan)
+    measured, value = taps.measured, _shown(taps)
+    exact = (value == 0) & scale.log
+    y = scale.place(value)
+    height = np.where(measured & np.isfinite(value) & ~exact, y, np.nan)
     gaps = np.flatnonzero(np.diff([key[1] for key in run.keys])) + 1  # no line leads from one step into the next
     (line,) = ax.plot(
         np.insert(run.x, gaps, np.nan), np.insert(height, gaps, np.nan), color=run.color, gid=f"{run.label}: line"
@@ -255,7 +262,7 @@ def _annotate_suspects(
         who = f"{run.label}, " if len(runs) > 1 else ""
         name = names[names.place[run.keys[at]]]
         at_edge = failed and not above and not taps.nonfinite[at] > 0
-        y = scale.top if at_edge else float(scale.place(taps.value[at : at + 1])[0])
+        y = scale.top if at_edge else float(scale.place(_shown(taps)[at : at + 1])[0])
         share = float(run.x[at] + 0.8) / (len(names.keys) + 0.6)
         side, anchor = ("left", 0.0) if share < 0.35 else ("right", 1.0) if share > 0.65 else ("center", 0.5)
         # Above the axes, where no data is; the arrow runs down the tap's own column.
@@ -282,7 +289,7 @@ def _legend(runs: Sequence[_Run], noise_floor: float | None) -> list[Line2D]:
     for status in [*(s for s in style.MARKS if s in present), *sorted(present - set(style.MARKS))]:
         grey = several and status == "compared"  # in every run's own colour
         entries.append(style.key(status, style.GREY, "o") if grey else style.status_key(status))
-    if any(((run.taps.value == 0) & run.taps.measured).any() for run in runs):
+    if any(((_shown(run.taps) == 0) & run.taps.measured).any() for run in runs):
         entries.append(style.key("exact (hollow)", style.GREY, "o", hollow=True))
     if any(((run.taps.nonfinite > 0) & run.taps.measured).any() for run in runs):
         entries.append(style.ring_key())

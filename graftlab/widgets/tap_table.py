@@ -111,4 +111,7 @@ def _line_html(line: TapLine) -> str:
         cell(row.direction or ""),
         cell(shortened((row.error or row.note or row.aligned_by or "").partition("\n")[0], 80)),
     ]
+    if nonfinite:
+        # The figure is that of what is finite, and may be 0.
+        cells[2] = cell("not finite", "number bad")
     return f"<tr>{''.join(cells)}</tr>"

@@ -56,6 +56,31 @@ def by_rid(replay: Replay) -> Any:
     return replay.summary.set_index("rid")
 
 
+def good_logits(requests: list[Any]) -> list[Any]:
+    """As `good`, with logits beside the tokens."""
+    xs = [gl.tap("hidden", torch.tensor(each["input_ids"], dtype=torch.float32)) for each in requests]
+    return [{"output_ids": [int(x.sum())], "logits": gl.tap("logits", x * 2)} for x in xs]
+
+
+def nan_above_ten(requests: list[Any]) -> list[Any]:
+    """As `good_logits`, but the logit of a token above 10 is a NaN."""
+    xs = [gl.tap("hidden", torch.tensor(each["input_ids"], dtype=torch.float32)) for each in requests]
+    return [
+        {"output_ids": [int(x.sum())], "logits": gl.tap("logits", torch.where(x > 10, torch.nan, x * 2))} for x in xs
+    ]
+
+
+@pytest.mark.parametrize("baseline", [good, good_logits], ids=["logits are tapped", "logits are returned"])
+def test_a_nan_is_the_worst_difference_and_not_the_least(baseline: Any, session: gl.Session, tmp_path: Path) -> None:
+    path = write(tmp_path / "dump.pkl", [recorded("fine", 1, 2), recorded("nan", 1, 11), recorded("fine too", 5)])
+    replay = session.replay(path, baseline, nan_above_ten)
+    assert replay.summary["rid"].tolist() == ["nan", "fine", "fine too"]
+    assert replay.summary["first_divergent"].fillna("").tolist() == ["logits", "", ""]
+    assert replay.summary["first_rel_l2"].tolist()[0] == math.inf
+    assert replay.summary["final_difference"].tolist() == [math.inf, 0.0, 0.0]
+    assert replay.summary["same_tokens"].tolist() == [True] * 3
+
+
 def test_one_row_a_request_the_worst_first(session: gl.Session, tmp_path: Path) -> None:
     path = write(
         tmp_path / "dump.pkl",

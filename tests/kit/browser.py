@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 import pytest
 
+from kit.deadline import DEADLINE
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "graftlab-tests"
-# Only bounds how long a broken promise can hang; what is waited for always comes much sooner.
-DEADLINE = 60.0
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab")
 
 # Where the notebook of the page in front is, as JupyterLab's own code would reach it.

@@ -222,6 +222,23 @@ def test_non_finite_differences_stand_out() -> None:
     assert "non-finite differs" in legend(figure)
 
 
+def test_a_tap_that_agrees_but_for_nans_is_not_shown_as_exact() -> None:
+    data = frame(row("a", 1e-7), row("b", 0.0, nonfinite_differ=2), row("c", 0.0))
+    figure = plots.divergence(data)
+    ticks = y_ticks(figure)
+    assert points(figure, "run 1: compared exact") == [(2, ticks["0 (exact)"])]
+    ((x, y),) = points(figure, "run 1: non-finite")
+    assert x == 1
+    assert y == ticks["not finite"] > 1e-7
+    figure = plots.history(frame(row("h", 1e-7), row("h", 0.0, step=1, nonfinite_differ=2)), "h")
+    assert "0 (exact)" not in y_ticks(figure)
+    assert points(figure, "target rank 0: non-finite") == [(1, y_ticks(figure)["not finite"])]
+    figure = plots.ranks(frame(row("h", 1e-7), row("h", 0.0, rank=1, nonfinite_differ=2)), "h")
+    assert "0 (exact)" not in legend(figure)
+    assert by_gid(figure, "not finite").get_x() == 0.5
+    assert title(figure) == "h\nworst: target rank 1, step 0, non-finite values differ"
+
+
 def test_the_noise_floor_is_a_line_and_the_first_tap_above_it_is_annotated() -> None:
     figure = plots.divergence(model_frame(bad=1), noise_floor=1e-5)
     assert list(by_gid(figure, "noise floor").get_ydata()) == [1e-5, 1e-5]

@@ -20,13 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.deadline import DEADLINE
 
 from graftlab.errors import DumpError
 from graftlab.requests import Dump, DumpSettings, Opaque, RequestDumper, load_dump, writing
 from graftlab.requests.pickling import NotWritten, pickle_in_steps
-
-# Only bounds how long a broken promise can hang.
-DEADLINE = 30.0
 
 
 @pytest.fixture

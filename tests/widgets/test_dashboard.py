@@ -108,7 +108,7 @@ def test_a_tap_shows_the_worst_of_its_ranks_and_names_cannot_inject_markup(
     assert shown["first layer=0"][2] == "0.00e+00"
     assert shown["second layer=1"][2:4] == ["2.00e+00", "2.00e+00"]
     assert shown["second layer=1"][5] == "target[1]"
-    assert shown["<b>third</b>"][4] == "1"
+    assert shown["<b>third</b>"][2:5] == ["not finite", "0.00e+00", "1"]
     assert "<b>third" not in board.markup("taps")
 
 

@@ -1,0 +1,184 @@
+"""The self-graft: what a run adds when its own record, moved by one unit in the last place, is grafted into it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import GrafterWorld
+
+import graftlab as gl
+from graftlab.grafting.self_graft import SelfGraft, graft_self, moved
+from graftlab.taps import calls
+from graftlab.taps.watch import watch
+
+BUDGET = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> GrafterWorld:
+    """This process taps as a baseline's rank does."""
+    world = GrafterWorld(1, 1)
+    monkeypatch.setattr(calls, "_grafter", world.baseline.grafter)
+    monkeypatch.setattr(calls, "_taker", world.baseline.grafter)
+    return world
+
+
+def chain(gain: float = 1.0) -> torch.Tensor:
+    x = torch.linspace(0.5, 2.0, 1000)
+    x = gl.tap("layers.0.x", x)
+    x = gl.tap("layers.1.x", x * 3 * gain)
+    return gl.tap("y", x - x.mean().round())
+
+
+def by_name(rows: list[Any]) -> dict[str, Any]:
+    return {row.name: row for row in rows}
+
+
+def graft(call: Any, **options: Any) -> SelfGraft:
+    return graft_self(call, options.pop("dtypes", {}), **{"budget": BUDGET, **options})
+
+
+# ---- moving by one unit in the last place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_each_number_moves_by_one_unit_of_its_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.5, -3.25, 100.0, -0.007], dtype=dtype).repeat(64)
+    other = moved(x, dtype, seed=0)
+    assert other.dtype == dtype
+    steps = (other.double() - x.double()).abs()
+    unit = torch.finfo(dtype).eps * 2.0 ** x.double().abs().log2().floor()
+    assert torch.equal(steps, unit)
+    assert {-1.0, 1.0} == set((other.double() - x.double()).sign().tolist())
+
+
+def test_a_coarser_dtype_moves_further() -> None:
+    x = torch.full((64,), 1.0)
+    assert (moved(x, torch.bfloat16, seed=0) - 1).abs().max().item() == 2.0**-7
+    assert (moved(x, torch.float64, seed=0) - 1).abs().max().item() == 2.0**-23
+
+
+def test_zeros_infinities_and_nan_and_integers_stay() -> None:
+    x = torch.tensor([0.0, math.inf, -math.inf, math.nan])
+    assert torch.equal(moved(x, x.dtype, 0).nan_to_num(7.0), x.nan_to_num(7.0))
+    assert torch.equal(moved(torch.arange(5), torch.float32, 0), torch.arange(5))
+
+
+def test_both_parts_of_a_complex_number_move() -> None:
+    x = torch.complex(torch.ones(8), torch.full((8,), 2.0))
+    off = moved(x, torch.float32, 0) - x
+    assert (off.real.abs() > 0).all()
+    assert (off.imag.abs() > 0).all()
+
+
+# ---- what is added --------------------------------------------------------------------------------------------------
+
+
+def test_each_tap_adds_what_rounding_before_it_adds() -> None:
+    rows = by_name(graft(chain).added)
+    assert list(rows) == ["layers.0.x", "layers.1.x", "y"]
+    assert rows["layers.0.x"].rel_l2 == 0.0  # nothing comes before it
+    assert 1e-8 < rows["layers.1.x"].rel_l2 < 3e-7
+    # What cancellation leaves has lost digits.
+    assert rows["y"].rel_l2 > rows["layers.1.x"].rel_l2
+
+
+def test_an_error_is_added_at_one_tap_and_not_inherited_by_the_next() -> None:
+    def deep() -> None:
+        x = torch.linspace(0.5, 2.0, 1000)
+        for i in range(30):
+            x = gl.tap(f"layers.{i}.x", x * 1.1)
+
+    found = graft(deep)
+    assert found.added[-1].rel_l2 < 3 * found.added[1].rel_l2
+    # Without a reset errors add up.
+    assert found.outputs[-1].rel_l2 > 3 * found.outputs[1].rel_l2
+
+
+def test_the_coarser_dtype_of_a_tap_is_that_it_is_moved_by() -> None:
+    narrow = by_name(graft(chain, dtypes={"layers.0.x": "bfloat16"}).added)
+    assert 1e-4 < narrow["layers.1.x"].rel_l2 < 1e-2
+
+
+def test_what_is_overwritten_goes_on_in_place_and_in_outputs_of_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+
+    def statement() -> None:
+        y = torch.linspace(0.5, 2.0, 1000)
+        gl.tap("a", y)
+        gl.tap("b", y * 3)
+
+    assert by_name(graft(statement).added)["b"].rel_l2 > 0
+    with watch(model), torch.no_grad():
+        assert by_name(graft(lambda: model(x)).added)["1"].rel_l2 > 0
+
+
+def test_the_code_is_left_as_it_was() -> None:
+    before = chain()
+    graft(chain)
+    assert torch.equal(chain(), before)
+
+
+# ---- what cannot be relied on ---------------------------------------------------------------------------------------
+
+
+def test_code_that_does_not_repeat_itself_is_found_before_anything_is_moved() -> None:
+    def noisy() -> None:
+        x = gl.tap("steady", torch.ones(8))
+        gl.tap("noisy", x + torch.rand(8), layer=2)
+        gl.tap("after", x)
+
+    found = graft(noisy)
+    assert found.not_repeated == ["noisy (layer=2)"]
+    assert found.added == []
+
+
+def test_a_tap_that_is_not_reached_again_is_said() -> None:
+    reached: list[int] = []
+
+    def once() -> None:
+        if not reached:
+            gl.tap("first call", torch.ones(2))
+        reached.append(1)
+
+    assert graft(once).not_repeated == ["first call was not reached again"]
+
+
+def test_nan_in_the_same_places_is_the_same() -> None:
+    assert graft(lambda: gl.tap("x", torch.tensor([1.0, math.nan]))).not_repeated == []
+
+
+def test_memory_is_bounded_and_it_is_said_what_it_did_not_suffice_for() -> None:
+    def three() -> None:
+        for name in "abc":
+            gl.tap(name, torch.ones(100 if name == "b" else 10))
+
+    found = graft(three, budget=100)
+    assert [row.name for row in found.added] == ["a"]
+    assert found.not_recorded == 2  # c too: after a gap a difference may be inherited
+
+
+def test_what_is_no_tensor_is_said() -> None:
+    def mixed() -> None:
+        gl.tap("number", 3)
+        gl.tap("x", torch.ones(2))
+
+    assert graft(mixed).skipped == ["number"]
+
+
+# ---- a twin, and what is kept ---------------------------------------------------------------------------------------
+
+
+def test_a_twins_distance_is_measured_from_the_record() -> None:
+    found = graft(chain, exact=lambda: chain(gain=1 + 1e-3))
+    assert by_name(found.exact)["layers.1.x"].rel_l2 == pytest.approx(1e-3, rel=1e-2)
+    assert by_name(found.exact)["y"].rel_l2 == 0.0
+
+
+def test_the_last_record_of_a_group_is_returned() -> None:
+    found = graft(chain, keep=["layers.*.x"])
+    assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)

@@ -1,0 +1,113 @@
+"""What each tap adds, over its group's floor; and what was not looked at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, unseen_of
+from graftlab.verdict.floor import Floor, pool
+
+EPS = 2.0**-24
+
+
+def row(name: str, rel_l2: float | None = 0.0, **more: Any) -> Row:
+    given: dict[str, Any] = {
+        **{"dtype": "float32", "shape": [4], "numel": 4, "rel_l2": rel_l2, "max_abs": rel_l2, "status": "grafted"},
+        **{"mean_baseline": 0.0, "std_baseline": 1.0, "nonfinite_baseline": 0, "nonfinite_differ": 0, "rank": 0},
+        **more,
+    }
+    order = given.pop("order", 1)
+    tags = {"name": name, **given.pop("tags", {})}
+    return Row(0, 0, order, name, tags, "b2t", "target", given.pop("rank"), given.pop("status"), [0], **given)
+
+
+def frame_of(*rows: Row) -> pd.DataFrame:
+    return to_frame(list(rows))
+
+
+def test_a_floor_is_pooled_over_a_groups_taps_by_the_root_of_summed_squares() -> None:
+    floors = pool([("q", 3e-6, 1e-5, 1.0), ("q", 4e-6, 2e-5, 1.0), ("k", 1e-7, 1e-7, 9.0)])
+    assert floors["q"].rel_l2 == pytest.approx(5e-6 / math.sqrt(2))
+    assert floors["q"].rel_max == 2e-5
+    assert floors["k"] == Floor(pytest.approx(1e-7), 1e-7)
+
+
+def test_a_tap_that_was_not_finite_spoils_no_floor() -> None:
+    assert pool([("q", 1e-6, 1e-6, 1.0), ("q", math.nan, math.nan, 1.0), ("q", math.inf, 1.0, 1.0)])["q"].rel_l2 == 1e-6
+
+
+def test_a_group_is_named_where_some_tap_adds_more_than_the_threshold_times_its_floor() -> None:
+    rows = frame_of(row("l.0.q", 4e-6), row("l.1.q", 6e-6), row("l.0.k", 4.9e-6))
+    frame = added_frame(rows, {"l.*.q": Floor(1e-6, 3e-6), "l.*.k": Floor(1e-6, 3e-6)})
+    assert frame["ratio"].tolist() == pytest.approx([4.0, 6.0, 4.9])
+    assert named_groups(frame, 5) == ["l.*.q"]
+    assert named_groups(frame, 3) == ["l.*.q", "l.*.k"]
+
+
+def test_one_large_element_counts_where_the_norm_hides_it() -> None:
+    frame = added_frame(frame_of(row("q", 1e-6, max_abs=1e-3)), {"q": Floor(1e-6, 3e-6)})
+    assert frame["ratio"].item() == pytest.approx(1e-3 / 3e-6)
+
+
+def test_a_floor_is_never_below_the_roundoff_of_the_coarser_dtype() -> None:
+    rows = frame_of(row("a", 1e-3), row("b", 1e-3, cast="bfloat16 -> float32"), row("c", 1e-3, dtype="bfloat16"))
+    frame = added_frame(rows, dict.fromkeys("abc", Floor(0.0, 0.0)))
+    assert frame["dtype"].tolist() == ["float32", "bfloat16", "bfloat16"]
+    assert frame["floor"].tolist() == [EPS, 2.0**-8, 2.0**-8]
+    assert named_groups(frame, 5) == ["a"]
+
+
+def test_the_coarser_dtype_is_that_of_either_side() -> None:
+    assert coarser_dtype({"dtype": "float16", "cast": "float32 -> float16"}) == "float16"
+    assert coarser_dtype({"dtype": "float32", "cast": "float16 -> float32, cpu -> cuda:0"}) == "float16"
+
+
+def test_a_group_without_a_floor_takes_the_largest() -> None:
+    frame = added_frame(frame_of(row("new", 1e-4)), {"a": Floor(1e-6, 3e-6), "b": Floor(1e-4, 3e-4)})
+    assert frame["ratio"].item() == pytest.approx(1.0)
+
+
+def test_a_pair_of_which_one_side_is_not_finite_is_above_every_floor() -> None:
+    frame = added_frame(frame_of(row("q", 0.0, nonfinite_differ=1)), {"q": Floor(1.0, 1.0)})
+    assert named_groups(frame, 5) == ["q"]
+
+
+def test_exact_equality_is_never_named_whatever_the_floor() -> None:
+    frame = added_frame(frame_of(row("ids", 0.0, dtype="int64")), {"ids": Floor(0.0, 0.0)})
+    assert frame["ratio"].item() == 0.0
+
+
+def test_integers_that_differ_are_named_where_the_baseline_repeats_them() -> None:
+    frame = added_frame(frame_of(row("ids", 0.1, dtype="int64")), {"ids": Floor(0.0, 0.0)})
+    assert named_groups(frame, 5) == ["ids"]
+
+
+def test_the_error_without_grafts_stands_beside_what_was_added() -> None:
+    grafted, compared = row("q", 1e-6, tags={"layer": 3}), row("q", 0.5, tags={"layer": 3}, status="compared")
+    other = row("q", 0.7, tags={"layer": 4}, status="compared")
+    frame = added_frame(frame_of(grafted), {"q": Floor(1e-6, 3e-6)}, compared=frame_of(other, compared))
+    assert frame[["added", "error"]].values.tolist() == [[1e-6, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (row("q", None, status="missing"), "1 tap (q) are on the receiving side only."),
+        (row("q", None, status="unmatched"), "1 tap (q) are on the sending side only."),
+        (row("q", None, status="timeout", error="late\nmore"), "1 tap (q) were waited for in vain: late."),
+        (row("q", None, status="failed", error="E: no"), "could not be compared (the transform failed): E: no."),
+        (row("q", None), "1 tap (q) have no pair of finite numbers."),
+        (row("q", 0.0, nonfinite_baseline=2), "not finite in places, on both sides alike"),
+        (row("q", 0.0, rows_unmatched=2), "have rows that no row of the other side was paired with"),
+    ],
+)
+def test_what_was_not_measured_is_said(bad: Row, said: str) -> None:
+    (line,) = unseen_of(frame_of(row("fine"), bad))
+    assert said in line
+    assert unseen_of(frame_of(row("fine"))) == []

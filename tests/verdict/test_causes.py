@@ -1,0 +1,71 @@
+"""Causes: each named group gets the label that its effects on the output bear out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from graftlab.verdict.causes import MOST_SWAPS, find_causes
+
+T = 5.0
+
+
+def additive(**strength: float) -> Callable[[frozenset[str]], float]:
+    """Effects that add up with their signs, as small faults' do."""
+    return lambda kept: abs(sum(strength[group] for group in kept))
+
+
+def test_a_group_that_moves_the_output_alone_is_a_culprit() -> None:
+    found = find_causes(["a"], additive(a=1e4), T)
+    assert found.labels == {"a": "culprit"}
+    assert (found.alone, found.total, found.restored) == ({"a": 1e4}, 1e4, 0.0)
+
+
+def test_two_unrelated_faults_are_both_culprits() -> None:
+    assert find_causes(["a", "b"], additive(a=1e4, b=700.0), T).labels == {"a": "culprit", "b": "culprit"}
+
+
+def test_a_group_that_does_not_move_the_output_is_minor() -> None:
+    assert find_causes(["a", "b"], additive(a=1e4, b=1.0), T).labels == {"a": "culprit", "b": "minor"}
+
+
+def test_groups_that_move_it_alone_and_not_together_cancel() -> None:
+    found = find_causes(["q", "k"], additive(q=300.0, k=-300.0), T)
+    assert found.labels == {"q": "cancels", "k": "cancels"}
+    assert found.cancelling == (frozenset("qk"),)
+
+
+@pytest.mark.parametrize("others", ["qk", "qkv", "qkvo"])
+def test_a_culprit_beside_groups_that_cancel_is_told_from_them(others: str) -> None:
+    strength = dict.fromkeys(others, 100.0)
+    strength[others[-1]] = -100.0 * (len(others) - 1)
+    # Unlike for any of them alone, only all together cancel.
+    found = find_causes([*others, "x"], additive(**strength, x=5e3), T)
+    assert found.labels == {**dict.fromkeys(others, "cancels"), "x": "culprit"}
+
+
+def test_what_moves_it_only_together_is_blamed_all_the_same() -> None:
+    def both(kept: frozenset[str]) -> float:
+        return 1e3 if kept == frozenset("ab") else 0.0
+
+    assert find_causes(["a", "b"], both, T).labels == {"a": "culprit", "b": "culprit"}
+
+
+@pytest.mark.parametrize("left", [50.0, float("inf"), float("nan")])
+def test_where_the_swap_does_not_restore_nothing_is_acquitted(left: float) -> None:
+    found = find_causes(["a", "b"], lambda kept: left if not kept else 1.0, T)
+    assert found.labels == {"a": "culprit", "b": "culprit"}
+    assert not found.restored <= T
+
+
+def test_the_search_is_bounded_and_says_so() -> None:
+    asked: list[frozenset[str]] = []
+
+    def effect(kept: frozenset[str]) -> float:
+        asked.append(kept)
+        return 100.0 * len(kept)
+
+    found = find_causes([f"g{i}" for i in range(20)], effect, T)
+    assert found.cut_short
+    assert len(asked) == len(set(asked)) <= MOST_SWAPS + 1
