@@ -77,6 +77,11 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     What all weights agree on cannot contradict itself: rows permuted alike in all layers, as between two conventions of
     rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
     neither a mapping of tensors nor a module.
+
+    >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    >>> match = gl.match_weights({"q": q, "k": k}, {"qk": torch.cat([q, k])})
+    >>> match.clean, len(match.pairs)
+    (True, 2)
     """
     states = _state(baseline, "baseline"), _state(target, "target")
     mine, theirs = (_items(state) for state in states)
@@ -108,6 +113,11 @@ def make_converter(match: WeightMatch, name: str = "convert") -> str:
     It does what was done to the target, mistakes included: above each line that a problem is about stands the problem.
     What repeats in every layer is a loop. Raises :class:`MatchError` where some parameter of the target has no partner,
     naming it, and for a name that is none.
+
+    >>> linear = torch.nn.Linear(2, 3)
+    >>> source = gl.make_converter(gl.match_weights(linear, linear))
+    >>> source.splitlines()[0]
+    'import torch'
     """
     return converter(match.pairs, match.problems, match.unmatched_target, match.shapes, match.dtypes, name)
 
