@@ -55,18 +55,21 @@ clean: ## remove what the other targets made
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find graftlab tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps are younger than what they were installed from, so a second make installs nothing.
-$(demo_ready): pyproject.toml constraints.txt | $(run)
+# The stamps are younger than what they were installed from, so a second make installs nothing. Installing compiles the
+# kernel, so a change of its sources installs again.
+installed_from := pyproject.toml constraints.txt hatch_build.py $(wildcard graftlab/diffs/c/*.[ch])
+
+$(demo_ready): $(installed_from) | $(run)
 	@echo "Installing graftlab[demo] into $(VENV); the first time downloads PyTorch."
 	$(install) -e '.[demo]'
 	@touch $@
 
-$(docs_ready): pyproject.toml constraints.txt | $(run)
+$(docs_ready): $(installed_from) | $(run)
 	@echo "Installing graftlab[docs] into $(VENV); the first time downloads PyTorch."
 	$(install) -e '.[docs]'
 	@touch $@ $(demo_ready)
 
-$(test_ready): pyproject.toml constraints.txt | $(run)
+$(test_ready): $(installed_from) | $(run)
 	@echo "Installing graftlab[test] into $(VENV); the first time downloads PyTorch."
 	$(install) -e '.[test]'
 	@touch $@ $(demo_ready)

@@ -33,16 +33,20 @@ def launch(
     timeout: float = limits.TIMEOUT,
     start_method: StartMethod = "forkserver",
     folder: str | Path | None = None,
+    append: bool = False,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
+    tap_timeout: float | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
-    backend of each side's own default process group. ``timeout``, in seconds, bounds the start, every wait of a tap
-    and the groups' collectives. ``folder`` is where this session's rows and logs go (default: a new folder under
-    ``$GRAFTLAB_HOME`` or ``~/.graftlab``). ``buffer_budget`` and ``keep_budget`` are bytes a rank, for tensors on their
-    way and for pairs that the plan keeps.
+    backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
+    collectives; ``tap_timeout`` every wait of a tap, by default half of it, so that a tap that waits in vain ends
+    before the collective in which a peer waits for its rank. ``folder`` is where this session's rows and logs go
+    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``); it belongs to one session at a time, and one
+    with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are bytes a rank, for
+    tensors on their way and for pairs that the plan keeps.
 
     Raises :class:`LaunchError`, with the log's tail where a rank died.
 
@@ -50,8 +54,10 @@ def launch(
     ...     [rank.label for rank in other.ranks]
     ['baseline[0]', 'target[0]', 'target[1]']
     """
-    options = LaunchOptions(baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget)
-    return Session.launched(options, plan or GraftPlan(), make_run_folder(folder))
+    options = LaunchOptions(
+        baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget, tap_timeout
+    )
+    return Session.launched(options, plan or GraftPlan(), make_run_folder(folder), append=append)
 
 
 class Session(SessionCore):

@@ -38,6 +38,7 @@ ROOMS = [
     "zoo",
     "magics",
     "demo",
+    "__main__",
     "__init__",
 ]
 

@@ -36,17 +36,23 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _USUAL = frozenset({str, int, bool})
 
 
+# Bits; of more than 4,300 decimal digits.
+_LONGEST_INTEGER = 14_000
+
+
 def plain(value: object) -> Plain:
     """A tag's value as it travels in keys and rows, which must not need its class: text, a number, or its repr.
 
     NaN becomes the text ``"nan"``: no NaN equals another, so two taps that have one would never pair.
     """
-    if value is None or type(value) in (str, int, bool):
+    if value is None or type(value) in (str, bool):
         return value  # type: ignore[return-value]
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enum is its name
     if isinstance(value, numbers.Integral):
-        return int(value)
+        whole = int(value)
+        # Python refuses to write larger ones as decimal digits, as rows and messages would have to.
+        return whole if whole.bit_length() <= _LONGEST_INTEGER else hex(whole)
     if isinstance(value, numbers.Real):
         number = float(value)
         return "nan" if math.isnan(number) else number

@@ -5,10 +5,12 @@ Each thing that a session does has a file of its own beside this one; the core j
 
 from __future__ import annotations
 
+import contextlib
 import html
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,10 +25,11 @@ from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, ranks_table
 from graftlab.control.reports import Reports
 from graftlab.control.run import OnFailure, Run
+from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.works import Callee, Works
-from graftlab.errors import SessionClosedError, SessionError
+from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
 from graftlab.ranks.launcher import end_ranks, launch_ranks
@@ -64,6 +67,8 @@ class SessionCore:
         # Held where one thing must not come between two others: an edit between a run and its plan.
         self._lock = threading.RLock()
         self._closed = False
+        self._ending = threading.Lock()
+        self._has_ended = False
         self._works = Works()
         self._runs = Runs(self._ranks, rows)
         self._plans = Plans(self._ranks)
@@ -80,13 +85,21 @@ class SessionCore:
                 logger.warning("%s: %s", rank.label, note)
 
     @classmethod
-    def launched(cls, options: LaunchOptions, plan: GraftPlan, folder: Path) -> Self:
-        """A session of ranks that are started for it. Raises :class:`LaunchError`."""
-        rows = RowStore(folder)
+    def launched(cls, options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool = False) -> Self:
+        """A session of ranks that are started for it. Raises :class:`LaunchError`.
+
+        With ``append`` the folder may have the rows of an earlier session.
+        """
         try:
+            rows = RowStore(folder, append=append)
+        except (SessionError, OSError) as error:
+            raise LaunchError(str(error)) from error
+        try:
+            describe_session(folder)
             return cls(options, launch_ranks(options, folder), plan, rows, folder)
         except BaseException:
-            rows.close()
+            with contextlib.suppress(SessionError):
+                rows.close()
             raise
 
     # ---- runs ---------------------------------------------------------------------------------------------------
@@ -413,16 +426,39 @@ class SessionCore:
         return "\n".join(tails)
 
     def close(self) -> None:
-        """End every rank; rows and logs stay in ``folder``. Safe to call twice.
+        """End every rank; rows and logs stay in ``folder``. Safe to call twice, and again after the stop
+        button ended the wait for it.
+
+        Raises :class:`SessionError` in the end when there are rows that the disk does not take.
 
         >>> other = gl.launch()
         >>> other.close()
         >>> other.closed
         True
         """
+        if self._has_ended:
+            return
+        # On a thread of its own, so that the stop button ends the wait and never the closing half way.
+        ending = Future[None]()
+        thread = threading.Thread(target=self._end, args=(ending,), name="graftlab-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down and starts no threads any more
+            self._end(ending)
+        ending.result()
+
+    def _end(self, ending: Future[None]) -> None:
+        try:
+            with self._ending:
+                if not self._has_ended:
+                    self._end_all()
+        except BaseException as error:
+            ending.set_exception(error)
+        else:
+            ending.set_result(None)
+
+    def _end_all(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             self._runs.close()
         end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
@@ -430,8 +466,9 @@ class SessionCore:
         for rank in self._ranks:
             rank.release()
             self.reports.on_gone(rank)
-        self._rows.close()
         open_sessions.remove(self)
+        self._has_ended = True
+        self._rows.close()
 
     @property
     def closed(self) -> bool:

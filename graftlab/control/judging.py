@@ -22,6 +22,7 @@ from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, rec
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.groups import GRADIENT, filter_of, group_of, is_gradient
+from graftlab.verdict.hints import hint_of
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -100,10 +101,17 @@ class _Judging:
             names = self._names_by_group(rows, selves)
             for of_gradient, where in self._at(outputs):
                 groups = [group for group in named if group.endswith(GRADIENT) == of_gradient]
+                # A gradient is judged with the baseline's values, which go before it.
+                settled = [group for group in named if of_gradient and not group.endswith(GRADIENT)]
                 if groups:
-                    causes[where] = self._causes(groups, where, outputs[where], names, selves, threshold)
+                    causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
             remarks += self._unexplained(named, causes)
         frame = _labelled(frame, named, causes, threshold)
+        hints: dict[str, str] = {}
+        if causes:
+            hints = self._hints(
+                frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
+            )
         return Verdict(
             Findings(
                 frame,
@@ -112,9 +120,8 @@ class _Judging:
                 unseen,
                 not_repeated,
                 causes,
-                {},
+                hints,
                 remarks,
-                explain,
             ),
             self.runs,
         )
@@ -215,6 +222,7 @@ class _Judging:
     def _causes(
         self,
         groups: Sequence[str],
+        settled: Sequence[str],
         where: str,
         output: Mapping[str, Any],
         names: Mapping[str, set[tuple[str, bool]]],
@@ -230,7 +238,7 @@ class _Judging:
         name = [row.name for row in selves[0].outputs if self._group(row) == where][-1]
 
         def effect(kept: frozenset[str]) -> float:
-            taken = sorted(name for group in groups if group not in kept for name in names[group])
+            taken = sorted(name for group in (*settled, *groups) if group not in kept for name in names[group])
             from_baseline = filter_of(taken)
             if from_baseline is None:
                 plan = {"b2t": None, "t2b": "True"}
@@ -260,6 +268,31 @@ class _Judging:
             off += float((one - other).square().nan_to_num(math.inf).sum())
             whole += float(one.square().sum())
         return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+
+    # ---- the mechanism ------------------------------------------------------------------------------------------
+
+    def _hints(self, frame: pd.DataFrame, culprits: Sequence[str]) -> dict[str, str]:
+        """What the tensors of each culprit tell, at the tap that adds the most."""
+        worst = {}
+        for group in culprits:
+            rows = frame[frame["group"] == group]
+            worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+        keep = filter_of((row["name"], is_gradient(row["tags"])) for row in worst.values())
+        if keep is None:
+            return {}
+        self._both("how the values differ", b2t="True", t2b=None, compare=None, keep=keep)
+        hints = {}
+        for group, row in worst.items():
+            try:
+                tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+                pair = self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+            except SessionError as error:
+                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
+                continue
+            hint = hint_of(*pair)
+            if hint is not None:
+                hints[group] = f"at {row['name']}, {hint}"
+        return hints
 
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
         left = [group for group in named if not any(group in each.labels for each in causes.values())]

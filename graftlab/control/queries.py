@@ -24,7 +24,7 @@ class Queries:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._numbers = itertools.count(1)
-        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._answers: dict[int, tuple[RankProcess, queue.SimpleQueue[Answer]]] = {}
 
     def ask(self, rank: RankProcess, question: Question, expected: type[A]) -> A:
         """The answer of the rank's desk, which is of the type ``expected``.
@@ -32,10 +32,13 @@ class Queries:
         Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
         """
         number = next(self._numbers)
-        waiting = self._answers[number] = queue.SimpleQueue()
+        waiting: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers[number] = (rank, waiting)
         # Tensors may take their time; a rank that is asked for its stack alone hangs if it does.
         limit = _ANSWER_TIMEOUT if isinstance(question, AskStacks) else max(_ANSWER_TIMEOUT, self._timeout)
         try:
+            if not rank.alive:
+                raise SessionError(f"{rank.label} cannot answer: it {rank.how_it_ended()}")
             rank.channel.send(pack(Query(number, question)))
             answer = waiting.get(timeout=limit)
         except queue.Empty:
@@ -52,7 +55,13 @@ class Queries:
     def on_reply(self, reply: Reply) -> None:
         waiting = self._answers.get(reply.number)
         if waiting is not None:
-            waiting.put(reply.answer)
+            waiting[1].put(reply.answer)
+
+    def note_gone(self, rank: RankProcess) -> None:
+        """Nobody waits for the answer of a rank that has died."""
+        for asked, waiting in list(self._answers.values()):
+            if asked is rank:
+                waiting.put(Refused(f"it {rank.how_it_ended()} before it answered"))
 
     def stack_of(self, rank: RankProcess) -> str:
         """Where the rank's threads are in the code, also if none of them lets go of the interpreter."""

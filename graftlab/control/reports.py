@@ -28,6 +28,7 @@ class Reports:
     def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: SeenTaps, queries: Queries) -> None:
         self._rows = rows
         self._runs = runs
+        self._queries = queries
         self._handle = Dispatch[[RankProcess], None]()
         self._handle.on(Output, runs.note_output)
         self._handle.on(RunDone, runs.note_done)
@@ -44,3 +45,4 @@ class Reports:
 
     def on_gone(self, rank: RankProcess) -> None:
         self._runs.note_death(rank)
+        self._queries.note_gone(rank)

@@ -13,7 +13,7 @@ from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
-from graftlab.errors import RunError, WaitInterrupted
+from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.ranks.messages import Failure, RunDone
 from graftlab.ranks.rank_process import RankProcess
 
@@ -52,6 +52,7 @@ class Run:
         count: Callable[[], int] = lambda: 0,
         first_step: int = 0,
         on_failure: OnFailure = "stop",
+        unwritten: Callable[[int], str | None] = lambda since: None,
     ) -> None:
         self.number = number
         self.on_failure = on_failure
@@ -60,6 +61,8 @@ class Run:
         self._frame = frame
         self._write = write
         self._count = count
+        self._unwritten = unwritten
+        self._first_row = count()
         self.first_step = first_step
         self._changed = threading.Condition()
         self._done: dict[int, RunDone] = {}
@@ -163,10 +166,15 @@ class Run:
                         raise TimeoutError(f"run {self.number} is still going on after {timeout:g} s: {self.where()}")
         except KeyboardInterrupt:
             raise WaitInterrupted(
-                f"the wait for run {self.number} ended; the ranks go on. session.runs[{self.number}].wait() waits "
+                f"the wait for run {self.number} ended; the ranks go on. session.runs[-1].wait() waits "
                 f"again, session.interrupt() stops the code on the ranks"
             ) from None
         self._raise_failures()
+        if lost := self._unwritten(self._first_row):
+            raise SessionError(
+                f"run {self.number} has ended, and session.runs[-1] has its results, but of its rows some are not on "
+                f"disk: {lost}"
+            )
         return self
 
     @property

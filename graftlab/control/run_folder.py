@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
 
 from graftlab.errors import LaunchError
 
+logger = logging.getLogger(__name__)
+
 HOME_VARIABLE = "GRAFTLAB_HOME"
 
 
 def make_run_folder(folder: str | Path | None) -> Path:
-    """The session's run folder, made if need be. Raises LaunchError when it cannot be."""
+    """The session's run folder, made if need be, for nobody else to enter. Raises LaunchError when it cannot be."""
     if folder is None:
         home = Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
         path = home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
         source = f"set {HOME_VARIABLE} to a folder you can write to"
-    else:
+    elif isinstance(folder, (str, os.PathLike)):
         path, source = Path(folder).expanduser(), "pass another folder="
+    else:
+        raise LaunchError(f"folder={folder!r}: give a path, or None for a new folder below ${HOME_VARIABLE}")
+    # The notebook may change its folder.
+    path = path.absolute()
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
-        (path / "session.json").write_text(json.dumps({"started": time.time(), "kernel": os.getpid()}))
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (path / "logs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}; {source}") from error
     return path
+
+
+def describe_session(folder: Path) -> None:
+    """Note in the run folder when its session began, and in which process."""
+    try:
+        descriptor = os.open(folder / "session.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump({"started": time.time(), "kernel": os.getpid()}, file)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", folder / "session.json", error)

@@ -27,7 +27,8 @@ class Runs:
         self._ranks = ranks
         self._rows = rows
         self._runs: list[Run] = []
-        self._next_step = 0
+        self._next_step = rows.first_step
+        self._first_run = rows.first_run
         self._closing = False
 
     def all(self) -> list[Run]:
@@ -61,13 +62,14 @@ class Runs:
                     f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 )
         run = Run(
-            number=len(self._runs),
+            number=self._first_run + len(self._runs),
             ranks=ranks,
             frame=self._rows.frame,
             write=lambda text: sys.stdout.write(text),
             count=lambda: len(self._rows),
             first_step=self._next_step,
             on_failure=on_failure,
+            unwritten=self._rows.unwritten,
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -103,13 +105,14 @@ class Runs:
 
     def note_done(self, done: RunDone, rank: RankProcess) -> None:
         if done.failure is None or not self._closing:
-            self._runs[done.run].note_done(rank, done)
+            run = self._runs[done.run - self._first_run]
+            run.note_done(rank, done)
             if done.failure is not None:
-                self._stop_the_others(self._runs[done.run])
+                self._stop_the_others(run)
 
     def note_settled(self, settled: RunSettled, rank: RankProcess) -> None:
         self._next_step = max(self._next_step, settled.next_step)
-        self._runs[settled.run].note_settled(rank)
+        self._runs[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankProcess) -> None:
         for run in self._runs[-1:]:
@@ -117,7 +120,10 @@ class Runs:
                 if self._closing:
                     run.note_death(rank, "the session was closed")
                 else:
-                    run.note_death(rank, f"{rank.how_it_ended()}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+                    tap = rank.whereabouts().tap
+                    where = f"last seen at tap {tap!r}" if tap else "before its first tap"
+                    how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
+                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
                     self._stop_the_others(run)
 
     def _stop_the_others(self, run: Run) -> None:

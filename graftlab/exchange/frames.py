@@ -73,7 +73,10 @@ class Announced(Frame, frozen=True, tag=5):
 
 
 class ChunkShared(Frame, frozen=True, tag=6):
-    """How to open a piece of the sender's GPU memory."""
+    """How to open a piece of the sender's GPU memory.
+
+    torch unpickles the handle. So this frame is only for peers that were launched together with this rank, on its host.
+    """
 
     chunk: int
     handle: bytes

@@ -70,31 +70,32 @@ class Arrival(NamedTuple):
 
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
-    own, place = call.tensor, call.place
+    run, step, order, tags, action, place, plan_version, occurrence, own = call
+    status, senders, stats, aligned_by, rows_matched, rows_unmatched, cast, note, error, _ = arrival
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
-        call.run,
-        call.step,
-        call.order,
-        call.tags["name"],
-        call.tags,
-        call.action.direction,
+        run,
+        step,
+        order,
+        tags["name"],
+        tags,
+        action.direction,
         place.side,
         place.rank,
-        arrival.status,
-        arrival.senders,
+        status,
+        senders,
         None if own is None else list(own.shape),
         None if own is None else dtype_name(own.dtype),
-        *(_NO_STATISTICS if arrival.stats is None else statistics_of(arrival.stats)),
-        arrival.aligned_by,
-        arrival.rows_matched,
-        arrival.rows_unmatched,
-        arrival.cast,
-        arrival.note,
-        call.plan_version,
-        call.occurrence,
+        *(_NO_STATISTICS if stats is None else statistics_of(stats)),
+        aligned_by,
+        rows_matched,
+        rows_unmatched,
+        cast,
+        note,
+        plan_version,
+        occurrence,
         seconds,
-        arrival.error,
+        error,
     )
 
 
@@ -121,7 +122,7 @@ class Arrivals:
         if receipt.unreadable:
             return _unreadable(call, receipt)
         graft_input = _input(call, extras, receipt)
-        note = _absent(receipt)
+        note = _absent(receipt) if receipt.absent else None
         try:
             outcome = run_transform(self._transform, graft_input)
             stats = compare(outcome, graft_input)

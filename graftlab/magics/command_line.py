@@ -128,6 +128,15 @@ def _commands() -> dict[str, Command]:
     )
     run.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the Run")
 
+    verdict = command(
+        "verdict",
+        "Tell which computation is other on the target, whether it is the cause, and what is only inherited.\n\n"
+        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft verdict [-h] [-o NAME] EXPR",
+    )
+    verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"
@@ -253,7 +262,7 @@ def _parse_expression(command: Command, rest: str) -> argparse.Namespace:
         words, text = ["-o", after["out"]], text[: after.start()]
     arguments = command.parser.parse_args(words)
     if not text.strip():
-        command.parser.error("an expression is needed, such as `%graft run forward(batch)`")
+        command.parser.error(f"an expression is needed, such as `{command.parser.prog} forward(batch)`")
     if re.match(r"-o\b|--\w", text.lstrip()):
         # Python would read two minus signs, and complain about something else.
         command.parser.parse_args(text.split()[:1])

@@ -127,6 +127,11 @@ class GraftMagics(Magics):
         self._assign(arguments.out, run)
         return run.wait()
 
+    def _verdict(self, arguments: argparse.Namespace) -> Any:
+        verdict = self._open().verdict(arguments.expression, arguments.expression)
+        self._assign(arguments.out, verdict)
+        return verdict
+
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
         # What the notebook does not know is looked for where the %%graft cells of that side ran.

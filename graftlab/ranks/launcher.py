@@ -7,6 +7,7 @@ address. So there is nothing that another user could open, and nothing that coul
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import select
 import socket
@@ -179,6 +180,8 @@ def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, share
         stacks=str(stacks),
         segment_size=shared.segment_size,
         timeout=options.timeout,
+        tap_timeout=options.tap_limit,
+        multiprocessing=multiprocessing.get_start_method(allow_none=True),
         buffer_budget=options.buffer_budget,
         keep_budget=options.keep_budget,
         threads=max(1, (os.cpu_count() or 1) // len(place.everyone())),

@@ -9,12 +9,15 @@ from graftlab.base import limits
 from graftlab.base.world import MAX_RANKS
 from graftlab.errors import LaunchError
 
+# Seconds; what waits use counts in more than milliseconds of 32 bits.
+_LONGEST = 1e6
+
 StartMethod = Literal["forkserver", "spawn"]
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to start the ranks; budgets are in bytes a rank, ``timeout`` in seconds.
+    """How to start the ranks; budgets are in bytes a rank, both timeouts in seconds.
 
     Raises :class:`LaunchError` for what cannot be meant.
     """
@@ -27,6 +30,7 @@ class LaunchOptions:
     start_method: StartMethod = "forkserver"
     buffer_budget: int = limits.BUFFER_BUDGET
     keep_budget: int = limits.KEEP_BUDGET
+    tap_timeout: float | None = None
 
     def __post_init__(self) -> None:
         for side, count in (("baseline", self.baseline), ("target", self.target)):
@@ -39,5 +43,16 @@ class LaunchOptions:
             )
         if self.start_method not in get_args(StartMethod):
             raise LaunchError(f"start_method={self.start_method!r}: ranks start by 'forkserver' or 'spawn'")
-        if not self.timeout > 0:
-            raise LaunchError(f"timeout={self.timeout!r}: give seconds, more than 0")
+        _require_seconds("timeout", self.timeout)
+        if self.tap_timeout is not None:
+            _require_seconds("tap_timeout", self.tap_timeout)
+
+    @property
+    def tap_limit(self) -> float:
+        """Seconds that a tap waits: less than a collective, which may be waiting for the rank with the tap."""
+        return self.timeout / 2 if self.tap_timeout is None else self.tap_timeout
+
+
+def _require_seconds(name: str, given: object) -> None:
+    if not isinstance(given, (int, float)) or not 0 < given <= _LONGEST:
+        raise LaunchError(f"{name}={given!r}: give seconds, more than 0 and at most {_LONGEST:g}")

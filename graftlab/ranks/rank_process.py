@@ -16,6 +16,9 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
 
+# What multiprocessing says of a process whose forkserver has died before it.
+_UNKNOWN = 255
+
 
 class RankProcess:
     """A process that this one started. ``bell`` rings when the rank has sent what should not wait.
@@ -119,6 +122,8 @@ class RankProcess:
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
+        if code == _UNKNOWN:
+            return f"ended, by a signal or with exit code {code}: the forkserver, which would know, is gone"
         return f"ended with exit code {code}"
 
     def log_tail(self, lines: int = 30) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -41,6 +42,8 @@ def settle_in(spec: RankSpec, store: str) -> None:
     )
     sys.path[:] = spec.sys_path
     os.chdir(spec.cwd)
+    # The forkserver has put its own in place, which cannot start what a cell defines: a data loader's workers, say.
+    multiprocessing.set_start_method(spec.multiprocessing, force=True)
     torch.set_num_threads(spec.threads)
     device = torch.device(spec.device)
     if device.type == "cuda":

@@ -15,7 +15,8 @@ class RankSpec:
     """All that a rank is told before it begins.
 
     ``store`` is the path of the file through which the ranks of a side find each other; empty where it has no name
-    and comes as a descriptor.
+    and comes as a descriptor. ``multiprocessing`` is the start method that the notebook's process uses; None where it
+    has not chosen one.
     """
 
     place: Place
@@ -26,6 +27,8 @@ class RankSpec:
     stacks: str
     segment_size: int
     timeout: float
+    tap_timeout: float
+    multiprocessing: str | None
     buffer_budget: int
     keep_budget: int
     threads: int

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TextIO
 
 # A progress bar may never end its line; what is this long goes on its way all the same.
 _LONGEST = 1 << 16
+# So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
+_LINES_A_SECOND = 10_000
+_CHARACTERS_A_SECOND = 1 << 21
 
 
 def redirect_to(log: str) -> None:
@@ -34,8 +39,11 @@ class LabelledStream(io.TextIOBase):
     def __init__(self, log: TextIO, send: Callable[[str], None]) -> None:
         self._log = log
         self._send = send
-        self._lock = threading.Lock()
+        # A signal handler may print in the middle of a print.
+        self._lock = threading.RLock()
         self._unfinished: dict[int, str] = {}
+        self._second, self._lines, self._characters = 0, 0, 0
+        self._has_said_so = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -50,7 +58,7 @@ class LabelledStream(io.TextIOBase):
     def write(self, text: str) -> int:
         thread = threading.get_ident()
         with self._lock:
-            self._log.write(text)
+            self._to_log(text)
             pending = self._unfinished.pop(thread, "") + text
             whole, newline, rest = pending.rpartition("\n")
             if len(rest) > _LONGEST:
@@ -58,16 +66,38 @@ class LabelledStream(io.TextIOBase):
             if rest:
                 self._unfinished[thread] = rest
         if newline:
-            self._send(whole + newline)
+            self._show(whole + newline)
         return len(text)
 
+    def _to_log(self, text: str = "") -> None:
+        # The disk may be full, or user code may have closed the descriptor: nothing that a model should end for.
+        with contextlib.suppress(OSError, ValueError):
+            self._log.write(text) if text else self._log.flush()
+
+    def _show(self, text: str) -> None:
+        second = int(time.monotonic())
+        with self._lock:
+            if second != self._second:
+                self._second, self._lines, self._characters = second, 0, 0
+            self._lines += text.count("\n")
+            self._characters += len(text)
+            if self._lines > _LINES_A_SECOND or self._characters > _CHARACTERS_A_SECOND:
+                if self._has_said_so:
+                    return
+                self._has_said_so = True
+                text = (
+                    f"[graftlab: this prints more than {_LINES_A_SECOND} lines or {_CHARACTERS_A_SECOND >> 20} MiB "
+                    f"a second; what is beyond that is in its log only]\n"
+                )
+        self._send(text)
+
     def flush(self) -> None:
-        self._log.flush()
+        self._to_log()
 
     def flush_lines(self) -> None:
         """Send unfinished lines too: whoever began them has ended."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished, {}
         for text in unfinished.values():
-            self._send(text + "\n")
-        self._log.flush()
+            self._show(text + "\n")
+        self._to_log()

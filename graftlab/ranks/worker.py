@@ -45,7 +45,8 @@ _LOOK_AGAIN = 0.01
 def main(spec: RankSpec, connection: socket.socket) -> None:
     """The life of a rank. The connection carries the descriptors of memory and sockets first, then messages."""
     faulthandler.enable()
-    stacks = open(spec.stacks, "a")  # noqa: SIM115 - faulthandler writes there as long as the process lives
+    # faulthandler writes there as long as the process lives.
+    stacks = os.open(spec.stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     *descriptors, store, bell, lifeline = receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
     die_with_the_notebook(lifeline)
@@ -78,7 +79,7 @@ class Rank:
         channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
         links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
         self._exchange: LiveExchange[Row] = SharedMemoryExchange(
-            place, own, links, budget=spec.buffer_budget, timeout=spec.timeout
+            place, own, links, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
         self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own.map), taps.ambient, line, kept)

@@ -63,7 +63,14 @@ def failure_of(error: BaseException) -> Failure:
     except Exception:
         # The text says it all; the object only lets the notebook raise the same class.
         pickled = None
-    message = str(error)
+    message = _told_by(error)
     if isinstance(error, SystemExit):
         message = f"the code called exit({error.code!r}); the rank goes on"
     return Failure(type(error).__name__, message, user_traceback(error), pickled)
+
+
+def _told_by(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its message cannot be shown: str() of it raised {type(problem).__name__})"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import math
 import os
 import threading
@@ -16,6 +19,8 @@ from graftlab.errors import SessionError
 from graftlab.rows.columns import Block, Columns
 from graftlab.rows.encoding import HEADER, decode_all, record
 from graftlab.rows.schema import COLUMNS, Row
+
+logger = logging.getLogger(__name__)
 
 ROWS_FILE = "rows.jsonl"
 
@@ -42,15 +47,27 @@ def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
 class RowStore:
     """All rows of a session: on disk before anybody looks at them, and in columns as far as frames needed them so far.
 
-    Thread-safe. Rows that come in wait for no reader: what readers share with them is how far the file is written.
+    Thread-safe. Rows that come in wait for no reader: what readers share with them is how far the file is written. What
+    the disk does not take stays in memory, where readers find it as if it lay at the file's end, and is written as soon
+    as there is room.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, append: bool = False) -> None:
+        """Raises :class:`SessionError` for a folder that an open session uses; without ``append`` for one with rows."""
         self._path = folder / ROWS_FILE
         # Unbuffered: what was appended is on its way to the disk even if this process is killed the next moment.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the session
+        self._file = open(self._path, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
+        try:
+            self.first_run, self.first_step = self._claim(append)
+        except BaseException:
+            self._file.close()
+            raise
         self._writing = threading.Lock()
-        self._end = self._file.seek(0, os.SEEK_END)
+        self._end = self._written = self._file.seek(0, os.SEEK_END)
+        # What the disk does not take, and why: what lies in this "file" between ``_written`` and ``_end``.
+        self._unwritten = bytearray()
+        self._problem: OSError | None = None
+        self._first_unwritten = 0
         self._count = 0
         self._write(HEADER + b"\n")
         # The first row at each of some places in the file, in ascending order.
@@ -62,8 +79,29 @@ class RowStore:
         # only grows by whole pairs or is replaced, because the stop button may interrupt a reader anywhere.
         self._blocks: list[tuple[Block, int]] = [(self._columns.block([]), self._end)]
 
+    def _claim(self, append: bool) -> tuple[int, int]:
+        """Make the file this session's own; returns the numbers of the first run and step that it does not have."""
+        folder = self._path.parent
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SessionError(
+                f"the run folder {folder} is in use by an open session, of this notebook or of another; close that "
+                f"one, or pass another folder="
+            ) from None
+        # A launch that failed leaves no more than the first line.
+        if self._file.seek(0, os.SEEK_END) <= len(HEADER) + 1:
+            return 0, 0
+        if not append:
+            raise SessionError(
+                f"the run folder {folder} has the rows of an earlier session; pass append=True to go on after them, or "
+                f"another folder="
+            )
+        frame = load_run(folder)
+        return (int(frame["run"].max()) + 1, int(frame["step"].max()) + 1) if len(frame) else (0, 0)
+
     def append(self, lines: Sequence[bytes]) -> None:
-        """Rows as :func:`graftlab.rows.encoding.encode` makes them. Raises OSError when they cannot be written."""
+        """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
         data = b"\n".join(lines) + b"\n"
         with self._writing:
             if self._count - self._marked_rows[-1] >= _STRIDE:
@@ -88,7 +126,7 @@ class RowStore:
             last = bisect_left(self._marked_rows, stop)
             begin, skipped = self._marked_places[first], start - self._marked_rows[first]
             end = self._marked_places[last] if last < len(self._marked_places) else self._end
-        lines = b"".join(_pieces(self._path, begin, end)).split(b"\n")[skipped : skipped + max(0, stop - start)]
+        lines = b"".join(self._pieces(begin, end)).split(b"\n")[skipped : skipped + max(0, stop - start)]
         return [
             record(values)
             for at in range(0, len(lines), _STRIDE)
@@ -111,31 +149,77 @@ class RowStore:
                 self._shown = self._columns.frame(block)
             return self._shown.copy(deep=not _COPY_ON_WRITE)
 
+    def unwritten(self, since: int = 0) -> str | None:
+        """In words, which rows from index ``since`` on are not on disk and why, after another try; None if all are."""
+        with self._writing:
+            if self._unwritten and not self._file.closed:
+                self._write(b"")
+            first = max(since, self._first_unwritten)
+            if self._problem is None or first >= self._count:
+                return None
+            return (
+                f"rows {first} to {self._count - 1} are not on disk, because {self._path} cannot be written: "
+                f"{self._problem.strerror}. They are in memory and in session.frame until the session ends; make room, "
+                f"and the next row, run or close() writes them"
+            )
+
     def close(self) -> None:
+        """Raises :class:`SessionError` when rows are lost with this process, because the disk does not take them."""
+        lost = self.unwritten()
         with self._writing:
             self._file.close()
+        if lost:
+            raise SessionError(lost)
 
     def _write(self, data: bytes) -> None:
+        self._end += len(data)
+        if self._unwritten:
+            self._unwritten += data
+            data = bytes(self._unwritten)
         written = 0
         try:
             while written < len(data):
                 written += self._file.write(data[written:])
-        except OSError:
+        except OSError as problem:
+            if not self._unwritten:
+                self._unwritten += data
+                self._first_unwritten = self._count
+            if self._problem is None:
+                logger.error("%s cannot be written (%s); its rows stay in memory", self._path, problem.strerror)
+            self._problem = problem
             # Half a line in the middle would make all that follow unreadable.
-            os.truncate(self._path, self._end)
-            raise
-        self._end += len(data)
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, self._written)
+            return
+        self._written += len(data)
+        self._unwritten.clear()
+        self._problem = None
+
+    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """As the function of that name, with what is not on disk yet."""
+        with self._writing:
+            written = self._written
+            rest = bytes(self._unwritten[max(0, start - written) : max(0, stop - written)])
+        yield from _pieces(self._path, start, min(stop, written))
+        if rest:
+            yield rest
 
     def _read_on(self) -> None:
         """Bring the first block up to the end of the file, as it is now."""
         place = self._blocks[-1][1]
-        for lines in _pieces(self._path, place, self._end):
+        with self._writing:
+            end = self._end
+        for lines in self._pieces(place, end):
             place += len(lines)
             self._blocks.append((self._columns.block(decode_all(lines)[0]), place))
         if len(self._blocks) > 1:
             self._shown = None
             ordered, *more = (block for block, _ in self._blocks)
             self._blocks = [(self._columns.merge(ordered, more), self._blocks[-1][1])]
+
+
+def _open_for_the_user_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def load_run(folder: str | Path) -> pd.DataFrame:

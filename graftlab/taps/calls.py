@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class StepTaker(Taker, Protocol):
 _taker: Taker | None = None
 _grafter: StepTaker | None = None
 _here: Here | None = None
+# Whom a thread's taps go to; None while all go to the grafter.
+_route: Callable[[int], Taker | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,17 @@ class Here:
     vars: dict[str, Any] = field(repr=False)
 
 
-def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
+def tap(name: str, value: T, /, *, extras: Any = None, grad: bool = False, **tags: Any) -> T:
     """Show a tensor to graftlab under a name; returns the tensor to go on with.
 
     Where the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
     ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
     the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
     and is itself returned. A value that is not a tensor is skipped, with one warning a tap.
+
+    With ``grad`` the gradient of what is returned is a tap too, in the backward pass, of the same name and tags and
+    with ``kind="grad"``. A graft replaces the gradient that flows on; nothing is written into the tensor that autograd
+    gave, which other branches may share. A tensor that needs no gradient, and a callable, have none to show.
 
     Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
     this tap in both directions. Outside a session it does nothing.
@@ -86,7 +93,29 @@ def tap(name: str, value: T, /, *, extras: Any = None, **tags: Any) -> T:
     if _taker is None:
         return value
     grafted: T = _taker.tap(name, value, extras, tags)
+    if grad:
+        tap_gradient(name, grafted, tags)
     return grafted
+
+
+def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:
+    """Tap the gradient of a tensor when the backward pass comes to it; of anything else there is none."""
+    if not getattr(value, "requires_grad", False) or not hasattr(value, "register_hook"):
+        return
+    # The backward pass may run in a thread of autograd's own, which knows neither the tags around the tap nor whom
+    # the taps of this thread go to.
+    thread, shown = threading.get_ident(), {**dict(ambient.get()), **tags, "kind": "grad"}
+
+    def hook(gradient: Any) -> Any:
+        taker = _grafter if _route is None else _route(thread)
+        if taker is None:
+            return None
+        # A DTensor is written in place, which autograd's own tensor must not be.
+        own = gradient.clone() if hasattr(gradient, "to_local") else gradient
+        replaced = taker.tap(name, own, None, shown, replace=True)
+        return None if replaced is gradient else replaced
+
+    value.register_hook(hook)
 
 
 def step() -> None:
@@ -221,7 +250,11 @@ def grafter() -> StepTaker | None:
     return _grafter
 
 
-def give_taps_to(taker: Taker | None) -> None:
-    """Have another take what taps show, in all threads, until told again; None for the grafter. For routing alone."""
-    global _taker
+def give_taps_to(taker: Taker | None, route: Callable[[int], Taker | None] | None = None) -> None:
+    """Have another take what taps show, in all threads, until told again; None for the grafter. For routing alone.
+
+    ``route`` says whom it gives the taps of a thread to.
+    """
+    global _taker, _route
     _taker = taker if _grafter is not None and taker is not None else _grafter
+    _route = route

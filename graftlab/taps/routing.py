@@ -39,8 +39,12 @@ class _Router:
     """In place of the grafter while some thread's taps go elsewhere."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        taker = _routes.get(threading.get_ident()) or calls.grafter()
+        taker = _taker_of(threading.get_ident())
         return value if taker is None else taker.tap(name, value, extras, tags, replace)
+
+
+def _taker_of(thread: int) -> Taker | None:
+    return _routes.get(thread) or calls.grafter()
 
 
 @functools.cache
@@ -59,7 +63,10 @@ def _route(thread: int, taker: Taker | None) -> None:
             _routes.pop(thread, None)
         else:
             _routes[thread] = taker
-        calls.give_taps_to(_router() if _routes else None)
+        if _routes:
+            calls.give_taps_to(_router(), _taker_of)
+        else:
+            calls.give_taps_to(None)
 
 
 def _forget_routes() -> None:

@@ -91,6 +91,7 @@ def watch(
     exclude: Chooser = None,
     *,
     extras: Extras | None = None,
+    grads: bool = False,
 ) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
@@ -107,6 +108,9 @@ def watch(
     ``extras(module, inputs, output)`` gives what travels with the tensors of this output, as ``extras`` of ``gl.tap``
     do: the requests' identities, say, with which ``align_by_request`` pairs rows. ``inputs`` is the tuple of positional
     arguments. None gives nothing.
+
+    With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: of the same name,
+    with the tag ``kind="grad"``, in the order of the backward pass.
 
     Outside a session no hook is put in, and the handle has the names alone.
 
@@ -131,7 +135,7 @@ def watch(
     # Only now, so that a choice that raises leaves the model as it was.
     handles: list[Removable] = [
         _Change(),
-        *(module.register_forward_hook(_hook(name, extras)) for name, module in chosen),
+        *(module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen),
     ]
     return Watch(handles, names)
 
@@ -168,31 +172,37 @@ def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
     return lambda name, kind: filter_.matches({"name": name, "type": kind})
 
 
-def _hook(name: str, extras: Extras | None) -> Callable[[torch.nn.Module, Any, Any], Any]:
+def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.Module, Any, Any], Any]:
     def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if taps.taker() is None:
             return None
-        replaced = _tap_inside(name, output, None if extras is None else extras(module, args, output), _MAX_DEPTH)
+        shown = None if extras is None else extras(module, args, output)
+        replaced = _tap_inside(name, output, shown, grads, _MAX_DEPTH)
         # None tells torch to keep the very object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
 
 
-def _tap_inside(name: str, value: Any, extras: Any, depth: int) -> Any:
+def _tap_inside(name: str, value: Any, extras: Any, grads: bool, depth: int) -> Any:
     """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
         taker = taps.taker()
-        return value if taker is None else taker.tap(name, value, extras, {}, replace=True)
+        if taker is None:
+            return value
+        tensor = taker.tap(name, value, extras, {}, replace=True)
+        if grads:
+            taps.tap_gradient(name, tensor, {})
+        return tensor
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, extras, depth - 1) for index, item in enumerate(value)]
+        items = [_tap_inside(f"{name}[{index}]", item, extras, grads, depth - 1) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, extras, depth - 1) for key, item in value.items()}
+        entries = {key: _tap_inside(f"{name}.{key}", item, extras, grads, depth - 1) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -203,7 +213,9 @@ def _tap_inside(name: str, value: Any, extras: Any, depth: int) -> Any:
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), extras, depth - 1) for f in fields}
+        entries = {
+            f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), extras, grads, depth - 1) for f in fields
+        }
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value

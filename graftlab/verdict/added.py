@@ -15,7 +15,7 @@ import torch
 from graftlab.base.tags import own_tags, tells_taps_apart
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import group_of
+from graftlab.verdict.groups import GRADIENT, group_of
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "order", "group", "dtype", "aligned_by"),
@@ -143,8 +143,9 @@ def roundoff(dtype: str) -> float:
 
 
 def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
-    """The groups with a tap whose ratio is above the threshold, in execution order."""
-    return list(dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"]))
+    """The groups with a tap whose ratio is above the threshold: values before gradients, each in execution order."""
+    named = dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"])
+    return sorted(named, key=lambda group: group.endswith(GRADIENT))
 
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:

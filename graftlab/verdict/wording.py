@@ -28,7 +28,6 @@ class Findings:
     """By the group of the output that they were measured at."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
-    explained: bool = True
 
     @property
     def named(self) -> list[str]:
@@ -42,7 +41,7 @@ def text_of(findings: Findings) -> str:
         lines.append(_not_repeatable(findings.not_repeated))
     lines += [f"Not looked at: {line}" for line in findings.unseen]
     lines += _conclusion(findings)
-    lines += [f"Hint at {group}: {hint}" for group, hint in findings.hints.items()]
+    lines += [f"Hint ({group}): {hint}." for group, hint in findings.hints.items()]
     lines += findings.remarks
     return "\n".join(lines)
 

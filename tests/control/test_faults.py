@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit.support import wait_until
+from kit.mailboxes import in_background
+from kit.processes import still_there, watch
+from kit.support import run_cell, wait_until
 
 import graftlab as gl
+from graftlab.control import core
+from graftlab.ranks.launcher import end_ranks
+from graftlab.ranks.messages import AskKeptTags, KeptTags
 
 pytestmark = pytest.mark.ranks
 
@@ -103,5 +112,190 @@ def test_a_dead_rank_is_told_while_others_go_on() -> None:
         session.interrupt()
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):
             run.wait()
-    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match=r"baseline.* was interrupted, because target.*"):
+    with gl.launch(1, 1) as session, pytest.raises(gl.RunError, match=r"baseline.* was interrupted, because target"):
         session.run(loop_forever, die)
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_disk_does_not_take_stay_in_the_frame_and_are_written_when_there_is_room() -> None:
+    def many() -> str:
+        for index in range(300):
+            gl.tap("a", torch.ones(3), index=index)
+        return "ended"
+
+    with gl.launch(1, 1) as session:
+        rows = session._rows
+        file = rows._file
+        with open("/dev/full", "wb", buffering=0) as rows._file:
+            with pytest.raises(gl.SessionError, match=r"run 0 has ended.* rows 0 to 299 are not on disk.*No space"):
+                session.run(many, many)
+            assert session.runs[-1].target == ["ended"]
+            assert len(session.frame) == len(session.runs[-1].frame) == 300
+        rows._file = file
+        assert session.run(many, many).target == ["ended"]
+        assert len(session.frame) == 600
+    assert len(gl.load_run(session.folder)) == 600
+
+
+def test_what_a_rank_does_to_its_log_or_its_exceptions_does_not_end_it(own: gl.Session) -> None:
+    def print_to_a_full_disk() -> str:
+        for descriptor in (1, 2):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+        for _ in range(100):
+            print("x" * 90, flush=True)
+            print("y", file=sys.stderr)
+        return "went on"
+
+    def close_the_streams() -> str:
+        os.close(1)
+        os.close(2)
+        print("said", flush=True)
+        return "went on"
+
+    def raise_the_untellable() -> None:
+        class Untellable(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no")
+
+        raise Untellable
+
+    session = own
+    with pytest.raises(gl.RunError, match=r"Untellable: \(its message cannot be shown"):
+        session.run(target=raise_the_untellable)
+    assert session.run(target=print_to_a_full_disk).target == ["went on"]
+    assert session.run(target=close_the_streams).target == ["went on"]
+    frame = session.run(*[lambda: gl.tap("a", torch.ones(3), tag=10**5000)] * 2).frame
+    assert frame["status"].tolist() == ["compared"]
+
+
+@pytest.fixture
+def own() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+# ---- the run folder -------------------------------------------------------------------------------------------------
+
+
+def tap_a() -> None:
+    gl.tap("a", torch.ones(3))
+
+
+def test_a_folder_belongs_to_one_session_at_a_time_and_is_gone_on_with_only_when_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    with gl.launch(1, 1, folder=folder) as session:
+        session.run(tap_a, tap_a)
+        described = (folder / "session.json").read_text()
+        for append in (False, True):
+            with pytest.raises(gl.LaunchError, match=r"mine is in use by an open session.*pass another folder="):
+                gl.launch(1, 1, folder=folder, append=append)
+        assert (folder / "session.json").read_text() == described
+        assert len(session.frame) == 1
+    with pytest.raises(gl.LaunchError, match=r"mine has the rows of an earlier session; pass append=True"):
+        gl.launch(1, 1, folder=folder)
+    with gl.launch(1, 1, folder=folder, append=True) as session:
+        run = session.run(tap_a, tap_a)
+        assert (run.number, session.frame["run"].tolist()) == (1, [1])
+        everything = [folder, *folder.rglob("*")]
+        assert {path.stat().st_mode & 0o077 for path in everything} == {0}
+    assert gl.load_run(folder)[["run", "step"]].values.tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(gl.LaunchError, match="folder=3: give a path"):
+        gl.launch(1, 1, folder=3)
+
+
+def test_a_relative_folder_is_found_after_the_notebook_changed_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with gl.launch(1, 1, folder="here") as session:
+        monkeypatch.chdir("/")
+        session.run(tap_a, tap_a)
+        assert len(session.frame) == 1
+        assert session.folder == tmp_path / "here"
+
+
+# ---- the stop button during close ------------------------------------------------------------------------------------
+
+
+def test_a_close_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    gl.launch(1, 1).close()  # whatever lasts as long as the process is there by now
+    before = len(os.listdir("/proc/self/fd"))
+    session = gl.launch(1, 2)
+    pids = watch(rank.pid for rank in session.ranks if rank.pid)
+
+    def stopped(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        return end_ranks(*args, **kwargs)
+
+    monkeypatch.setattr(core, "end_ranks", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    session.close()
+    assert still_there(pids) == []
+    assert session.closed
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- deaths, waits and workers --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_while_it_is_asked_is_not_waited_for_and_its_last_tap_is_named() -> None:
+    def tap_and_die() -> None:
+        gl.tap("the last one", torch.ones(3))
+        die()
+
+    with gl.launch(1, 1, timeout=60) as session:
+        with pytest.raises(gl.RunError, match=r"killed by SIGKILL \(pid \d+, last seen at tap 'the last one'\)"):
+            session.run(target=tap_and_die, baseline=tap_a)
+        with pytest.raises(gl.SessionError, match=r"no pair of tensors|killed by SIGKILL"):
+            session.tensors("a")
+        queries, [rank, _] = session._queries, session.ranks
+        os.kill(rank.pid or 0, signal.SIGSTOP)
+        asking = in_background(lambda: queries.ask(rank, AskKeptTags(False), KeptTags))
+        wait_until(lambda: queries._answers, "the question")
+        os.kill(rank.pid or 0, signal.SIGKILL)
+        with pytest.raises(gl.SessionError, match=r"baseline\[0\].*it killed by SIGKILL before it answered"):
+            asking.result(30)
+
+
+def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits() -> None:
+    def target() -> str:
+        if gl.here().rank == 0:
+            gl.tap("late", torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return "met"
+
+    def baseline() -> None:
+        threading.Event().wait(8)
+
+    with gl.launch(1, 2, timeout=12, tap_timeout=2) as session:
+        run = session.run(baseline, target)
+        assert run.target == ["met", "met"]
+        assert run.frame["status"].tolist() == ["timeout"]
+    for given in (math.inf, 0, "1"):
+        with pytest.raises(gl.LaunchError, match=r"tap_timeout=.*: give seconds, more than 0 and at most"):
+            gl.launch(1, 1, tap_timeout=given)
+        with pytest.raises(gl.LaunchError, match=r"^timeout=.*: give seconds, more than 0 and at most"):
+            gl.launch(1, 1, timeout=given)
+
+
+def test_a_data_loader_with_workers_works_in_a_rank(own: gl.Session) -> None:
+    cell = run_cell(
+        """
+        import torch
+
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return index
+
+        def load():
+            loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2)
+            return [batch.tolist() for batch in loader]
+        """
+    )
+    assert own.run(target=cell["load"]).target == [[[0, 1, 2, 3], [4, 5, 6, 7]]]

@@ -163,6 +163,14 @@ def test_run_evaluates_on_both_sides_as_one_step_and_keeps_the_run(notebook: Ker
     assert value(notebook, "third.target") == "[2, 2]"
 
 
+def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft filter --b2t name == 'hidden'")
+    assert "No tap adds more than rounding does" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
+    assert value(notebook, "judged.named") == "[]"
+    assert "hidden" in value(notebook, "session.plan.b2t")
+
+
 def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"

@@ -143,9 +143,11 @@ def test_where_the_threads_are_is_told_from_the_users_code_on(notebook: Notebook
 
 
 def test_what_is_kept_is_listed_by_its_plain_tags(notebook: Notebook) -> None:
-    notebook.keep("x", step=0, layer=1 << 70, shape=(1, 2))
+    notebook.keep("x", step=0, layer=1 << 70, dtype=torch.bfloat16)
     notebook.keep("y", None, step=1)
-    assert notebook.ask(AskKeptTags(False)).tags == [{"name": "x", "step": 0, "layer": 1 << 70, "shape": "(1, 2)"}]
+    assert notebook.ask(AskKeptTags(False)).tags == [
+        {"name": "x", "step": 0, "layer": 1 << 70, "dtype": "torch.bfloat16"}
+    ]
     assert [tags["name"] for tags in notebook.ask(AskKeptTags(True)).tags] == ["x", "y"]
 
 

@@ -346,7 +346,8 @@ def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_it
             run.wait(2.0)
         assert list(caught.value.failures) == ["baseline[0]"]
         assert re.search(
-            r"baseline\[0\] died: killed by SIGKILL. Its log \(.*baseline-0.log\) ends:", str(caught.value)
+            r"baseline\[0\] died: killed by SIGKILL \(pid \d+, .*\). Its log \(.*baseline-0.log\) ends:",
+            str(caught.value),
         )
         assert "the last words of the baseline" in str(caught.value)
         assert run.target == [1.0, 1.0]

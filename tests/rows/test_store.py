@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import re
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -381,6 +382,9 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
             self.file = file
             self.room = 40
 
+        def close(self) -> None:
+            pass
+
         def write(self, data: bytes) -> int:
             if not self.room:
                 raise OSError(errno.ENOSPC, "no space left")
@@ -392,12 +396,23 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
     store.append([encode(row(order=1))])
     file = store._file
     store._file = FullDisk(file)  # type: ignore[assignment]
-    with pytest.raises(OSError, match="no space left"):
-        store.append([encode(row(order=2))])
+    for order in (2, 3):
+        store.append([encode(row(order=order))])
+    assert [made.order for made in store.rows()] == store.frame()["order"].tolist() == [1, 2, 3]
+    assert [made.order for made in store.rows(2)] == [3]
+    assert gl.load_run(tmp_path)["order"].tolist() == [1]
+    assert store.unwritten() == store.unwritten(1)
+    assert re.match(
+        r"rows 1 to 2 are not on disk, because .*rows.jsonl cannot be written: no space left", store.unwritten() or ""
+    )
+    assert store.unwritten(3) is None
+    with pytest.raises(gl.SessionError, match="rows 1 to 2 are not on disk"):
+        store.close()
     store._file = file
-    store.append([encode(row(order=3))])
-    assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 3]
-    assert [made.order for made in store.rows()] == [1, 3]
+    store.append([encode(row(order=4))])
+    assert store.unwritten() is None
+    assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2, 3, 4]
+    assert [made.order for made in store.rows()] == [1, 2, 3, 4]
     store.close()
 
 

@@ -111,3 +111,9 @@ def test_what_was_not_measured_is_said(bad: Row, said: str) -> None:
     (line,) = unseen_of(frame_of(row("fine"), bad))
     assert said in line
     assert unseen_of(frame_of(row("fine"))) == []
+
+
+def test_values_are_named_before_gradients() -> None:
+    rows = frame_of(row("b", 1.0, order=1, tags={"kind": "grad"}), row("z", 1.0, order=2), row("a", 1.0, order=3))
+    frame = added_frame(rows, {"z": Floor(1e-6, 3e-6)})
+    assert named_groups(frame, 5) == ["z", "a", "b@grad"]

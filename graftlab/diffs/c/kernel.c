@@ -1,0 +1,478 @@
+/* How far two arrays are apart: every sum, extreme and count of a pair of arrays, in one pass over both.
+ *
+ * Python loads this with ctypes (kernel.py). The file is compiled once for each level of the processor's instructions
+ * (-DLEVEL=v4: the loops over elements) and once without LEVEL: what calls these loops and puts together what they
+ * find.
+ *
+ * Sums run in float64, and are added up block after block in one order: the result is the same on every run, whatever
+ * the number of threads. Where the sums of a block cannot tell what is asked (the spread of values around a mean far
+ * from zero, the product of norms far apart) the block is gone over once more while it is in the cache. One that holds
+ * values that are not finite is measured without them. Values whose squares leave float64 take a second pass, scaled by
+ * a power of two.
+ *
+ * Not for -ffast-math: the order of additions is a promise here, and NaN and infinity are values.
+ */
+
+#include "kernel.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* Tests make these smaller. PIECE has to be a multiple of what `sums` takes steps of, and each the next one's divisor. */
+#ifndef PIECE
+#define PIECE 1024   /* elements that are converted at once: they stay in the first-level cache */
+#define BLOCK 16384  /* elements whose sums are looked at together: two blocks of float64 fit in a cache of 256 KiB */
+#define STRIPE 65536 /* elements that one thread takes at once */
+#endif
+/* Means or norms that are so many times smaller or larger than what they are subtracted from cost the first sums three
+ * of their sixteen digits at most. */
+#define LARGEST_RATIO 64
+/* Within these magnitudes squares, and products of two sums of squares, keep clear of the ends of float64's range. */
+#define SMALLEST 0x1p-200
+#define LARGEST 0x1p+200
+
+/* ---- Sums --------------------------------------------------------------------------------------------------------- */
+
+/* A sum, and what was lost to rounding on the way. */
+struct twofold {
+    double sum, lost;
+};
+
+static void add(struct twofold *to, double value) {
+    double sum = to->sum + value, kept = sum - to->sum;
+    to->lost += (to->sum - (sum - kept)) + (value - kept);
+    to->sum = sum;
+}
+
+static void add_all(struct twofold *to, const struct twofold *other) {
+    add(to, other->sum);
+    to->lost += other->lost;
+}
+
+static double value_of(const struct twofold *number) { return number->sum + number->lost; }
+
+/* One of the arrays, as far as its pairs are finite: `rest` is the sum of x - center, `spread` the sum of the squares
+ * of x - mean. The center is zero unless the mean is large beside the spread. */
+struct side {
+    double low, high, center, spread;
+    struct twofold rest, squares;
+    int64_t nonfinite;
+};
+
+/* What is found of some elements. `place` is that of the first element of the block with the largest distance. */
+struct part {
+    int64_t pairs, nonfinite_differ, place;
+    struct side x, y;
+    double max_abs;
+    struct twofold abs_d, dd, product;
+};
+
+static void merge_sides(struct side *into, int64_t count, const struct side *from, int64_t more) {
+    double shift = from->center - into->center;
+    double apart = (shift + value_of(&from->rest) / more) - value_of(&into->rest) / count;
+    into->low = from->low < into->low ? from->low : into->low;
+    into->high = from->high > into->high ? from->high : into->high;
+    /* Chan, Golub and LeVeque: the spread of two sets is theirs and that of their means. */
+    into->spread += from->spread + apart * apart * ((double)count * more / ((double)count + more));
+    add_all(&into->rest, &from->rest);
+    add(&into->rest, shift * more);
+    add_all(&into->squares, &from->squares);
+    into->nonfinite += from->nonfinite;
+}
+
+static void merge(struct part *into, const struct part *from) {
+    if (into->pairs == 0 || from->pairs == 0) { /* one has nothing but counts */
+        struct part counts = from->pairs ? *into : *from;
+        if (from->pairs) *into = *from;
+        into->x.nonfinite += counts.x.nonfinite, into->y.nonfinite += counts.y.nonfinite;
+        into->nonfinite_differ += counts.nonfinite_differ;
+        return;
+    }
+    merge_sides(&into->x, into->pairs, &from->x, from->pairs);
+    merge_sides(&into->y, into->pairs, &from->y, from->pairs);
+    add_all(&into->abs_d, &from->abs_d), add_all(&into->dd, &from->dd), add_all(&into->product, &from->product);
+    if (from->max_abs > into->max_abs) into->max_abs = from->max_abs, into->place = from->place;
+    into->nonfinite_differ += from->nonfinite_differ;
+    into->pairs += from->pairs;
+}
+
+/* ---- Some elements ------------------------------------------------------------------------------------------------ */
+
+struct job {
+    const struct loops *loops;
+    enum type type_x, type_y;
+    const char *x, *y;
+    int64_t count;
+    /* Powers of two: of x, of y, and of their difference, before and after it is taken. */
+    int scaled;
+    double scale_x, scale_y, scale_before, scale_after;
+};
+
+#define SIZE(name, c_type) sizeof(c_type),
+static const size_t SIZES[] = {TYPES(SIZE, SIZE)};
+#define YES(name, c_type) 1,
+#define NO(name, c_type) 0,
+static const char IS_NARROW[] = {TYPES(YES, NO)};
+
+static int is_finite(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+/* 0 for what is finite; NaN, and both infinities, have a number each. */
+static int kind_of(double value) { return is_finite(value) ? 0 : value > 0 ? 1 : value < 0 ? 2 : 3; }
+
+static void load(const struct loops *loops, enum type type, const char *from, int64_t count, double *to) {
+    if (!IS_NARROW[type]) {
+        loops->of[type].load(from, count, to);
+        return;
+    }
+    float floats[PIECE];
+    loops->of[type].load(from, count, floats);
+    for (int64_t i = 0; i < count; i++) to[i] = floats[i];
+}
+
+static void multiply_into(struct twofold *product, const struct loops *loops, enum type type, const char *x,
+                          const char *y, int64_t count) {
+    for (int64_t at = 0; at < count; at += PIECE) {
+        int64_t some = count - at < PIECE ? count - at : PIECE;
+        double each_x[PIECE], each_y[PIECE], lanes[8] = {0};
+        load(loops, type, x + at * SIZES[type], some, each_x), load(loops, type, y + at * SIZES[type], some, each_y);
+        for (int64_t i = 0; i < some; i++) lanes[i % 8] += each_x[i] * each_y[i];
+        for (int i = 0; i < 8; i++) add(product, lanes[i]);
+    }
+}
+
+/* The elements that are left when `sums` and `spread` have taken their steps. */
+static void finish_sums(struct sums *found, const struct loops *loops, enum type type, const char *x, const char *y,
+                        int64_t count) {
+    double each_x[PIECE], each_y[PIECE];
+    load(loops, type, x, count, each_x), load(loops, type, y, count, each_y);
+    for (int64_t i = 0; i < count; i++) {
+        double a = each_x[i], b = each_y[i], d = b - a, distance = fabs(d);
+        found->x += a, found->y += b, found->xx += a * a, found->yy += b * b, found->dd += d * d;
+        found->abs_d += distance;
+        found->low_x = a < found->low_x ? a : found->low_x, found->high_x = a > found->high_x ? a : found->high_x;
+        found->low_y = b < found->low_y ? b : found->low_y, found->high_y = b > found->high_y ? b : found->high_y;
+        found->max_abs = distance > found->max_abs ? distance : found->max_abs;
+    }
+}
+
+static void measure_side(struct side *side, const struct loops *loops, enum type type, const char *x, int64_t count,
+                         double total, double squares, double low, double high) {
+    *side = (struct side){.low = low, .high = high, .rest.sum = total, .squares.sum = squares};
+    if (low == high) {
+        side->center = low, side->rest.sum = 0;
+        return;
+    }
+    side->spread = (squares * count - total * total) / count;
+    if (loops->of[type].spread && side->spread * LARGEST_RATIO < squares) {
+        double rest = 0, around = 0, each[PIECE];
+        int64_t whole = count / loops->step * loops->step;
+        side->center = total / count;
+        if (whole) loops->of[type].spread(x, whole, side->center, &rest, &around);
+        load(loops, type, x + whole * SIZES[type], count - whole, each);
+        for (int64_t i = 0; i < count - whole; i++) {
+            double off = each[i] - side->center;
+            rest += off, around += off * off;
+        }
+        side->rest.sum = rest, side->spread = around - rest * rest / count;
+    }
+    if (!(side->spread > 0)) side->spread = 0;
+}
+
+/* Measure elements of one type that has loops; 0 where they are not all finite, or their squares are not. */
+static int measure_elements(struct part *part, const struct loops *loops, enum type type, const char *x, const char *y,
+                            int64_t count) {
+    struct sums found = {.low_x = INFINITY, .high_x = -INFINITY, .low_y = INFINITY, .high_y = -INFINITY};
+    int64_t whole = count / loops->step * loops->step;
+    if (whole) loops->of[type].sums(x, y, whole, &found);
+    if (whole < count) {
+        finish_sums(&found, loops, type, x + whole * SIZES[type], y + whole * SIZES[type], count - whole);
+    }
+    *part = (struct part){.pairs = count, .max_abs = found.max_abs, .abs_d.sum = found.abs_d, .dd.sum = found.dd};
+    measure_side(&part->x, loops, type, x, count, found.x, found.xx, found.low_x, found.high_x);
+    measure_side(&part->y, loops, type, y, count, found.y, found.yy, found.low_y, found.high_y);
+    double smaller = found.xx < found.yy ? found.xx : found.yy, larger = found.xx < found.yy ? found.yy : found.xx;
+    if (smaller * LARGEST_RATIO >= larger) {
+        /* As exact as the products themselves while the norms are alike, and finer where x and y are nearly the same. */
+        part->product.sum = (found.xx + found.yy - found.dd) / 2;
+    } else if (smaller > 0) {
+        multiply_into(&part->product, loops, type, x, y, count);
+    }
+    return is_finite(found.xx) && is_finite(found.yy);
+}
+
+/* |y - x|, scaled. One function for all who need it: they look for each other's results. */
+__attribute__((noinline)) static void take_distances(const struct job *job, const double *x, const double *y,
+                                                     int64_t count, double *distances) {
+    double before = job->scale_before, after = job->scale_after;
+    for (int64_t i = 0; i < count; i++) distances[i] = fabs(y[i] * before - x[i] * before) * after;
+}
+
+/* Measure up to PIECE elements of any type and value. */
+static void measure_anything(struct part *part, const struct job *job, const char *x, const char *y, int64_t count) {
+    static const double zeros[PIECE];
+    double each_x[PIECE], each_y[PIECE], distances[PIECE];
+    struct part counts = {0};
+    int64_t pairs = 0;
+    load(job->loops, job->type_x, x, count, each_x), load(job->loops, job->type_y, y, count, each_y);
+    for (int64_t i = 0; i < count; i++) {
+        double a = each_x[i], b = each_y[i];
+        int kind_a = kind_of(a), kind_b = kind_of(b);
+        each_x[pairs] = a, each_y[pairs] = b;
+        pairs += !kind_a && !kind_b;
+        counts.x.nonfinite += kind_a != 0, counts.y.nonfinite += kind_b != 0;
+        counts.nonfinite_differ += kind_a != kind_b;
+    }
+    *part = (struct part){0};
+    if (pairs && job->scaled) {
+        struct part apart;
+        take_distances(job, each_x, each_y, pairs, distances);
+        for (int64_t i = 0; i < pairs; i++) each_x[i] *= job->scale_x, each_y[i] *= job->scale_y;
+        measure_elements(&apart, job->loops, F64, (const char *)zeros, (const char *)distances, pairs);
+        measure_elements(part, job->loops, F64, (const char *)each_x, (const char *)each_y, pairs);
+        part->max_abs = apart.max_abs, part->abs_d = apart.abs_d, part->dd = apart.dd;
+    } else if (pairs) {
+        measure_elements(part, job->loops, F64, (const char *)each_x, (const char *)each_y, pairs);
+    }
+    part->x.nonfinite = counts.x.nonfinite, part->y.nonfinite = counts.y.nonfinite;
+    part->nonfinite_differ = counts.nonfinite_differ;
+}
+
+/* Elements as their type's loops take them: as they are, or in the buffer. */
+static const char *loaded(const struct loops *loops, enum type type, enum type as, const char *from, int64_t count,
+                          double *buffer) {
+    if (type == as) return from;
+    if (as == F64) load(loops, type, from, count, buffer);
+    else loops->of[type].load(from, count, buffer);
+    return (const char *)buffer;
+}
+
+static void measure_block(struct part *part, const struct job *job, int64_t at, int64_t count) {
+    const struct loops *loops = job->loops;
+    size_t size_x = SIZES[job->type_x], size_y = SIZES[job->type_y];
+    const char *x = job->x + at * size_x, *y = job->y + at * size_y;
+    int alike = job->type_x == job->type_y && loops->of[job->type_x].sums, unfit = job->scaled;
+    if (alike && !unfit) {
+        unfit = !measure_elements(part, loops, job->type_x, x, y, count);
+        if (!unfit) goto measured;
+    }
+    *part = (struct part){0};
+    enum type as = IS_NARROW[job->type_x] && IS_NARROW[job->type_y] ? F32 : F64;
+    for (int64_t done = 0; done < count; done += PIECE) {
+        int64_t some = count - done < PIECE ? count - done : PIECE;
+        const char *from_x = x + done * size_x, *from_y = y + done * size_y;
+        struct part piece;
+        double each_x[PIECE], each_y[PIECE];
+        if (unfit || !measure_elements(&piece, loops, as, loaded(loops, job->type_x, as, from_x, some, each_x),
+                                       loaded(loops, job->type_y, as, from_y, some, each_y), some)) {
+            measure_anything(&piece, job, from_x, from_y, some);
+        }
+        merge(part, &piece);
+    }
+measured:
+    part->place = at;
+}
+
+static void measure_stripe(struct part *part, const struct job *job, int64_t stripe) {
+    int64_t end = (stripe + 1) * STRIPE < job->count ? (stripe + 1) * STRIPE : job->count;
+    for (int64_t at = stripe * STRIPE; at < end; at += BLOCK) {
+        struct part block;
+        measure_block(at == stripe * STRIPE ? part : &block, job, at, end - at < BLOCK ? end - at : BLOCK);
+        if (at > stripe * STRIPE) merge(part, &block);
+    }
+}
+
+/* Where in a block the distance is first so large; -1 if nowhere. */
+static int64_t find_distance(const struct job *job, int64_t block, double largest) {
+    const struct loops *loops = job->loops;
+    size_t size_x = SIZES[job->type_x], size_y = SIZES[job->type_y];
+    int64_t end = job->count - block < BLOCK ? job->count : block + BLOCK;
+    if (job->type_x == job->type_y && loops->of[job->type_x].find && !job->scaled) {
+        int64_t whole = (end - block) / loops->step * loops->step;
+        block += loops->of[job->type_x].find(job->x + block * size_x, job->y + block * size_y, whole, largest);
+        end = end - block < LOOKED_AT ? end : block + LOOKED_AT;
+    }
+    for (int64_t at = block; at < end; at += PIECE) {
+        int64_t some = end - at < PIECE ? end - at : PIECE;
+        double each_x[PIECE], each_y[PIECE], distances[PIECE];
+        load(loops, job->type_x, job->x + at * size_x, some, each_x);
+        load(loops, job->type_y, job->y + at * size_y, some, each_y);
+        take_distances(job, each_x, each_y, some, distances);
+        for (int64_t i = 0; i < some; i++)
+            if (distances[i] == largest) return at + i;
+    }
+    return -1;
+}
+
+/* ---- The processor's own settings --------------------------------------------------------------------------------- */
+
+/* Flushing small numbers to zero, and other ways of rounding, are per thread; torch offers the first to its users. */
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+typedef unsigned int modes;
+static modes set_modes(modes to) {
+    modes before = _mm_getcsr();
+    _mm_setcsr(to);
+    return before;
+}
+#define USUAL_MODES 0x1f80u
+#else
+typedef uint64_t modes;
+static modes set_modes(modes to) {
+    modes before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" ::"r"(to));
+    return before;
+}
+#define USUAL_MODES 0
+#endif
+
+/* ---- All elements ------------------------------------------------------------------------------------------------- */
+
+struct stripes {
+    const struct job *job;
+    struct part *parts;
+};
+
+static void measure_one_of(void *context, int64_t stripe) {
+    struct stripes *stripes = context;
+    modes before = set_modes(USUAL_MODES);
+    measure_stripe(&stripes->parts[stripe], stripes->job, stripe);
+    set_modes(before);
+}
+
+static void measure_all(struct part *total, const struct job *job, int threads) {
+    int64_t count = (job->count + STRIPE - 1) / STRIPE;
+    struct part *parts = threads > 1 && count > 1 ? malloc(count * sizeof *parts) : 0;
+    if (parts) graftlab_share(threads, count, measure_one_of, &(struct stripes){job, parts});
+    *total = (struct part){0};
+    for (int64_t stripe = 0; stripe < count; stripe++) {
+        struct part part;
+        if (!parts) measure_stripe(&part, job, stripe);
+        merge(total, parts ? &parts[stripe] : &part);
+    }
+    free(parts);
+}
+
+/* ---- From sums to statistics -------------------------------------------------------------------------------------- */
+
+/* What Python asks and is given. The results' names are DiffStats' own; a place is counted in elements, -1 is none. */
+#define RESULTS(FLOAT, COUNT)                                                                                          \
+    COUNT(numel) FLOAT(rel_l2) FLOAT(rel_diff) FLOAT(max_abs) COUNT(max_abs_index) FLOAT(mean_abs) FLOAT(cosine)       \
+    COUNT(nonfinite_baseline) COUNT(nonfinite_target) COUNT(nonfinite_differ) FLOAT(mean_baseline) FLOAT(std_baseline) \
+    FLOAT(min_baseline) FLOAT(max_baseline) FLOAT(mean_target) FLOAT(std_target) FLOAT(min_target) FLOAT(max_target)
+
+#define FLOAT_FIELD(name) double name;
+#define COUNT_FIELD(name) int64_t name;
+struct results {
+    RESULTS(FLOAT_FIELD, COUNT_FIELD)
+};
+struct call {
+    const void *x, *y;
+    int64_t count, types, threads;
+    struct results results;
+};
+
+static double magnitude(double low, double high) { return fabs(low) > fabs(high) ? fabs(low) : fabs(high); }
+
+/* The power of two by which to divide before squaring: 0 for what may be squared as it is. */
+static int exponent_of(double number) {
+    int exponent;
+    if (number == 0 || (number >= SMALLEST && number <= LARGEST)) return 0;
+    if (!is_finite(number)) return 1000;
+    frexp(number, &exponent);
+    return exponent > 1000 ? 1000 : exponent < -1000 ? -1000 : exponent;
+}
+
+/* dd / (xx + yy), where each has its own power of two. */
+static double ratio(double dd, int exponent_d, double xx, int exponent_x, double yy, int exponent_y) {
+    int of_d, of_x, of_y;
+    dd = frexp(dd, &of_d), xx = frexp(xx, &of_x), yy = frexp(yy, &of_y);
+    of_d += 2 * exponent_d, of_x += 2 * exponent_x, of_y += 2 * exponent_y;
+    int most = xx == 0 ? of_y : yy == 0 || of_x > of_y ? of_x : of_y;
+    return ldexp(dd / (ldexp(xx, of_x - most) + ldexp(yy, of_y - most)), of_d - most);
+}
+
+static void summarize(struct results *results, const struct part *part, int exponent_x, int exponent_y, int exponent_d) {
+    double pairs = (double)part->pairs, dd = value_of(&part->dd), product = value_of(&part->product);
+    double xx = value_of(&part->x.squares), yy = value_of(&part->y.squares);
+    if (xx == 0 || yy == 0) {
+        results->rel_l2 = xx != 0 ? 1 : yy != 0 ? INFINITY : 0;
+        results->rel_diff = xx != 0 || yy != 0;
+        results->cosine = xx == yy;
+    } else {
+        double cosine = sqrt((product / xx) * (product / yy));
+        results->rel_l2 = ldexp(sqrt(dd / xx), exponent_d - exponent_x);
+        results->rel_diff = fmin(ratio(dd, exponent_d, xx, exponent_x, yy, exponent_y), 2);
+        results->cosine = copysign(fmin(cosine, 1), product);
+    }
+    results->max_abs = ldexp(part->max_abs, exponent_d);
+    results->mean_abs = ldexp(value_of(&part->abs_d) / pairs, exponent_d);
+    results->mean_baseline = ldexp(part->x.center + value_of(&part->x.rest) / pairs, exponent_x);
+    results->mean_target = ldexp(part->y.center + value_of(&part->y.rest) / pairs, exponent_y);
+    results->std_baseline = ldexp(sqrt(part->x.spread / pairs), exponent_x);
+    results->std_target = ldexp(sqrt(part->y.spread / pairs), exponent_y);
+}
+
+/* ---- What Python calls -------------------------------------------------------------------------------------------- */
+
+/* Returns 0, or 1 if the place of the largest distance was not found again: a fault that must not go unseen. */
+static int measure(const struct loops *loops, struct call *call) {
+    modes before = set_modes(USUAL_MODES);
+    struct results *results = &call->results;
+    struct job job = {.loops = loops, .type_x = call->types / TYPE_COUNT, .type_y = call->types % TYPE_COUNT,
+                      .x = call->x, .y = call->y, .count = call->count, .scale_before = 1, .scale_after = 1};
+    struct part first, second, *part = &first;
+    measure_all(&first, &job, call->threads);
+    *results = (struct results){.numel = call->count,
+                                .max_abs_index = -1,
+                                .nonfinite_baseline = first.x.nonfinite,
+                                .nonfinite_target = first.y.nonfinite,
+                                .nonfinite_differ = first.nonfinite_differ};
+    if (first.pairs) {
+        int exponent_x = exponent_of(magnitude(first.x.low, first.x.high));
+        int exponent_y = exponent_of(magnitude(first.y.low, first.y.high));
+        int exponent_d = exponent_of(first.max_abs);
+        if (exponent_x || exponent_y || exponent_d) {
+            job.scaled = 1, job.scale_x = ldexp(1, -exponent_x), job.scale_y = ldexp(1, -exponent_y);
+            /* Large values before they are subtracted, small differences after. */
+            *(exponent_d > 0 ? &job.scale_before : &job.scale_after) = ldexp(1, -exponent_d);
+            measure_all(&second, &job, call->threads);
+            part = &second;
+        }
+        summarize(results, part, exponent_x, exponent_y, exponent_d);
+        results->min_baseline = first.x.low, results->max_baseline = first.x.high;
+        results->min_target = first.y.low, results->max_target = first.y.high;
+        results->max_abs_index = find_distance(&job, part->place, part->max_abs);
+    } else {
+#define NOTHING(name) results->name = NAN;
+#define KEEP(name)
+        RESULTS(NOTHING, KEEP)
+    }
+    set_modes(before);
+    return first.pairs && results->max_abs_index < 0;
+}
+
+#define EXPORT __attribute__((visibility("default")))
+#define OF_LEVEL(level)                                                                                                \
+    extern const struct loops graftlab_loops_##level HIDDEN;                                                           \
+    EXPORT int graftlab_measure_##level(struct call *call) { return measure(&graftlab_loops_##level, call); }
+
+#if defined(__x86_64__)
+OF_LEVEL(v2)
+OF_LEVEL(v3)
+OF_LEVEL(v4)
+#else
+OF_LEVEL(neon)
+#endif
+
+/* The types and the results in their order, so that Python need not repeat it; and which sources this was made from, for what. */
+#define TYPE_NAME(name, c_type) #name "\n"
+#define FLOAT_NAME(name) "d " #name "\n"
+#define COUNT_NAME(name) "q " #name "\n"
+EXPORT const char *graftlab_types(void) { return TYPES(TYPE_NAME, TYPE_NAME); }
+EXPORT const char *graftlab_results(void) { return RESULTS(FLOAT_NAME, COUNT_NAME); }
+EXPORT const char *graftlab_made(void) { return "graftlab kernel made from " MADE; }

@@ -1,0 +1,228 @@
+"""The statistics by plain torch operations: for devices, for dtypes that the kernel does not take, and without it.
+
+Float64 throughout, block by block. All results of all blocks are fetched at once, so that a device is waited for once;
+values whose squares leave float64 take a second pass, scaled by a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from graftlab.diffs.statistics import DiffStats
+
+CPU_BLOCK = 1 << 17
+"""Elements that are measured at once on the CPU: what is computed from them fits in a large cache."""
+
+DEVICE_BLOCK = 1 << 24
+"""The same elsewhere, where each operation costs a kernel launch."""
+
+# Within these magnitudes squares, and products of two sums of squares, keep clear of the ends of float64's range.
+_SMALLEST, _LARGEST = 2.0**-200, 2.0**200
+
+Block = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Scale(NamedTuple):
+    """The powers of two by which both tensors and their difference are divided before they are squared."""
+
+    x: int = 0
+    y: int = 0
+    difference: int = 0
+
+
+class _Side(NamedTuple):
+    """One of the tensors, as far as its pairs are finite."""
+
+    low: float
+    high: float
+    mean: float
+    std: float
+    squares: float
+
+
+class _Total(NamedTuple):
+    """``squares`` is of the difference, ``place`` where that is largest; all but low and high are scaled."""
+
+    pairs: int
+    x: _Side
+    y: _Side
+    max_abs: float
+    mean_abs: float
+    squares: float
+    product: float
+    place: int
+    nonfinite: dict[str, int]
+
+
+def measure(x: torch.Tensor, y: torch.Tensor) -> DiffStats:
+    """Measure two tensors of one dimension, of the same length, at least one, on one device."""
+    size = CPU_BLOCK if x.is_cpu else DEVICE_BLOCK
+    x, y = x.detach(), y.detach()
+    blocks = [(x[at : at + size], y[at : at + size]) for at in range(0, x.numel(), size)]
+    total, scale = _total(blocks, _Scale()), _Scale()
+    if total.pairs == 0:
+        return DiffStats(numel=x.numel(), **total.nonfinite)  # type: ignore[arg-type]
+    ends = [max(abs(side.low), abs(side.high)) for side in (total.x, total.y)]
+    needed = _Scale(*(_exponent(magnitude) for magnitude in (*ends, total.max_abs)))
+    if needed != scale:
+        total, scale = _total(blocks, needed), needed
+    return _statistics(total, scale, x.numel())
+
+
+def _total(blocks: Sequence[Block], scale: _Scale) -> _Total:
+    found = [_measure_block(*block, scale) for block in blocks]
+    names = list(found[0])
+    numbers = torch.stack([torch.stack(list(each.values())) for each in found]).tolist()
+    starts = [0]
+    for block, _ in blocks:
+        starts.append(starts[-1] + block.numel())
+    parts = [dict(zip(names, row, strict=True), start=start) for row, start in zip(numbers, starts, strict=False)]
+    names_of_counts = ("nonfinite_baseline", "nonfinite_target", "nonfinite_differ")
+    nonfinite = {name: int(sum(part[name] for part in parts)) for name in names_of_counts}
+    parts = [part for part in parts if part["pairs"]]
+    pairs = int(sum(part["pairs"] for part in parts))
+    if not pairs:
+        nothing = _Side(0, 0, 0, 0, 0)
+        return _Total(0, nothing, nothing, 0, 0, 0, 0, -1, nonfinite)
+    farthest = max(parts, key=lambda part: part["max_abs"])  # the first of several
+    return _Total(
+        pairs,
+        _side(parts, "x", pairs),
+        _side(parts, "y", pairs),
+        farthest["max_abs"],
+        _sum(part["distances"] for part in parts) / pairs,
+        _sum(part["squares"] for part in parts),
+        _sum(part["product"] for part in parts),
+        int(farthest["start"] + farthest["place"]),
+        nonfinite,
+    )
+
+
+def _measure_block(x: torch.Tensor, y: torch.Tensor, scale: _Scale) -> dict[str, torch.Tensor]:
+    """What is found of a block, each a float64 tensor without dimensions on its device."""
+    x, y = x.to(torch.float64), y.to(torch.float64)
+    kind_x, kind_y = _kinds(x), _kinds(y)
+    gaps = kind_x.bool() | kind_y.bool()
+    pairs = x.numel() - gaps.sum(dtype=torch.float64)
+    # Large values are scaled before they are subtracted, small differences after.
+    before, after = (scale.difference, 0) if scale.difference > 0 else (0, scale.difference)
+    differences = _scaled(_scaled(y, before) - _scaled(x, before), after).masked_fill_(gaps, 0.0)
+    distances = differences.abs()
+    place = distances.masked_fill(gaps, -1.0).argmax()
+    found = {
+        "pairs": pairs,
+        "nonfinite_baseline": kind_x.count_nonzero(),
+        "nonfinite_target": kind_y.count_nonzero(),
+        "nonfinite_differ": (kind_x != kind_y).sum(),
+        "place": place,
+        "max_abs": distances[place],
+        "distances": distances.sum(),
+        "squares": differences.square().sum(),
+    }
+    filled = {}
+    for name, side, exponent in (("x", x, scale.x), ("y", y, scale.y)):
+        found[f"low_{name}"] = side.masked_fill(gaps, math.inf).amin()
+        found[f"high_{name}"] = side.masked_fill(gaps, -math.inf).amax()
+        filled[name] = values = _scaled(side, exponent).masked_fill(gaps, 0.0)
+        center = values.sum() / pairs.clamp(min=1)
+        # Sums around the mean keep a spread that is small beside it.
+        deviations = (values - center).masked_fill_(gaps, 0.0)
+        found[f"center_{name}"], found[f"rest_{name}"] = center, deviations.sum()
+        found[f"spread_{name}"], found[f"squares_{name}"] = deviations.square().sum(), values.square().sum()
+    found["product"] = (filled["x"] * filled["y"]).sum()
+    return {name: number.to(torch.float64) for name, number in found.items()}
+
+
+def _kinds(x: torch.Tensor) -> torch.Tensor:
+    """0 for what is finite; NaN, and both infinities, have a number each."""
+    return x.isnan().to(torch.int8) + x.isposinf().to(torch.int8) * 2 + x.isneginf().to(torch.int8) * 3
+
+
+def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _Side:
+    low, high = min(part[f"low_{name}"] for part in parts), max(part[f"high_{name}"] for part in parts)
+    # Means are taken from one of them, so that they keep their digits where they are far from zero.
+    origin = parts[0][f"center_{name}"]
+    means = [part[f"center_{name}"] - origin + part[f"rest_{name}"] / part["pairs"] for part in parts]
+    mean = _sum(part["pairs"] * each for part, each in zip(parts, means, strict=True)) / pairs
+    spread = _sum(
+        part[f"spread_{name}"] - part[f"rest_{name}"] ** 2 / part["pairs"] + part["pairs"] * (each - mean) ** 2
+        for part, each in zip(parts, means, strict=True)
+    )
+    constant = low == high
+    return _Side(
+        low,
+        high,
+        origin if constant else origin + mean,
+        0.0 if constant else math.sqrt(max(spread, 0.0) / pairs),
+        _sum(part[f"squares_{name}"] for part in parts),
+    )
+
+
+def _statistics(total: _Total, scale: _Scale, numel: int) -> DiffStats:
+    x, y = total.x, total.y
+    if x.squares == 0 or y.squares == 0:
+        rel_l2 = 1.0 if x.squares else math.inf if y.squares else 0.0
+        rel_diff, cosine = (0.0, 1.0) if x.squares == y.squares else (1.0, 0.0)
+    else:
+        rel_l2 = _times_two_to(math.sqrt(total.squares / x.squares), scale.difference - scale.x)
+        rel_diff = min(_ratio((total.squares, scale.difference), (x.squares, scale.x), (y.squares, scale.y)), 2.0)
+        cosine = math.sqrt((total.product / x.squares) * (total.product / y.squares))
+        cosine = math.copysign(min(cosine, 1.0), total.product)
+    return DiffStats(
+        numel=numel,
+        rel_l2=rel_l2,
+        rel_diff=rel_diff,
+        max_abs=_times_two_to(total.max_abs, scale.difference),
+        max_abs_index=(total.place,),
+        mean_abs=_times_two_to(total.mean_abs, scale.difference),
+        cosine=cosine,
+        mean_baseline=_times_two_to(x.mean, scale.x) if x.low < x.high else x.low,
+        std_baseline=_times_two_to(x.std, scale.x),
+        min_baseline=x.low,
+        max_baseline=x.high,
+        mean_target=_times_two_to(y.mean, scale.y) if y.low < y.high else y.low,
+        std_target=_times_two_to(y.std, scale.y),
+        min_target=y.low,
+        max_target=y.high,
+        **total.nonfinite,
+    )
+
+
+def _ratio(squares: tuple[float, int], one: tuple[float, int], other: tuple[float, int]) -> float:
+    """``squares / (one + other)``, where each is a number and the exponent by which its roots were divided."""
+    (top, of_top), *below = (
+        (fraction, more + 2 * exponent)
+        for (fraction, more), exponent in ((math.frexp(number), exponent) for number, exponent in (squares, one, other))
+    )
+    most = max(exponent for _, exponent in below)
+    return _times_two_to(top / sum(_times_two_to(number, exponent - most) for number, exponent in below), of_top - most)
+
+
+def _exponent(magnitude: float) -> int:
+    """The power of two by which to divide before squaring: 0 for what may be squared as it is."""
+    if magnitude == 0 or _SMALLEST <= magnitude <= _LARGEST:
+        return 0
+    return max(-1000, min(1000, math.frexp(magnitude)[1])) if math.isfinite(magnitude) else 1000
+
+
+def _scaled(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    return x * 2.0**-exponent if exponent else x
+
+
+def _times_two_to(number: float, exponent: int) -> float:
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
+def _sum(numbers: Sequence[float] | object) -> float:
+    """As math.fsum, but infinite where numbers are too large, which a scaled pass sets right."""
+    try:
+        return math.fsum(numbers)  # type: ignore[arg-type]
+    except (OverflowError, ValueError):
+        return math.inf

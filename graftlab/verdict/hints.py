@@ -1,0 +1,216 @@
+"""Hints at the mechanism: what simple change of the baseline's tensor gives the target's.
+
+A hint is a guess that the tensors themselves bear out, with its fit: which share of the difference it explains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GOOD_FIT = 0.99
+"""Share of the difference, as a norm, from which on a change is told."""
+_FEWEST_ROWS = 4
+_LONGEST_PERMUTED = 2048
+_SAMPLED = 4096
+_NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """``fit`` is the share of the difference that is explained, 1 for all of it."""
+
+    text: str
+    fit: float
+
+    def __str__(self) -> str:
+        percent = math.floor(self.fit * 1e4) / 100
+        return f"{self.text} (fits {percent:g} % of the difference)"
+
+
+def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
+    """The simplest change that turns ``baseline`` into ``target``; None where none that is known does.
+
+    Where the two differ at some places of a dimension alone, that is said, and the change looked for there.
+    """
+    if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
+        return None
+    x, y = baseline.detach().double(), target.detach().double()
+    finite = x.isfinite() & y.isfinite()
+    if not finite.all():
+        count = int((~y.isfinite() & x.isfinite()).sum())
+        return Hint(f"{count} of {y.numel()} numbers are not finite on the target alone", 1.0) if count else None
+    if torch.equal(x, y):
+        return None
+    where, places = _confined(x, y)
+    for dim, chosen in places.items():
+        x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
+    found = next(_changes(x, y), None)
+    if where and found is None:
+        return Hint(f"they differ at {where} alone", 1.0)
+    return Hint(f"at {where} alone, {found.text}", found.fit) if where and found else found
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _confined(x: Tensor, y: Tensor) -> tuple[str, dict[int, Tensor]]:
+    """The places of each dimension to which the difference keeps, where these are at most half of it."""
+    off = (x - y).abs()
+    # Rounding elsewhere is no difference beside one that is a thousand times larger.
+    differs = off > off.max() * 1e-4
+    said, places = [], {}
+    for dim, extent in enumerate(x.shape):
+        others = [d for d in range(x.dim()) if d != dim]
+        hit = differs.any(others) if len(others) == 1 else differs.flatten() if not others else _any(differs, others)
+        chosen = hit.nonzero().flatten()
+        if extent > 1 and 0 < len(chosen) <= extent // 2 and (len(chosen) == 1 or _is_span(chosen)):
+            first, last = int(chosen[0]), int(chosen[-1])
+            end = " (the last)" if first == last == extent - 1 else ""
+            said.append(f"{f'index {first}' if first == last else f'indices {first}-{last}'} of dim {dim}{end}")
+            places[dim] = chosen
+    return " and ".join(said), places
+
+
+def _any(mask: Tensor, dims: list[int]) -> Tensor:
+    for dim in sorted(dims, reverse=True):
+        mask = mask.any(dim)
+    return mask
+
+
+def _is_span(chosen: Tensor) -> bool:
+    return int(chosen[-1]) - int(chosen[0]) + 1 == len(chosen)
+
+
+def _changes(x: Tensor, y: Tensor) -> Iterator[Hint]:
+    """The changes that fit, the simplest first. Those with free numbers come after those with none."""
+    for tell in (_zeros, _factor, _rounded, _clamped, _offset, _moved, _permuted, _by_channel, _by_row):
+        for text, changed in tell(x, y):
+            hint = Hint(text, _fit(x, y, changed))
+            if hint.fit >= GOOD_FIT:
+                yield hint
+
+
+def _fit(x: Tensor, y: Tensor, changed: Tensor) -> float:
+    return 1.0 - float((y - changed).norm() / (y - x).norm())
+
+
+Tell = Iterator[tuple[str, Tensor]]
+
+
+def _zeros(x: Tensor, y: Tensor) -> Tell:
+    if not y.any():
+        yield "the target's are all zero", torch.zeros_like(x)
+
+
+def _factor(x: Tensor, y: Tensor) -> Tell:
+    yield "the sign is turned around", -x
+    square = float(x.square().sum())
+    if square and x.numel() > 1:
+        factor = float((x * y).sum()) / square
+        if factor:
+            yield f"the target's are {_number(factor)} times the baseline's", factor * x
+
+
+def _number(factor: float) -> str:
+    """A factor, as the plain fraction that it is very close to, or in digits."""
+    for below in (1, 2, 3, 4, 8):
+        above = round(factor * below)
+        if above and abs(factor * below - above) < 1e-4 * abs(above):
+            return f"{above}" if below == 1 else f"{above}/{below}"
+    root = factor * abs(factor)
+    for below in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        for value, text in ((root * below, "1/sqrt({})"), (root / below, "sqrt({})")):
+            if below > 1 and factor > 0 and abs(value - 1) < 1e-4:
+                return f"{factor:.4g} = {text.format(below)}"
+    return f"{factor:.6g}"
+
+
+def _rounded(x: Tensor, y: Tensor) -> Tell:
+    for dtype in _NARROW:
+        rounded = x.to(dtype).double()
+        if rounded.isfinite().all() and not torch.equal(rounded, x):
+            yield f"the baseline's rounded to {str(dtype).removeprefix('torch.')}", rounded
+
+
+def _clamped(x: Tensor, y: Tensor) -> Tell:
+    low, high = float(y.min()), float(y.max())
+    if x.numel() > 2 and (float(x.min()) < low or float(x.max()) > high):
+        yield f"the baseline's clamped to [{low:.4g}, {high:.4g}]", x.clamp(low, high)
+
+
+def _offset(x: Tensor, y: Tensor) -> Tell:
+    if x.numel() > 1:
+        mean = float((y - x).mean())
+        yield f"the target's are the baseline's + {mean:.6g}", x + mean
+    for dims in (1, 2):
+        rows = math.prod(x.shape[:-dims])
+        if x.dim() > dims and rows >= _FEWEST_ROWS:
+            offset = (y - x).flatten(0, x.dim() - dims - 1).mean(0)
+            what = "dim" if dims == 1 else "two dims"
+            yield (
+                f"one vector over the last {what} is added to all (a bias that is missing, or added once more)",
+                x + offset,
+            )
+
+
+def _moved(x: Tensor, y: Tensor) -> Tell:
+    for dim, extent in enumerate(x.shape):
+        if extent >= _FEWEST_ROWS:
+            for by, text in ((1, "later"), (-1, "earlier")):
+                shifted = x.roll(by, dim)
+                # What comes in from outside is not the baseline's.
+                edge = 0 if by == 1 else extent - 1
+                shifted.select(dim, edge).copy_(y.select(dim, edge))
+                yield f"shifted along dim {dim} by one place, to {text} ones", shifted
+        if extent >= 2 and extent % 2 == 0:
+            yield f"the halves of dim {dim} are swapped", x.roll(extent // 2, dim)
+        if extent >= 4 and extent % 2 == 0:
+            before, after = x.shape[:dim], x.shape[dim + 1 :]
+            pairs, halves = (
+                x.reshape(*before, *split, *after).transpose(dim, dim + 1).reshape(x.shape)
+                for split in ((extent // 2, 2), (2, extent // 2))
+            )
+            yield f"dim {dim} holds evens and odds apart, where the baseline has them in turn", pairs
+            yield f"dim {dim} holds its halves in turn, where the baseline has them apart", halves
+        if extent > 1:
+            yield f"dim {dim} runs backwards", x.flip(dim)
+    for one in range(x.dim()):
+        for other in range(one + 1, x.dim()):
+            if x.shape[one] > 1 and x.shape[other] > 1:
+                turned = x.transpose(one, other).reshape(x.shape)
+                yield f"dims {one} and {other} are transposed", turned
+
+
+def _permuted(x: Tensor, y: Tensor) -> Tell:
+    for dim, extent in enumerate(x.shape):
+        if not 2 <= extent <= _LONGEST_PERMUTED:
+            continue
+        mine, theirs = (each.movedim(dim, 0).flatten(1)[:, :_SAMPLED] for each in (x, y))
+        order = torch.cdist(theirs, mine).argmin(1)
+        if len(set(order.tolist())) == extent and not torch.equal(order, torch.arange(extent)):
+            shown = ", ".join(map(str, order[:8].tolist())) + (", ..." if extent > 8 else "")
+            yield f"dim {dim} is permuted (the target has the baseline's {shown})", x.index_select(dim, order)
+
+
+def _by_channel(x: Tensor, y: Tensor) -> Tell:
+    text = "each place of the last dim has a factor of its own, as where a scale's or a norm's weight is other"
+    yield from _scaled(x, y, tuple(range(x.dim() - 1)), text)
+
+
+def _by_row(x: Tensor, y: Tensor) -> Tell:
+    text = "each row (last dim) has a factor of its own, as where a norm's eps or a softmax's sum is other"
+    yield from _scaled(x, y, (x.dim() - 1,), text)
+
+
+def _scaled(x: Tensor, y: Tensor, dims: tuple[int, ...], text: str) -> Tell:
+    if x.dim() < 2 or math.prod(x.shape[dim] for dim in dims) < _FEWEST_ROWS:
+        return
+    squares = x.square().sum(dims, keepdim=True)
+    factors = torch.where(squares > 0, (x * y).sum(dims, keepdim=True) / squares.clamp_min(1e-300), 1.0)
+    yield f"{text} ({float(factors.min()):.4g} to {float(factors.max()):.4g})", factors * x

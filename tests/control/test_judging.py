@@ -1,0 +1,316 @@
+"""``session.verdict``: what it names, what it says first, and that it leaves the session as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset, run_cell
+
+import graftlab as gl
+from graftlab.errors import RunError, SessionError
+from graftlab.ranks.messages import Failure
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_two() -> Iterator[gl.Session]:
+    with gl.launch(1, 2) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+def chain(fault: str = "") -> torch.Tensor:
+    """Four layers that mix; on the target with a fault."""
+    wrong = fault if gl.here().side == "target" else ""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 32, generator=generator)
+    if wrong == "input":
+        x = x + 1
+    x = gl.tap("input", x)
+    for i in range(4):
+        weight = torch.randn(32, 32, generator=generator) / 32**0.5
+        h = gl.tap(f"layers.{i}.h", x @ weight)
+        if wrong == "layer 2" and i == 2:
+            h = h * 1  # the tap was right; what follows is not
+        act = torch.tanh(h) * (1.01 if wrong == "act" or (wrong == "layer 2" and i == 2) else 1.0)
+        act = act + (float("nan") if wrong == "nan" and i == 1 else 0.0)
+        if wrong == "random":
+            act = act + torch.rand(())
+        x = x + gl.tap(f"layers.{i}.act", act)
+    if wrong == "missing":
+        gl.tap("only here", x)
+    if wrong == "dead end":
+        gl.tap("aside", x * 2)
+    elif fault == "dead end":
+        gl.tap("aside", x)
+    return gl.tap("out", x / (2 if wrong == "out" else 1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "group", "said"),
+    [
+        ("act", "layers.*.act", "layers.*.act is computed otherwise in layers 0-3 ("),
+        ("layer 2", "layers.*.act", "layers.*.act is computed otherwise in layer 2 of 0-3 ("),
+        ("input", "input", "input is computed otherwise ("),
+        ("out", "out", "out is computed otherwise ("),
+    ],
+)
+def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str, group: str, said: str) -> None:
+    verdict = session.verdict(chain, chain, args=(fault,))
+    assert verdict.named == [group]
+    assert verdict.text.startswith(said)
+    assert verdict.labels[group] == "culprit"
+    assert f"With the baseline's {group} the output out agrees (" in verdict.text
+
+
+def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
+    text = session.verdict(chain, chain, args=("out",)).text
+    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
+
+
+def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("layer 2",))
+    labels = {row.name: row.label for row in verdict.frame.itertuples()}
+    assert labels["layers.1.act"] == labels["layers.2.h"] == "clean"
+    assert labels["layers.2.act"] == "culprit"
+    assert labels["layers.3.h"] == labels["out"] == "inherited"
+    assert "Everything else is inherited." in verdict.text
+
+
+def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain)
+    assert verdict.named == []
+    assert verdict.text == "No tap adds more than rounding does (4 groups of taps, at most 0 x the floor, threshold 5)."
+    assert verdict.runs == 3
+
+
+def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("dead end",))
+    assert verdict.labels["aside"] == "minor"
+    assert "which the output does not show" in verdict.text
+
+
+# ---- what is said first ---------------------------------------------------------------------------------------------
+
+
+def test_a_tap_that_one_side_lacks_is_said_before_the_conclusion(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("missing",))
+    assert verdict.text.startswith("Not looked at: 1 tap (only here) are on the receiving side only")
+    assert "Of what was looked at, nothing adds more than rounding" in verdict.text
+
+
+def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("nan",))
+    assert verdict.named == ["layers.*.act"]
+    assert "in layer 1 of 0-3 (not finite on one side" in verdict.text
+
+
+def random_chain() -> None:
+    gl.tap("x", torch.rand(4))
+    gl.tap("y", torch.ones(4))
+
+
+def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
+    verdict = session.verdict(random_chain, random_chain)
+    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Nothing below")
+    assert verdict.runs == 3  # nothing is swapped
+
+
+def untapped() -> int:
+    return 1
+
+
+def test_no_taps_at_all_are_no_agreement(session: gl.Session) -> None:
+    assert session.verdict(untapped, untapped).text.startswith("Nothing was compared")
+
+
+def failing_transform(graft_input: Any) -> Any:
+    raise ValueError("no way")
+
+
+def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
+    session.edit(transform=failing_transform)
+    text = session.verdict(chain, chain).text
+    assert text.startswith("Not looked at: 10 taps (input,")
+    assert "ValueError: no way" in text
+    assert "Nothing was compared" in text
+
+
+def narrow() -> None:
+    dtype = torch.float32 if gl.here().side == "baseline" else torch.bfloat16
+    x = gl.tap("x", torch.linspace(0, 1, 64).to(dtype))
+    gl.tap("y", x * 3)
+
+
+def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Session) -> None:
+    text = session.verdict(narrow, narrow).text
+    assert text.startswith("Nothing above bfloat16 rounding (")
+    assert text.endswith("run the target in float32 to look closer.")
+
+
+# ---- under tensor parallelism ---------------------------------------------------------------------------------------
+
+
+def sharded(wrong_rank: int) -> None:
+    me = gl.here()
+    weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    x = gl.tap("layers.0.x", x)
+    own = weight.chunk(me.world_size)[me.rank] if me.side == "target" else weight
+    if me.side == "target" and me.rank == wrong_rank:
+        own = own * 1.5
+    gl.tap("layers.0.q", x @ own.T)
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_the_rank_whose_shard_is_other_is_named(one_and_two: gl.Session, wrong_rank: int) -> None:
+    verdict = reset(one_and_two).verdict(sharded, sharded, args=(wrong_rank,))
+    assert verdict.named == ["layers.*.q"]
+    assert f" on rank {wrong_rank} alone (" in verdict.text
+    assert "aligned by slice dim=1" in verdict.text
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def test_without_explanation_nothing_is_swapped(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("act",), explain=False)
+    assert verdict.named == ["layers.*.act"]
+    assert verdict.runs == 3
+
+
+def test_the_threshold_and_a_constant_floor_decide(session: gl.Session) -> None:
+    assert session.verdict(chain, chain, args=("act",), floor=0.1, explain=False).named == []
+    assert session.verdict(chain, chain, args=("act",), threshold=1e9, explain=False).named == []
+    assert session.verdict(chain, chain, args=("act",), floor=1e-3, explain=False).named == ["layers.*.act"]
+
+
+def test_a_twin_in_higher_precision_raises_the_floor_by_its_distance(session: gl.Session) -> None:
+    def twin(fault: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = gl.tap("input", torch.randn(16, 32, generator=generator))
+        for i in range(4):
+            h = gl.tap(f"layers.{i}.h", x @ (torch.randn(32, 32, generator=generator) / 32**0.5))
+            x = x + gl.tap(f"layers.{i}.act", torch.tanh(h) * 1.005)
+        gl.tap("out", x)
+
+    plain = session.verdict(chain, chain, args=("act",), explain=False)
+    raised = session.verdict(chain, chain, args=("act",), exact=twin, explain=False)
+    assert plain.named == ["layers.*.act"]
+    assert raised.named == []
+
+
+def test_expressions_and_notebook_functions_are_judged_too(session: gl.Session) -> None:
+    session.execute("import torch\ndef f(k): gl.tap('x', torch.ones(4) * k)")
+    assert session.verdict("f(1.0)", "f(2.0)").named == ["x"]
+    cell = run_cell(
+        """
+        import torch, graftlab as gl
+        def g(): gl.tap('x', torch.ones(4) * (2 if gl.here().side == 'target' else 1))
+        """
+    )
+    assert session.verdict(cell["g"], cell["g"]).named == ["x"]
+
+
+def test_renamed_taps_are_one_group(session: gl.Session) -> None:
+    def names() -> None:
+        prefix, gain = ("", 1.0) if gl.here().side == "baseline" else ("model.", 1.5)
+        x = gl.tap(f"{prefix}layers.0.x", torch.ones(4))
+        x = gl.tap(f"{prefix}layers.0.y", x * 3 * gain)
+        gl.tap(f"{prefix}out", x + 1)
+
+    session.edit(rename={"target": {r"^model\.": ""}})
+    verdict = session.verdict(names, names)
+    assert verdict.named == ["layers.*.y"]
+    assert "the output out agrees" in verdict.text
+
+
+@pytest.mark.parametrize("options", [{"floor": 0}, {"floor": "high"}, {"threshold": 0}])
+def test_options_that_mean_nothing_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
+    with pytest.raises(SessionError, match="verdict: "):
+        session.verdict(chain, chain, **options)
+
+
+def test_an_output_that_no_tap_has_is_refused_with_those_there_are(session: gl.Session) -> None:
+    with pytest.raises(SessionError, match=r"no tap named 'logits' was measured.*out"):
+        session.verdict(chain, chain, output="logits")
+
+
+# ---- the session afterwards -----------------------------------------------------------------------------------------
+
+PLAN = {"b2t": "name == 'a'", "t2b": "name == 'b'", "compare": "name == 'c'", "keep": None}
+
+
+def filters(session: gl.Session) -> dict[str, str | None]:
+    return {name: getattr(session.plan, name) for name in PLAN}
+
+
+def test_the_plan_is_as_it_was(session: gl.Session) -> None:
+    session.edit(**PLAN)
+    session.verdict(chain, chain, args=("act",))
+    assert filters(session) == PLAN
+
+
+def breaks() -> None:
+    gl.tap("x", torch.ones(2))
+    if gl.here().side == "target":
+        raise ZeroDivisionError("broken")
+
+
+def test_the_plan_is_as_it_was_when_the_code_raises(session: gl.Session) -> None:
+    session.edit(**PLAN)
+    with pytest.raises(RunError, match="broken"):
+        session.verdict(breaks, breaks)
+    assert filters(session) == PLAN
+
+
+def test_the_plan_is_as_it_was_and_the_ranks_stop_after_an_interrupt(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve() -> None:
+        while True:
+            gl.step()
+
+    from graftlab.control.run import Run
+
+    def stop(run: Run, *_: object, **__: object) -> None:
+        run.wait_steps(1)
+        raise KeyboardInterrupt
+
+    session.edit(**PLAN)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "wait", stop)
+        with pytest.raises(KeyboardInterrupt):
+            session.verdict(serve, serve)
+    assert filters(session) == PLAN
+    with pytest.raises(RunError):
+        session.runs[-1].wait(timeout=60)
+    kinds = {failure.kind for failure in session.runs[-1].failures.values() if isinstance(failure, Failure)}
+    assert kinds == {"KeyboardInterrupt"}
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_shows_itself(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("layer 2",))
+    shown = verdict._repr_mimebundle_()
+    assert verdict.text in shown["text/plain"]
+    assert '<td class="">culprit</td>' in shown["text/html"]
+    figure = verdict.plot()
+    assert [text.get_text() for text in figure.axes[0].texts] == ["layers.*.act"]
+    assert session.verdict(untapped, untapped).plot().axes

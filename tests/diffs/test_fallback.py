@@ -1,0 +1,74 @@
+"""What torch operations measure instead of the kernel: other devices, other tensors, and all where it is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from kit.exact_diffs import INF, NAN, assert_right, random
+
+from graftlab.diffs import fallback, kernel
+from graftlab.diffs.measure import measure
+
+
+class Dressed(torch.Tensor):
+    """A tensor whose class computes in its own way: its elements are half of what its memory holds."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            return super().__torch_function__(func, types, args, kwargs or {}).as_subclass(torch.Tensor) / 2
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture
+def fallback_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what the torch operations have measured."""
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor, y: torch.Tensor) -> Any:
+        calls.append(x.numel())
+        return original(x, y)
+
+    original = fallback.measure
+    monkeypatch.setattr(fallback, "measure", counted)
+    return calls
+
+
+def test_a_subclass_is_measured_by_its_own_operations(fallback_calls: list[int]) -> None:
+    x = random((8,), torch.float32, 0)
+    assert measure(x.as_subclass(Dressed), x).rel_l2 == pytest.approx(1.0)
+    assert fallback_calls == [8]
+
+
+def test_plain_tensors_and_parameters_are_left_to_the_kernel(fallback_calls: list[int]) -> None:
+    if kernel.load() is None:
+        pytest.skip(kernel.description())
+    x = random((8, 3), torch.float32, 0)
+    assert measure(torch.nn.Parameter(x), x.t().contiguous().t()).max_abs == 0
+    assert measure(x.to(torch.complex64), x.to(torch.complex64)).max_abs == 0
+    assert fallback_calls == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300])
+def test_kernel_and_fallback_agree_on_everything(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = random((3000,), torch.float64, 0) * scale, random((3000,), torch.float64, 1) * scale
+    x[7], y[9], y[11] = INF, NAN, -INF
+    found = measure(x, y)
+    monkeypatch.setattr(kernel, "load", lambda: None)
+    monkeypatch.setattr(fallback, "CPU_BLOCK", 700)
+    for field in dataclasses.fields(found):
+        name, other = field.name, getattr(measure(x, y), field.name)
+        assert getattr(found, name) == (other if isinstance(other, tuple) else pytest.approx(other, rel=1e-12)), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32], ids=str)
+def test_a_gpu_measures_what_the_cpu_does(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "DEVICE_BLOCK", 1000)
+    x, y = (random((70, 50), dtype, seed) * (scale if dtype != torch.int32 else 1) for seed in (0, 1))
+    x.view(-1)[1234:1236] = 50
+    assert_right(x.cuda(), y.cuda())

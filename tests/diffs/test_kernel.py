@@ -1,0 +1,266 @@
+"""The kernel's library: how it is found and chosen, and that it leaves the process around it as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kit.build_hook import ROOT, hook
+from kit.exact_diffs import assert_nearly_right, assert_right, random
+
+from graftlab.diffs import kernel
+from graftlab.diffs.measure import DiffStats, measure
+
+built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel is not built: python hatch_build.py kernel")
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    """As in a process that has measured nothing yet."""
+    kernel.load.cache_clear()
+    kernel.description.cache_clear()
+    yield
+    kernel.load.cache_clear()
+    kernel.description.cache_clear()
+
+
+def run_python(code: str) -> str:
+    """What a new process prints, of which a crash or a deadlock is its own."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# -- which one ----------------------------------------------------------------------------------------------------
+
+
+@built
+def test_the_description_names_the_level(unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel.CHOICE, raising=False)
+    assert kernel.description() == f"compiled kernel, level {kernel.processor_level()}"
+
+
+@built
+def test_a_lower_level_can_be_asked_for(unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = "v2" if kernel.processor_level() in kernel.X86_LEVELS else "neon"
+    monkeypatch.setenv(kernel.CHOICE, lowest)
+    loaded = kernel.load()
+    assert loaded is not None
+    assert loaded.level == lowest
+    assert kernel.description() == f"compiled kernel, level {lowest}"
+
+
+@built
+def test_an_unknown_level_is_refused_with_those_that_there_are(unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel.CHOICE, "v9")
+    assert "v9" in kernel.description()
+    assert f"{kernel.CHOICE} can be" in kernel.description()
+    assert kernel.load() is None
+
+
+def test_without_the_library_the_log_says_once_that_measuring_is_slower(
+    unloaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(kernel.CHOICE, raising=False)
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "kernel.so")
+    x = random((50,), torch.float32, 0)
+    with caplog.at_level(logging.WARNING, "graftlab"):
+        for _ in range(3):
+            assert_right(x, x + 1)
+    (record,) = caplog.records
+    assert "slower" in record.message
+    assert "python hatch_build.py" in record.message
+    assert kernel.description().startswith("torch operations (slower): the kernel was not built")
+
+
+@pytest.mark.parametrize("contents", [b"", b"no library", b"\x7fELF and no more"])
+def test_what_is_no_library_is_said_not_to_load(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "kernel.so").write_bytes(contents)
+    with pytest.raises(kernel.KernelError, match="cannot be loaded"):
+        kernel.open_library(tmp_path / "kernel.so")
+
+
+@built
+def test_a_library_made_from_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(kernel.SOURCES, tmp_path / "c")
+    with open(tmp_path / "c" / "loops.c", "a") as loops:
+        loops.write("/* changed */\n")
+    monkeypatch.setattr(kernel, "SOURCES", tmp_path / "c")
+    with pytest.raises(kernel.KernelError, match=r"other sources .* python hatch_build.py"):
+        kernel.open_library(kernel.LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt", "v2"),
+        ("sse4_2 ssse3 popcnt avx avx2 bmi1 bmi2 f16c fma", "v3"),
+        ("sse4_2 ssse3 popcnt avx avx2 bmi1 bmi2 f16c", "v2"),  # no fma
+        ("sse4_2 ssse3 popcnt avx avx2 bmi1 bmi2 f16c fma avx512f avx512bw avx512cd avx512dq avx512vl", "v4"),
+        ("sse4_2 ssse3 popcnt avx avx2 bmi1 bmi2 f16c fma avx512f avx512cd", "v3"),
+        ("sse4_2 ssse3 popcnt avx512f avx512bw avx512cd avx512dq avx512vl", "v2"),  # no avx2
+    ],
+)
+def test_the_level_is_the_highest_whose_instructions_are_all_there(
+    flags: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n\nprocessor\t: 1\n")
+    assert kernel.processor_level(tmp_path / "cpuinfo") == level
+
+
+def test_a_processor_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(kernel.KernelError, match="riscv64"):
+        kernel.processor_level()
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with pytest.raises(kernel.KernelError, match="SSE"):
+        kernel.processor_level(tmp_path / "missing")
+
+
+def test_the_build_makes_the_levels_that_are_chosen_from() -> None:
+    assert list(hook.LEVELS["x86_64"]) == list(reversed(kernel.X86_LEVELS))
+
+
+@built
+def test_the_results_have_the_names_of_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [field.name for field in dataclasses.fields(DiffStats)]
+    monkeypatch.setattr(kernel, "NAMES", (fields[1], fields[0], *fields[2:]))
+    with pytest.raises(kernel.KernelError, match="DiffStats has rel_l2, numel"):
+        kernel.open_library(kernel.LIBRARY)
+
+
+# -- what is around it --------------------------------------------------------------------------------------------
+
+
+def test_flushing_small_numbers_is_left_as_it_is_and_does_not_matter() -> None:
+    tiny = torch.finfo(torch.float64).tiny
+    x, y = random((3 << 16,), torch.float64, 0) * tiny / 8, random((3 << 16,), torch.float64, 1) * tiny / 8
+    single = x[:999].mul(1e270).float()  # among the smallest numbers of float32
+    assert 0 < single.abs().max() < torch.finfo(torch.float32).tiny
+    pairs = [(x, y), (single, 2 * single), (single.half(), single.to(torch.bfloat16))]
+    wanted = [measure(*pair) for pair in pairs]
+    assert x.mul(0.5).count_nonzero() == x.count_nonzero()  # loading and measuring has set nothing
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush small numbers to zero")
+    try:
+        assert [measure(*pair) for pair in pairs] == wanted or kernel.load() is None
+        assert x[:9].mul(0.5).count_nonzero() == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(("size", "lets_go"), [(1 << 20, True), (100, False)])
+def test_other_threads_run_while_a_large_tensor_is_measured(size: int, lets_go: bool) -> None:
+    # A small one takes no longer than handing over to another thread and back would.
+    if kernel.load() is None:
+        pytest.skip(kernel.description())
+    x = random((size,), torch.float32, 0)
+    measure(x, x)
+    called, ran = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: called.wait() and ran.set())
+    other.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # only who lets the GIL go gives it away
+    try:
+        called.set()
+        for _ in range(500):
+            measure(x, x)
+            if ran.is_set():
+                break
+        assert ran.is_set() == lets_go
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
+FORK = """
+import os, threading, torch
+from graftlab.diffs.measure import measure
+
+torch.set_num_threads(3)
+x = torch.arange(3_000_000).remainder(1009).float()
+y = x.flip(0)  # here: torch's own threads do not survive a fork
+wanted = measure(x, y)
+
+{meanwhile}
+child = os.fork()
+if child == 0:
+    os._exit(0 if all(measure(x, y) == wanted for _ in range(3)) else 7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert measure(x, y) == wanted
+{afterwards}
+"""
+BUSY = """
+stop = threading.Event()
+z = torch.arange(20_000_000).remainder(1013).float()
+def keep_on():
+    while not stop.is_set():
+        measure(z, z)
+busy = threading.Thread(target=keep_on)
+busy.start()
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["", BUSY], ids=["idle threads", "threads at work"])
+def test_a_forked_child_measures_with_threads_of_its_own(meanwhile: str) -> None:
+    code = FORK.format(meanwhile=meanwhile, afterwards="stop.set(); busy.join()" if meanwhile else "")
+    assert run_python(code) == "0"
+
+
+def test_threads_of_the_kernel_take_no_signals() -> None:
+    code = """
+import signal, threading, torch
+from pathlib import Path
+from graftlab.diffs import kernel
+from graftlab.diffs.measure import measure
+
+torch.set_num_threads(4)
+x = torch.ones(3_000_000)  # for which torch makes threads of its own
+known = {t.name for t in Path("/proc/self/task").iterdir()}
+measure(x, x)
+for task in Path("/proc/self/task").iterdir():
+    if task.name not in known:
+        (blocked,) = [line.split()[1] for line in (task / "status").read_text().splitlines() if line[:7] == "SigBlk:"]
+        assert int(blocked, 16) & 1 << signal.SIGINT - 1, blocked
+print(len(list(Path("/proc/self/task").iterdir())) - len(known), kernel.load() is not None)
+"""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("needs /proc")
+    made, there = run_python(code).split()
+    assert int(made) == (3 if there == "True" else 0)
+
+
+def test_a_session_of_large_tensors_ends_as_others_do() -> None:
+    # Threads that are asleep must not keep the process, nor crash it at its end.
+    assert (
+        run_python(
+            "import torch; from graftlab.diffs.measure import measure\n"
+            "torch.set_num_threads(4); x = torch.ones(2_000_000); print(measure(x, x).rel_l2)"
+        )
+        == "0.0"
+    )
+
+
+# -- one with other blocks ----------------------------------------------------------------------------------------
+
+
+def test_a_library_that_zig_makes_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = hook.zig_compiler()
+    if compiler is None:
+        pytest.skip("ziglang is not installed here (tests/test_packaging.py installs it, among the soak tests)")
+    library = tmp_path / "kernel.so"
+    hook.compile_kernel(kernel.SOURCES, library, compiler, f"{hook.kernel_hash(ROOT)} for {compiler.tag}")
+    made = kernel.open_library(library)
+    monkeypatch.setattr(kernel, "load", lambda: made)
+    x = random((100_000,), torch.bfloat16, 0)
+    assert_nearly_right(x, random((100_000,), torch.float32, 1))
+    assert_nearly_right(x, random((100_000,), torch.bfloat16, 1))

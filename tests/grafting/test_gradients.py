@@ -1,0 +1,162 @@
+"""Taps of gradients: shown in the backward's order, grafted out of place, and left alone where there are none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+
+import graftlab as gl
+from graftlab.taps import calls
+from graftlab.taps.routing import taken_by
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+class Recorder:
+    """A taker that notes each call, and grafts what it is told to."""
+
+    def __init__(self, grafts: Callable[[str, Any], Any] = lambda name, value: value) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._grafts = grafts
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
+        self.calls.append((name, dict(tags)))
+        return self._grafts(name, value) if tags.get("kind") == "grad" else value
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(calls, "_grafter", recorder)
+    monkeypatch.setattr(calls, "_taker", recorder)
+    return recorder
+
+
+# ---- in this process ------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_tapped_in_the_order_of_the_backward_pass(recorder: Recorder) -> None:
+    x = torch.ones(3, requires_grad=True)
+    a = gl.tap("a", x * 2, grad=True, layer=1)
+    gl.tap("b", a * 3, grad=True).sum().backward()
+    assert recorder.calls == [
+        ("a", {"layer": 1}),
+        ("b", {}),
+        ("b", {"kind": "grad"}),
+        ("a", {"layer": 1, "kind": "grad"}),
+    ]
+
+
+def test_without_grad_there_is_no_tap_of_a_gradient(recorder: Recorder) -> None:
+    x = torch.ones(3, requires_grad=True)
+    gl.tap("a", x * 2).sum().backward()
+    assert recorder.calls == [("a", {})]
+
+
+def test_what_needs_no_gradient_has_none_to_show(recorder: Recorder) -> None:
+    gl.tap("a", torch.ones(3), grad=True)
+    gl.tap("number", 3, grad=True)
+    with torch.no_grad():
+        gl.tap("b", torch.ones(3, requires_grad=True) * 2, grad=True)
+    assert [tags for _, tags in recorder.calls] == [{}, {}, {}]
+
+
+def test_the_tags_around_a_tap_are_those_of_its_gradient(recorder: Recorder) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gl.tags(phase="train"):
+        y = gl.tap("a", x * 2, grad=True)
+    y.sum().backward()
+    assert recorder.calls[-1] == ("a", {"phase": "train", "kind": "grad"})
+
+
+def test_a_backward_in_another_thread_goes_where_the_forwards_taps_went(recorder: Recorder) -> None:
+    own = Recorder()
+    x = torch.ones(3, requires_grad=True)
+    with taken_by(own):
+        y = gl.tap("a", x * 2, grad=True).sum()
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    assert own.calls == [("a", {}), ("a", {"kind": "grad"})]
+    assert recorder.calls == []
+
+
+def test_outside_a_session_no_hook_is_put_in() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = gl.tap("a", x * 2, grad=True)
+    assert not y._backward_hooks
+
+
+# ---- grafts, on ranks -----------------------------------------------------------------------------------------------
+
+
+def added_branches() -> tuple[float, float]:
+    """y = a + b, whose branches share one gradient tensor in autograd: those of x through a, and of z through b."""
+    x, z = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    a, b = x * 1, z * 1
+    a = gl.tap("a", a, grad=True)
+    upstream = 16.0 if gl.here().side == "baseline" else 1.0
+    ((a + b) * upstream).backward()
+    return x.grad.item(), z.grad.item()
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_branches_share_is_not_written(session: gl.Session) -> None:
+    session.edit(b2t="kind == 'grad'", compare=None)
+    run = session.run(added_branches, added_branches)
+    assert run.baseline == [(16.0, 16.0)]
+    # a's gradient is the baseline's; b's stays the target's own, as would not be so had the shared tensor been written.
+    assert run.target == [(16.0, 1.0)]
+    (row,) = run.frame.to_dict("records")
+    assert (row["name"], row["kind"], row["status"]) == ("a", "grad", "grafted")
+
+
+def leafs_gradient() -> float:
+    x = torch.ones((), requires_grad=True)
+    gain = 5.0 if gl.here().side == "baseline" else 7.0
+    gl.tap("x", x, grad=True)
+    (x * gain).backward()
+    return x.grad.item()
+
+
+@pytest.mark.ranks
+def test_the_gradient_of_a_leaf_is_grafted_into_its_grad(session: gl.Session) -> None:
+    session.edit(b2t="kind == 'grad'", compare=None)
+    assert session.run(leafs_gradient, leafs_gradient).target == [5.0]
+
+
+def watched(grads: bool) -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    x = torch.ones(1, 2, requires_grad=True)
+    gain = 2.0 if gl.here().side == "baseline" else 3.0
+    with gl.watch(model, grads=grads):
+        (model(x).sum() * gain).backward()
+    return x.grad.sum().item()
+
+
+@pytest.mark.ranks
+def test_watch_taps_the_gradient_of_each_output(session: gl.Session) -> None:
+    session.edit(b2t="kind == 'grad'", compare="True")
+    run = session.run(watched, watched, args=(True,))
+    frame = run.frame
+    assert frame["name"].tolist() == ["0", "1", "output", "1", "output", "0"] or frame["name"].tolist() == [
+        *("0", "1", "output", "output", "1", "0")
+    ]
+    assert frame["kind"].fillna("value").tolist() == ["value"] * 3 + ["grad"] * 3
+    assert run.target == pytest.approx(run.baseline)
+    assert session.run(watched, watched, args=(False,)).frame["name"].tolist() == ["0", "1", "output"]

@@ -1,0 +1,79 @@
+"""The zoo: its specimens are what they say, and a verdict names those of a sample, and all of them in the soak."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from graftlab.zoo import scoring
+from graftlab.zoo.controls import CONTROLS
+from graftlab.zoo.faults import FAULTS, math_of, weights_of
+from graftlab.zoo.model import Config, Math, Model, Shard, make_weights
+
+# One of each regime, of each kind of cause, and controls that cancel or are in another dtype.
+SAMPLE = [
+    *("other_theta", "positions_from_zero", "norms_mixed_up", "values_gradient_halved"),
+    *("up_columns_swapped", "routers_gradient_not_summed"),
+    *("all_positions_shifted", "norm_folded_into_weights", "half_precision_fused_norm", "tensor_parallel"),
+]
+
+
+def test_there_are_as_many_specimens_as_promised_each_under_a_name_of_its_own() -> None:
+    assert len(FAULTS) >= 40
+    assert len(CONTROLS) >= 15
+    assert len({each.name for each in FAULTS}) == len(FAULTS)
+    assert len({each.name for each in CONTROLS}) == len(CONTROLS)
+
+
+def test_every_fault_has_a_truth_and_no_control_has_one() -> None:
+    assert all(each.truth for each in FAULTS)
+    assert not any(each.truth for each in CONTROLS)
+
+
+def test_faults_in_the_forward_pass_move_the_logits_and_controls_do_not() -> None:
+    config = Config()
+    tokens, weights = scoring.make_tokens(config), make_weights(config)
+    wanted = Model(Math(config), weights)(tokens)
+
+    def off(specimen: object) -> float:
+        own = Model(math_of(specimen)(config, Shard()), weights_of(specimen, weights))  # type: ignore[arg-type]
+        return float((own(tokens) - wanted).norm() / wanted.norm())
+
+    with torch.no_grad():
+        unmoved = [each.name for each in FAULTS if each.regime == "forward" and off(each) < 1e-5]
+        moved = [each.name for each in CONTROLS if each.regime == "forward" and off(each) > 1e-5]
+    assert (unmoved, moved) == ([], [])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_a_sample_is_named_exactly() -> None:
+    found = list(scoring.score(names=SAMPLE))
+    assert sorted(each.specimen.name for each in found) == sorted(SAMPLE)
+    wrong = {each.specimen.name: (each.labels, each.text) for each in found if not each.exact or each.alarm}
+    assert wrong == {}
+    assert not any(each.innocents for each in found)
+    # Two runs and the floor, before anything is swapped.
+    assert {each.runs for each in found if not each.labels} == {3}
+
+
+@pytest.mark.ranks
+def test_the_command_prints_the_score() -> None:
+    command = [sys.executable, "-m", "graftlab", "zoo", "--only", "embedding"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "named exactly and wholly" in done.stdout
+    assert "1 benign controls: 0 alarms" in done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.ranks
+@pytest.mark.timeout(1800)
+def test_the_whole_zoo_is_named_and_no_control_raises_an_alarm() -> None:
+    found = list(scoring.score())
+    faults = [each for each in found if not each.is_control]
+    assert sum(each.exact for each in faults) >= 0.95 * len(faults), scoring.summary(found)
+    assert [each.specimen.name for each in found if each.innocents or each.alarm] == []
