@@ -94,7 +94,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def test_commands_of_the_pages_are_there() -> None:
-    makefile = (ROOT / "Makefile").read_text() + COMING_TARGETS
+    makefile = (ROOT / "Makefile").read_text()
     pyproject = (ROOT / "pyproject.toml").read_text()
     helps: dict[str, str] = {}
     for where, line in commands():
@@ -191,20 +191,12 @@ def test_the_picture_of_the_layout_has_every_room_in_the_order_of_imports() -> N
     assert set(drawn) == rooms()
 
 
-# What is being made beside these pages: files of rooms that are split, by the names that they get, and a target.
-COMING_TARGETS = "\ntest-fast: ##\n"
-COMING = {
-    *("grafting/decisions.py", "grafting/arrival.py", "grafting/tensors.py"),
-    *("exchange/sending.py", "exchange/receiving.py", "exchange/frames.py"),
-}
-
-
 def test_files_that_pages_name_are_there() -> None:
     wrong = []
     for page in PAGES:
         for name in set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|ipynb|md))`", page.read_text(encoding="utf-8"))):
             is_there = (ROOT / name).is_file() or (ROOT / "graftlab" / name).is_file()
-            if not is_there and name not in COMING and not name.endswith(("yours.py", "yours.md", "yours.ipynb")):
+            if not is_there and not name.endswith(("yours.py", "yours.md", "yours.ipynb")):
                 wrong.append(f"{title(page)}: {name}")
     assert wrong == []
 

@@ -78,10 +78,10 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
     neither a mapping of tensors nor a module.
 
-    >>> weight, bias = torch.arange(12.0).reshape(3, 4), torch.tensor([5.0, 7.0, 11.0])
-    >>> found = gl.match_weights({"fc.weight": weight, "fc.bias": bias}, {"linear.w": weight.T, "linear.b": bias})
-    >>> {pair.target: pair.baseline for pair in found.pairs}
-    {'linear.w': 'fc.weight', 'linear.b': 'fc.bias'}
+    >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    >>> match = gl.match_weights({"q": q, "k": k}, {"qk": torch.cat([q, k])})
+    >>> match.clean, len(match.pairs)
+    (True, 2)
     """
     states = _state(baseline, "baseline"), _state(target, "target")
     mine, theirs = (_items(state) for state in states)
@@ -114,9 +114,10 @@ def make_converter(match: WeightMatch, name: str = "convert") -> str:
     What repeats in every layer is a loop. Raises :class:`MatchError` where some parameter of the target has no partner,
     naming it, and for a name that is none.
 
-    >>> weight = torch.arange(12.0).reshape(3, 4)
-    >>> print(gl.make_converter(gl.match_weights({"fc": weight}, {"linear": weight.T})).splitlines()[-2].strip())
-    new['linear'] = state['fc'].T.contiguous()
+    >>> linear = torch.nn.Linear(2, 3)
+    >>> source = gl.make_converter(gl.match_weights(linear, linear))
+    >>> source.splitlines()[0]
+    'import torch'
     """
     return converter(match.pairs, match.problems, match.unmatched_target, match.shapes, match.dtypes, name)
 
