@@ -1,7 +1,4 @@
-"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those.
-
-Internal: it may change without notice; docs/api says what is public.
-"""
+"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those."""
 
 from __future__ import annotations
 
