@@ -294,7 +294,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
     assert "not applied" not in screen.in_force
     wait_until(lambda: len(session.adopted(before + 1)) == 2, "the plan on every rank")
     taken_up = session.adopted(before + 1)["target[0]"]
-    wait_until(lambda: session.live_taps().look()[-1]["step"] > taken_up, "a step with the new plan")
+    wait_until(lambda: session.live_taps().look()[-1].step > taken_up, "a step with the new plan")
     assert not run.done
     screen.editor.refresh()
     assert screen.shown("adopted") == f"Plan {before + 1} : used from step {taken_up} on by all 2 ranks."
