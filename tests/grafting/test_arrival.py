@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_comparison_measures_and_touches_nothing() -> None:
     own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
     arrival, row = taken(own, receipt(theirs))
     assert (row.status, arrival.result, own.tolist()) == ("compared", None, [1.0, 2.0])
-    assert {name: getattr(row, name) for name in STATISTICS} == vars(measure(theirs, own))
+    assert {name: getattr(row, name) for name in STATISTICS} == asdict(measure(theirs, own))
     assert (row.senders, row.note, row.error) == ([0], None, None)
 
 
@@ -79,7 +80,7 @@ def test_a_row_says_which_tap_where_and_when() -> None:
 
 def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before() -> None:
     own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
-    before = vars(measure(theirs, own.clone()))
+    before = asdict(measure(theirs, own.clone()))
     arrival, row = taken(own, receipt(theirs), GRAFT)
     assert (row.status, own.tolist()) == ("grafted", [1.0, 4.0])
     assert arrival.result is own

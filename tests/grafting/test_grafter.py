@@ -280,7 +280,7 @@ def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
 
 
 def test_a_tag_set_is_reported_with_the_step_in_which_it_was_first_reached() -> None:
-    world = GrafterWorld(compare=None)
+    world = GrafterWorld(compare="False")
     world.target.tap("h", 1.0)
     world.step()
     for layer in (None, 3):
