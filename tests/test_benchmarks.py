@@ -31,6 +31,7 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: Path) -> None:
     out = tmp_path / "made" / "bench.json"
     done = benchmarks("--quick", "--only", "taps", "edit", "rows", "graphs", "cuda", "--out", str(out))
@@ -62,6 +63,7 @@ def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: P
         assert "cuda: skipped, no device" in done.stdout
 
 
+@pytest.mark.ranks
 def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
     refused = benchmarks("--only", "no_such_line")
     assert refused.returncode == 2

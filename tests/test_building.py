@@ -39,6 +39,7 @@ esac
 """
 
 
+@pytest.mark.ranks
 def test_a_build_without_npm_warns_in_one_line_and_goes_on(project: Project) -> None:
     (warning,) = project.build()
     assert "npm was not found" in warning
@@ -47,6 +48,7 @@ def test_a_build_without_npm_warns_in_one_line_and_goes_on(project: Project) -> 
     assert not project.bundle.exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("command", ["ci", "run"])
 def test_a_build_with_a_failing_npm_warns_with_what_npm_said_and_goes_on(project: Project, command: str) -> None:
     project.program("npm", f'[ "$1" = {command} ] && echo "npm error ENETUNREACH" >&2 && exit 7; exit 0')
@@ -59,6 +61,7 @@ def test_a_build_with_a_failing_npm_warns_with_what_npm_said_and_goes_on(project
     assert not project.bundle.exists()  # it might not fit the kernel's half
 
 
+@pytest.mark.ranks
 def test_a_build_whose_npm_cannot_be_started_or_makes_nothing_goes_on(project: Project) -> None:
     project.program("npm", "exit 0")
     (warning,) = project.build()
@@ -68,6 +71,7 @@ def test_a_build_whose_npm_cannot_be_started_or_makes_nothing_goes_on(project: P
     assert "could not be started" in warning
 
 
+@pytest.mark.ranks
 def test_a_build_that_cannot_write_goes_on(project: Project) -> None:
     project.program("npm", GOOD_NPM)
     project.bundle.parent.write_text("a file where the folder should be")
@@ -75,6 +79,7 @@ def test_a_build_that_cannot_write_goes_on(project: Project) -> None:
     assert "was not built" in warning
 
 
+@pytest.mark.ranks
 def test_the_variable_leaves_the_bundle_as_it_is(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.program("npm", GOOD_NPM)
     project.bundle.parent.mkdir()
@@ -85,6 +90,7 @@ def test_the_variable_leaves_the_bundle_as_it_is(project: Project, monkeypatch: 
     assert project.called() == []
 
 
+@pytest.mark.ranks
 def test_the_bundle_is_made_again_only_when_its_sources_have_changed(project: Project) -> None:
     project.program("npm", GOOD_NPM)
     assert project.build() == []
@@ -98,6 +104,7 @@ def test_the_bundle_is_made_again_only_when_its_sources_have_changed(project: Pr
     assert list(project.bundle.parent.iterdir()) == [project.bundle]
 
 
+@pytest.mark.ranks
 def test_the_bundle_carries_the_licences_of_what_is_in_it(project: Project) -> None:
     project.program("npm", GOOD_NPM)
     project.build()
@@ -107,6 +114,7 @@ def test_the_bundle_carries_the_licences_of_what_is_in_it(project: Project) -> N
     assert text.endswith("*/\n")
 
 
+@pytest.mark.ranks
 def test_the_command_makes_the_bundle_or_says_why_not(project: Project) -> None:
     refused = project.command("editor")
     assert refused.returncode == 1
@@ -118,6 +126,7 @@ def test_the_command_makes_the_bundle_or_says_why_not(project: Project) -> None:
     assert project.bundle.exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("npm", ["good", "missing"])
 def test_a_package_is_built_with_and_without_npm(project: Project, tmp_path: Path, kind: str, npm: str) -> None:
@@ -172,6 +181,7 @@ def kernel_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return made
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_without_a_compiler_the_build_asks_for_one_and_goes_on_where_it_gets_none(kernel_project: Project) -> None:
     assert kernel_project.asked_for() == [hook.ZIG]
@@ -183,6 +193,7 @@ def test_without_a_compiler_the_build_asks_for_one_and_goes_on_where_it_gets_non
     assert not kernel_project.library.exists()
 
 
+@pytest.mark.ranks
 @needs_a_level
 @pytest.mark.parametrize("name", ["cc", "gcc", "clang"])
 def test_with_a_compiler_it_asks_for_none(kernel_project: Project, name: str) -> None:
@@ -193,6 +204,7 @@ def test_with_a_compiler_it_asks_for_none(kernel_project: Project, name: str) ->
     assert {call.split()[0] for call in kernel_project.called()} == {name}
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_a_compiler_that_makes_nothing_is_none(kernel_project: Project) -> None:
     # As one without the headers of the C library.
@@ -202,6 +214,7 @@ def test_a_compiler_that_makes_nothing_is_none(kernel_project: Project) -> None:
     assert kernel_project.asked_for() == []
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_the_compiler_can_be_named(kernel_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_project.program("cc", GOOD_CC)
@@ -211,6 +224,7 @@ def test_the_compiler_can_be_named(kernel_project: Project, monkeypatch: pytest.
     assert {call for call in kernel_project.called() if "-O1" not in call} == set()
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_a_build_with_a_failing_compiler_warns_with_what_it_said_and_goes_on(kernel_project: Project) -> None:
     kernel_project.program(
@@ -223,6 +237,7 @@ def test_a_build_with_a_failing_compiler_warns_with_what_it_said_and_goes_on(ker
     assert not kernel_project.library.exists()  # it might not fit what calls it
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_the_variable_leaves_the_kernel_as_it_is(kernel_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_project.library.write_text("as it is")
@@ -232,6 +247,7 @@ def test_the_variable_leaves_the_kernel_as_it_is(kernel_project: Project, monkey
     assert kernel_project.library.read_text() == "as it is"
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_the_kernel_is_made_again_only_when_its_sources_or_the_processor_have_changed(
     kernel_project: Project, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +272,7 @@ def test_the_kernel_is_made_again_only_when_its_sources_or_the_processor_have_ch
     assert [path.suffix for path in kernel_project.library.parent.iterdir()].count(".so") == 1
 
 
+@pytest.mark.ranks
 def test_a_source_distribution_has_no_kernel_and_asks_for_nothing(kernel_project: Project, tmp_path: Path) -> None:
     assert kernel_project.asked_for("sdist") == []
     kernel_project.program("cc", GOOD_CC)
@@ -269,6 +286,7 @@ def test_a_source_distribution_has_no_kernel_and_asks_for_nothing(kernel_project
     assert hook.KERNEL.path.as_posix() not in shipped
 
 
+@pytest.mark.ranks
 def test_other_processors_get_a_package_without_it(kernel_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     kernel_project.program("cc", GOOD_CC)
@@ -277,6 +295,7 @@ def test_other_processors_get_a_package_without_it(kernel_project: Project, monk
     assert "riscv64" in warning
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_a_package_with_the_kernel_is_for_one_platform(kernel_project: Project, tmp_path: Path) -> None:
     kernel_project.program("cc", GOOD_CC)
@@ -288,6 +307,7 @@ def test_a_package_with_the_kernel_is_for_one_platform(kernel_project: Project, 
         assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_an_editable_installation_finds_the_kernel_in_the_sources(kernel_project: Project, tmp_path: Path) -> None:
     kernel_project.program("cc", GOOD_CC)
@@ -296,6 +316,7 @@ def test_an_editable_installation_finds_the_kernel_in_the_sources(kernel_project
     assert hook.kernel_is_fresh(kernel_project.root)
 
 
+@pytest.mark.ranks
 def test_a_package_without_the_kernel_is_for_any_platform(
     kernel_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +325,7 @@ def test_a_package_without_the_kernel_is_for_any_platform(
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.ranks
 @needs_a_level
 def test_the_command_makes_what_it_is_told_to(kernel_project: Project) -> None:
     kernel_project.program("cc", GOOD_CC)

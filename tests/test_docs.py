@@ -46,6 +46,7 @@ OPEN_SESSIONS = (
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("source", WITH_CELLS, ids=title)
 def test_every_cell_of_the_page_shows_what_the_page_says(source: Path, notebook: Kernel) -> None:
     # Each page begins with nothing but the extension, if another has loaded it. One that failed may leave a session.
@@ -93,6 +94,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.ranks
 def test_commands_of_the_pages_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     pyproject = (ROOT / "pyproject.toml").read_text()
@@ -279,6 +281,7 @@ def test_what_a_page_would_load_from_elsewhere_is_found(written: str, loads: str
     assert found == ([] if loads is None else [f"index.html loads {loads}"])
 
 
+@pytest.mark.ranks
 def test_the_pages_and_the_api_make_a_site_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("myst_nb", reason="what builds the site is not installed: pip install '.[docs]'")
     pytest.importorskip("furo", reason="what builds the site is not installed: pip install '.[docs]'")

@@ -53,6 +53,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         assert not any(cell.get("outputs") for cell in document.cells), path.name
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> None:
     outputs = execute("tensor_diffs.ipynb", tmp_path)
@@ -60,6 +61,7 @@ def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> 
     assert not any(output.output_type == "error" for output in outputs)
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path: Path) -> None:
     outputs = execute("live_editing.ipynb", tmp_path)
@@ -74,6 +76,7 @@ def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path
     assert sum(count for *_, count in steps) == steps[2][2] - steps[0][1] + 1
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: Path) -> None:
     outputs = execute("replay.ipynb", tmp_path)
@@ -97,6 +100,7 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     assert pictures(outputs) == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repairs_the_tokens(tmp_path: Path) -> None:
     outputs = execute("cuda_graphs.ipynb", tmp_path)

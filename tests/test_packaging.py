@@ -77,6 +77,7 @@ def test_every_public_name_is_there() -> None:
         gl.no_such_name  # noqa: B018
 
 
+@pytest.mark.ranks
 def test_importing_graftlab_does_not_load_the_notebook_parts() -> None:
     code = "import sys, graftlab; print([m for m in ('graftlab.widgets', 'ipywidgets') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -112,6 +113,7 @@ def test_the_constraints_allow_what_pyproject_asks_for() -> None:
         assert asked[name].contains(version), name
 
 
+@pytest.mark.ranks
 def test_every_installation_of_the_repository_is_constrained() -> None:
     extras = {"demo": "demo", "lab": "demo", "test": "test", "lint": "test", "docs": "docs", "bench": "demo"}
     for target, extra in extras.items():
@@ -122,6 +124,7 @@ def test_every_installation_of_the_repository_is_constrained() -> None:
     assert "pip install" not in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.ranks
 def test_no_committed_file_names_a_package_index() -> None:
     # In two pieces, or this file would be the first to be found.
     index = re.compile(
@@ -150,6 +153,7 @@ def test_no_committed_file_names_a_package_index() -> None:
 # --- make ----------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE).group(1).split())
@@ -157,6 +161,7 @@ def test_make_help_lists_every_target() -> None:
     assert targets == set(re.findall(r"^  make ([\w-]+) ", make().stdout, re.MULTILINE))
 
 
+@pytest.mark.ranks
 def test_make_says_so_when_there_is_no_python(tmp_path: Path) -> None:
     refused = make(f"VENV={tmp_path}/venv", "PYTHON=", "demo")
     assert refused.returncode != 0
@@ -164,6 +169,7 @@ def test_make_says_so_when_there_is_no_python(tmp_path: Path) -> None:
     assert "make PYTHON=" in refused.stderr
 
 
+@pytest.mark.ranks
 def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
     old = tmp_path / "python3.9"
     old.write_text(

@@ -121,6 +121,7 @@ def test_packages_say_that_they_are_internal_unless_they_are_public() -> None:
         assert ("Internal" in doc) == (name not in public), name
 
 
+@pytest.mark.ranks
 def test_the_wheel_ships_the_marker_of_its_annotations(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="hatchling is not installed, so nothing can be built without a network")
     code = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"

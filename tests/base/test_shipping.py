@@ -136,6 +136,7 @@ def test_a_name_that_is_only_an_attribute_is_not_blamed() -> None:
 # ---- what goes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_cells_function_runs_in_a_process_that_never_saw_the_cell_and_shows_its_lines_there(tmp_path: Any) -> None:
     cell = run_cell(
         """

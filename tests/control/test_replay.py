@@ -15,6 +15,8 @@ import graftlab as gl
 from graftlab.control.replay import Replay
 from graftlab.errors import DumpError, RequestError
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:

@@ -11,6 +11,8 @@ import torch
 
 import graftlab as gl
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[gl.Session]:

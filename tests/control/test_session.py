@@ -98,6 +98,7 @@ def in_background(function: Callable[[], Any]) -> Callable[[], Any]:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_run_calls_both_sides_and_returns_what_each_rank_returned(session: gl.Session) -> None:
     run = session.run(tap_x, lambda layer, shift: tap_x(layer, shift=2 * shift), args=(3,), kwargs={"shift": 0.25})
     assert run.done
@@ -108,6 +109,7 @@ def test_run_calls_both_sides_and_returns_what_each_rank_returned(session: gl.Se
     assert session.runs[-1] is run
 
 
+@pytest.mark.ranks
 def test_each_run_is_a_new_step_and_the_sessions_frame_has_the_rows_of_all(session: gl.Session) -> None:
     before = len(session.frame)
     first, second = session.run(tap_x, tap_x), session.run(tap_x, tap_x)
@@ -118,6 +120,7 @@ def test_each_run_is_a_new_step_and_the_sessions_frame_has_the_rows_of_all(sessi
     pd.testing.assert_frame_equal(everything[everything["run"] == second.number].reset_index(drop=True), second.frame)
 
 
+@pytest.mark.ranks
 def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
     run = session.start(holds, holds, args=(str(tmp_path),))
     wait_for_file(tmp_path / "target[1] began")
@@ -133,6 +136,7 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
     assert "done" in repr(run)
 
 
+@pytest.mark.ranks
 def test_another_run_meanwhile_is_refused_by_name_and_the_first_goes_on(session: gl.Session, tmp_path: Path) -> None:
     run = session.start(target=holds, args=(str(tmp_path),))
     for call in (lambda: session.run(tap_x, tap_x), lambda: session.start(tap_x), lambda: session.execute("1")):
@@ -142,6 +146,7 @@ def test_another_run_meanwhile_is_refused_by_name_and_the_first_goes_on(session:
     assert run.wait().target == ["went on", "went on"]
 
 
+@pytest.mark.ranks
 def test_expressions_and_cells_run_in_the_ranks_own_lasting_namespace(session: gl.Session) -> None:
     assert session.execute("me = gl.here()\nnumber = 10 * me.rank\nnumber + 1", on="both").target == [1, 11]
     assert session.execute("number = 7", on="target[1]").target == [None]
@@ -154,6 +159,7 @@ def test_expressions_and_cells_run_in_the_ranks_own_lasting_namespace(session: g
         session.run(target="number", args=(1,))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("callee", [None, 3, ["f"]], ids=repr)
 def test_what_cannot_be_called_is_refused(callee: Any, session: gl.Session) -> None:
     with pytest.raises(gl.SessionError):
@@ -163,6 +169,7 @@ def test_what_cannot_be_called_is_refused(callee: Any, session: gl.Session) -> N
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_an_edit_between_runs_is_in_force_in_the_next(session: gl.Session) -> None:
     first = session.run(tap_x, tap_x)
     plan = session.edit(b2t="layer == 0")
@@ -178,11 +185,13 @@ def test_an_edit_between_runs_is_in_force_in_the_next(session: gl.Session) -> No
     assert (third.b2t, third.compare, third.keep) == ("layer == 0", "True", "layer == 0")
 
 
+@pytest.mark.ranks
 def test_an_edit_reaches_idle_ranks_without_a_run(session: gl.Session) -> None:
     plan = session.edit(b2t="True")
     wait_until(lambda: session.status()["plan_version"].tolist() == [plan.version] * 3, "the plan on every rank")
 
 
+@pytest.mark.ranks
 def test_edits_during_a_run_are_in_force_from_the_leaders_next_step_on_every_rank(
     four_ranks: gl.Session, tmp_path: Path
 ) -> None:
@@ -214,6 +223,7 @@ def test_edits_during_a_run_are_in_force_from_the_leaders_next_step_on_every_ran
         assert set(zip(rows["name"], rows["side"], rows["status"], strict=True)) == {expected[since]}
 
 
+@pytest.mark.ranks
 def test_every_step_is_filtered_by_one_plan_however_wildly_it_is_edited(four_ranks: gl.Session, tmp_path: Path) -> None:
     steps = 150
     filters = [{"b2t": "name == 'a'", "t2b": None}, {"b2t": None, "t2b": "name == 'a'"}, {"b2t": None, "t2b": None}]
@@ -247,6 +257,7 @@ def test_every_step_is_filtered_by_one_plan_however_wildly_it_is_edited(four_ran
         assert row.side == ("baseline" if row.name == "a" and plan["t2b"] else "target")
 
 
+@pytest.mark.ranks
 def test_a_plan_given_at_the_launch_is_in_force_in_the_first_run() -> None:
     def half(graft_input: gl.GraftTransformInput) -> torch.Tensor:
         return graft_input.received_list[0] / 2
@@ -272,6 +283,7 @@ def test_a_plan_is_refused_when_it_is_made() -> None:
 # ---- kept tensors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_tensors_are_the_pair_before_the_graft(session: gl.Session) -> None:
     session.edit(b2t="layer == 0", keep="layer < 2")
     for layer in range(3):
@@ -286,6 +298,7 @@ def test_tensors_are_the_pair_before_the_graft(session: gl.Session) -> None:
         session.tensors("x", layer=2)
 
 
+@pytest.mark.ranks
 def test_the_newest_pair_is_meant_unless_the_step_is_given(session: gl.Session) -> None:
     session.edit(keep="True", compare=None)
     first = session.run(tap_x, tap_x, kwargs={"shift": 1.0}).frame["step"].iloc[0]
@@ -294,6 +307,7 @@ def test_the_newest_pair_is_meant_unless_the_step_is_given(session: gl.Session) 
     assert session.tensors("x", step=int(first))[0].tolist() == [11.0, 11.0]
 
 
+@pytest.mark.ranks
 def test_the_newest_pair_is_meant_whichever_side_received_it(session: gl.Session) -> None:
     session.edit(keep="True")
     session.run(tap_x, tap_x, kwargs={"shift": 1.0})
@@ -306,6 +320,7 @@ def test_the_newest_pair_is_meant_whichever_side_received_it(session: gl.Session
     assert [tensor[0].item() for tensor in session.tensors("x")] == [13.0, 23.0]
 
 
+@pytest.mark.ranks
 def test_kept_pairs_with_tags_that_cannot_travel_are_found_too(session: gl.Session) -> None:
     def tap_with_odd_tag() -> None:
         gl.tap("odd", torch.full((2,), own_value()), lock=threading.Lock(), layer=5)
@@ -317,6 +332,7 @@ def test_kept_pairs_with_tags_that_cannot_travel_are_found_too(session: gl.Sessi
     assert list(session.stacks()) == ["baseline[0]", "target[0]", "target[1]"]
 
 
+@pytest.mark.ranks
 def test_t2b_pairs_are_kept_on_the_baseline_in_the_same_order(session: gl.Session) -> None:
     def other_name() -> None:
         gl.tap("other way", torch.full((2,), own_value()))
@@ -327,6 +343,7 @@ def test_t2b_pairs_are_kept_on_the_baseline_in_the_same_order(session: gl.Sessio
     assert (baseline[0].item(), target[0].item()) == (10.0, 20.0)
 
 
+@pytest.mark.ranks
 def test_tensors_can_be_asked_for_during_a_run(session: gl.Session, tmp_path: Path) -> None:
     def taps_then_holds(folder: str) -> None:
         gl.tap("during", torch.full((2,), own_value()))
@@ -343,6 +360,7 @@ def test_tensors_can_be_asked_for_during_a_run(session: gl.Session, tmp_path: Pa
 # ---- where the ranks are --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_status_tells_idle_computing_and_waiting_ranks_and_whom_they_await(session: gl.Session, tmp_path: Path) -> None:
     def target_waits(folder: str) -> None:
         if gl.here().side == "baseline":
@@ -367,6 +385,7 @@ def test_status_tells_idle_computing_and_waiting_ranks_and_whom_they_await(sessi
     wait_until(lambda: session.status()["state"].tolist() == ["idle"] * 3, "every rank idle again")
 
 
+@pytest.mark.ranks
 def test_stacks_show_the_users_line_on_every_rank(session: gl.Session, tmp_path: Path) -> None:
     run = session.start(holds, holds, args=(str(tmp_path),))
     for label in ("baseline[0]", "target[0]", "target[1]"):
@@ -379,6 +398,7 @@ def test_stacks_show_the_users_line_on_every_rank(session: gl.Session, tmp_path:
     run.wait()
 
 
+@pytest.mark.ranks
 def test_interrupt_ends_the_code_and_not_the_ranks(session: gl.Session, tmp_path: Path) -> None:
     pids = session.status()["pid"].tolist()
     run = session.start(holds, holds, args=(str(tmp_path),))
@@ -394,6 +414,7 @@ def test_interrupt_ends_the_code_and_not_the_ranks(session: gl.Session, tmp_path
     assert session.status()["pid"].tolist() == pids
 
 
+@pytest.mark.ranks
 def test_interrupt_ends_the_wait_of_a_tap(session: gl.Session, tmp_path: Path) -> None:
     def target_waits(folder: str) -> None:
         if gl.here().side == "baseline":
@@ -410,6 +431,7 @@ def test_interrupt_ends_the_wait_of_a_tap(session: gl.Session, tmp_path: Path) -
     assert again.frame["status"].tolist() == ["compared", "compared"]
 
 
+@pytest.mark.ranks
 def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Session) -> None:
     def endless() -> None:
         while True:
@@ -427,6 +449,7 @@ def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Sess
     assert again.frame["status"].tolist() == ["compared", "compared"]
 
 
+@pytest.mark.ranks
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
     wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")
@@ -443,12 +466,14 @@ def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session
     assert session.run(tap_x, tap_x).target == [[20.0, 20.0], [21.0, 21.0]]
 
 
+@pytest.mark.ranks
 def test_an_interrupt_of_idle_ranks_does_nothing(session: gl.Session) -> None:
     wait_until(lambda: session.status()["state"].tolist() == ["idle"] * 3, "every rank idle")
     session.interrupt()
     assert session.run(tap_x, tap_x).target == [[20.0, 20.0], [21.0, 21.0]]
 
 
+@pytest.mark.ranks
 def test_the_stop_button_ends_the_wait_and_not_the_run(
     session: gl.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +500,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_run(
 # ---- functions of a notebook ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_functions_of_a_cell_bring_what_they_use(session: gl.Session) -> None:
     cell = run_cell(
         """
@@ -508,6 +534,7 @@ def test_functions_of_a_cell_bring_what_they_use(session: gl.Session) -> None:
     assert session.run(target=cell["make"](0.0)).target[1].tolist() == [5.5, 5.5]
 
 
+@pytest.mark.ranks
 def test_instances_of_a_cells_class_come_back_as_such(session: gl.Session) -> None:
     cell = run_cell(
         """
@@ -524,6 +551,7 @@ def test_instances_of_a_cells_class_come_back_as_such(session: gl.Session) -> No
     assert type(result).__name__ == "Result"
 
 
+@pytest.mark.ranks
 def test_a_traceback_shows_the_cells_own_lines_and_none_of_graftlabs(session: gl.Session) -> None:
     cell = run_cell(
         """
@@ -554,6 +582,7 @@ def test_a_traceback_shows_the_cells_own_lines_and_none_of_graftlabs(session: gl
     assert "failed on target[1]" in repr(session.runs[-1])
 
 
+@pytest.mark.ranks
 def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Session) -> None:
     def fails() -> None:
         me = gl.here()
@@ -572,6 +601,7 @@ def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Ses
     assert session.run(target=lambda: 1).target == [1, 1]
 
 
+@pytest.mark.ranks
 def test_an_exception_that_cannot_travel_is_told_in_words(session: gl.Session) -> None:
     def fails() -> None:
         class Own(Exception):
@@ -584,6 +614,7 @@ def test_an_exception_that_cannot_travel_is_told_in_words(session: gl.Session) -
         session.run(target=fails)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("source", "named"),
     [
@@ -607,6 +638,7 @@ def test_a_variable_that_cannot_travel_is_named(source: str, named: str, session
     assert len(session.runs) == runs
 
 
+@pytest.mark.ranks
 def test_an_argument_that_cannot_travel_is_named(session: gl.Session) -> None:
     with pytest.raises(gl.ShippingError, match="positional argument 1"):
         session.run(target=lambda a, b: None, args=(1, threading.Lock()))
@@ -614,6 +646,7 @@ def test_an_argument_that_cannot_travel_is_named(session: gl.Session) -> None:
         session.run(target=lambda handle: None, kwargs={"handle": threading.Lock()})
 
 
+@pytest.mark.ranks
 def test_a_large_capture_warns_and_names_it(session: gl.Session) -> None:
     cell = run_cell(
         """
@@ -632,6 +665,7 @@ def test_a_large_capture_warns_and_names_it(session: gl.Session) -> None:
 # ---- what ranks print -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_output_is_labelled_by_rank_and_no_line_is_torn(
     session: gl.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -665,6 +699,7 @@ def test_output_is_labelled_by_rank_and_no_line_is_torn(
         assert [n for n in numbers if n % 2] == list(range(1, 50, 2))
 
 
+@pytest.mark.ranks
 def test_an_unfinished_line_and_several_lines_at_once_are_shown_whole(
     session: gl.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -678,6 +713,7 @@ def test_an_unfinished_line_and_several_lines_at_once_are_shown_whole(
     )
 
 
+@pytest.mark.ranks
 def test_output_of_a_started_run_is_held_until_somebody_waits(
     session: gl.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -690,6 +726,7 @@ def test_output_of_a_started_run_is_held_until_somebody_waits(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.ranks
 def test_the_log_has_what_a_rank_printed_and_what_lower_layers_wrote(session: gl.Session) -> None:
     def writes() -> None:
         print("through python")
@@ -707,6 +744,7 @@ def test_the_log_has_what_a_rank_printed_and_what_lower_layers_wrote(session: gl
 # ---- what ranks return ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_results_arrive_as_plain_cpu_tensors_of_their_own_bytes(session: gl.Session) -> None:
     def results() -> dict[str, Any]:
         base = torch.arange(1_000_000, dtype=torch.float32)
@@ -740,11 +778,13 @@ def test_results_arrive_as_plain_cpu_tensors_of_their_own_bytes(session: gl.Sess
     found["view"] += 1
 
 
+@pytest.mark.ranks
 def test_a_view_does_not_bring_its_storage_along(session: gl.Session) -> None:
     session.run(target=lambda: torch.zeros(4_000_000)[:2])
     assert all(len(done.result) < 10_000 for done in session.runs[-1]._done.values())
 
 
+@pytest.mark.ranks
 def test_a_result_that_cannot_travel_is_shown_and_harms_no_other(session: gl.Session) -> None:
     def results() -> Any:
         return 5 if gl.here().rank == 0 else {"lock": threading.Lock()}
@@ -756,6 +796,7 @@ def test_a_result_that_cannot_travel_is_shown_and_harms_no_other(session: gl.Ses
     assert run.target[1].kind == "dict"
 
 
+@pytest.mark.ranks
 def test_a_result_that_cannot_be_loaded_here_is_told(session: gl.Session) -> None:
     def results() -> Any:
         def refuse() -> None:
@@ -775,6 +816,7 @@ def test_a_result_that_cannot_be_loaded_here_is_told(session: gl.Session) -> Non
 # ---- rows on disk ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_rows_on_disk_are_the_rows_in_memory(tmp_path: Path) -> None:
     folder = tmp_path / "run folder"
     with gl.launch(1, 2, folder=folder) as session:
@@ -796,6 +838,7 @@ def test_rows_on_disk_are_the_rows_in_memory(tmp_path: Path) -> None:
     assert [decode(line).tags["layer"] for line in whole.splitlines()[1:]] == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.ranks
 def test_rows_that_were_still_on_their_way_when_the_session_was_closed_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -819,6 +862,7 @@ def test_rows_that_were_still_on_their_way_when_the_session_was_closed_are_not_l
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_close_ends_a_run_and_everything_after_it_says_so(tmp_path: Path) -> None:
     session = gl.launch(1, 1)
     pids = session.status()["pid"].tolist()
@@ -847,6 +891,7 @@ def test_close_ends_a_run_and_everything_after_it_says_so(tmp_path: Path) -> Non
     assert "--- target[0]" in session.log("target")
 
 
+@pytest.mark.ranks
 def test_leaving_the_with_closes_also_after_an_exception() -> None:
     session = gl.launch(1, 1)
     pid = session.status()["pid"].tolist()[0]
@@ -857,6 +902,7 @@ def test_leaving_the_with_closes_also_after_an_exception() -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.ranks
 def test_two_sessions_do_not_meet() -> None:
     with gl.launch(1, 1) as one, gl.launch(1, 1) as other:
         one.edit(b2t="True")
@@ -868,6 +914,7 @@ def test_two_sessions_do_not_meet() -> None:
         assert other.run(tap_x, tap_x).target == [[20.0, 20.0]]
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
     with gl.launch(1, 1) as session:
         session.run(target=lambda: print("the last words"))
@@ -881,6 +928,7 @@ def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
         assert list(session.stacks()) == ["baseline[0]"]
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.launch(1, 1) as session:
         rank, told, on_gone = session.ranks[1], threading.Event(), session.reports.on_gone
@@ -908,6 +956,7 @@ def one_bad_element(size: int) -> None:
     gl.tap("large", value)
 
 
+@pytest.mark.ranks
 def test_a_heatmap_is_reduced_on_the_rank_and_a_single_bad_element_stays_visible() -> None:
     with gl.launch() as session:
         session.edit(keep="True")
@@ -923,6 +972,7 @@ def test_a_heatmap_is_reduced_on_the_rank_and_a_single_bad_element_stays_visible
             session.plot.heatmap("other")
 
 
+@pytest.mark.ranks
 def test_sessions_runs_and_plans_show_as_html_without_markup_of_the_user() -> None:
     with gl.launch() as session:
         session.edit(b2t="name == '<b>'")

@@ -10,6 +10,8 @@ import torch
 import graftlab as gl
 from graftlab.base.tags import identity
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[gl.Session]:

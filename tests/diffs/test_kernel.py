@@ -210,12 +210,14 @@ busy.start()
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("meanwhile", ["", BUSY], ids=["idle threads", "threads at work"])
 def test_a_forked_child_measures_with_threads_of_its_own(meanwhile: str) -> None:
     code = FORK.format(meanwhile=meanwhile, afterwards="stop.set(); busy.join()" if meanwhile else "")
     assert run_python(code) == "0"
 
 
+@pytest.mark.ranks
 def test_threads_of_the_kernel_take_no_signals() -> None:
     code = """
 import signal, threading, torch
@@ -239,6 +241,7 @@ print(len(list(Path("/proc/self/task").iterdir())) - len(known), kernel.load() i
     assert int(made) == (3 if there == "True" else 0)
 
 
+@pytest.mark.ranks
 def test_a_session_of_large_tensors_ends_as_others_do() -> None:
     # Threads that are asleep must not keep the process, nor crash it at its end.
     assert (

@@ -330,6 +330,7 @@ def test_identities_are_on_batches_from_the_moment_they_are_asked_for() -> None:
             assert torch.equal(holder.bootstrap_room_ids_int, bootstrap_rooms_tensor([7, None], "cpu"))
 
 
+@pytest.mark.ranks
 def test_taps_tell_prefill_from_decode_and_a_split_model_is_served_alike() -> None:
     def serve(config: ModelConfig, split: bool) -> list[list[int]]:
         torch.set_num_threads(1)

@@ -29,6 +29,8 @@ from graftlab.engine import EagerRunner, Engine, build_model
 from graftlab.engine.server import Server
 from graftlab.requests import RecordedRequest, RequestDumper, RequestLogging, configure_logging, load_dump
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 BUSINESS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -22,6 +22,8 @@ from kit.exchange_scripts import (
 from kit.implementations import MakeProcesses
 from kit.mailboxes import DEADLINE, MIB
 
+pytestmark = pytest.mark.ranks
+
 BASELINE, TARGET = 0, 1
 
 

@@ -437,17 +437,20 @@ def processes(request: pytest.FixtureRequest) -> MakeProcesses:
     return make
 
 
+@pytest.mark.ranks
 def test_a_thousand_tensors_need_no_more_memory_than_the_budget(processes: MakeProcesses) -> None:
     with processes(sends_many, receives_many, budget=4 * MIB) as world:
         assert world.hear(TARGET) == MANY
         assert world.hear(BASELINE) == 0  # bytes that came to what was there at first
 
 
+@pytest.mark.ranks
 def test_a_tap_behind_a_long_kernel_shows_what_the_kernel_made(processes: MakeProcesses) -> None:
     with processes(sends_behind_a_long_kernel, receives_behind_a_long_kernel) as world:
         assert world.hear(TARGET) == [[float(number)] for number in range(8)]
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", ["cuda:0", "cuda"])
 def test_ranks_graft_on_gpus_whether_or_not_they_share_one(where: str) -> None:

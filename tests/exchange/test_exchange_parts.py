@@ -340,6 +340,7 @@ def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(before: int) ->
     assert WhereaboutsPage(arena.map).read() == was
 
 
+@pytest.mark.ranks
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     descriptor, size = create_segment()
     page = WhereaboutsPage(Arena(descriptor, size, writable=False).map)

@@ -143,6 +143,7 @@ def test_a_tensor_that_cannot_be_looked_at_is_missing_and_its_memory_comes_back(
 # ---- the processes around a rank ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_forked_child_of_a_rank_does_not_write_into_what_the_rank_sent(tmp_path: Path) -> None:
     with gl.launch(1, 1) as session:
         session.edit(b2t="True")

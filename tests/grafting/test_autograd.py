@@ -146,6 +146,7 @@ def compiled_forward(scale: float) -> list[float]:
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["returned", "statement"])
 @pytest.mark.parametrize("downstream", DOWNSTREAM)
 @pytest.mark.parametrize("upstream", ["mul", "linear"])
@@ -166,6 +167,7 @@ def test_upstream_gradients_are_those_of_h_plus_detached_difference(
     assert x.grad.abs().min() > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("upstream", ["exp", "tanh", "softmax", "relu", "view of exp"])
 def test_an_earlier_op_that_kept_the_tensor_sees_the_grafted_value_as_if_it_had_produced_it(
     upstream: str, session: gl.Session
@@ -188,6 +190,7 @@ def test_an_earlier_op_that_kept_the_tensor_sees_the_grafted_value_as_if_it_had_
     torch.testing.assert_close(torch.tensor(gradient), through)
 
 
+@pytest.mark.ranks
 def test_a_comparison_leaves_gradients_alone(session: gl.Session) -> None:
     run = session.run(gradient_through, gradient_through, args=("exp", "square", "returned"))
     x = torch.tensor(POINT, requires_grad=True)
@@ -195,6 +198,7 @@ def test_a_comparison_leaves_gradients_alone(session: gl.Session) -> None:
     torch.testing.assert_close(torch.tensor(run.target[0][1]), x.grad)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("upstream", ["exp", "mul"])
 def test_watch_replaces_the_output_and_leaves_what_the_module_made(upstream: str, session: gl.Session) -> None:
     session.edit(b2t="True")
@@ -214,6 +218,7 @@ def test_watch_replaces_the_output_and_leaves_what_the_module_made(upstream: str
     assert run.baseline[0][3]
 
 
+@pytest.mark.ranks
 def test_a_leaf_parameter_can_be_grafted(session: gl.Session) -> None:
     session.edit(b2t="True")
     result = session.run(graft_a_parameter, graft_a_parameter).target[0]
@@ -227,6 +232,7 @@ def test_a_leaf_parameter_can_be_grafted(session: gl.Session) -> None:
 # ---- checkpointing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recompute_status_tells_the_recomputed_forward_from_the_original(
     use_reentrant: bool, session: gl.Session
@@ -242,6 +248,7 @@ def test_recompute_status_tells_the_recomputed_forward_from_the_original(
     assert frame["occurrence"].tolist() == [0, 0, 0]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_filters_can_graft_both_or_either_pass(use_reentrant: bool, session: gl.Session) -> None:
     x = torch.tensor(POINT)
@@ -262,6 +269,7 @@ def test_filters_can_graft_both_or_either_pass(use_reentrant: bool, session: gl.
     assert run.frame["status"].tolist() == ["compared", "compared", "grafted"]
 
 
+@pytest.mark.ranks
 def test_a_tap_in_a_backward_hook_is_no_recomputation(session: gl.Session) -> None:
     run = session.run(tapped_in_hooks, tapped_in_hooks)
     assert run.frame["name"].tolist() == ["gradient"]
@@ -278,6 +286,7 @@ def test_a_tap_in_a_compiled_model_works_and_breaks_no_graph_without_a_session()
     assert compiled(x).equal(model(x))
 
 
+@pytest.mark.ranks
 def test_a_tap_in_a_compiled_model_works_in_a_session_under_every_plan(session: gl.Session) -> None:
     model = Tapped()
     x = torch.tensor(POINT)
@@ -308,6 +317,7 @@ def test_a_tap_in_a_compiled_model_works_in_a_session_under_every_plan(session: 
     assert len(run.frame) == 0
 
 
+@pytest.mark.ranks
 def test_a_compiled_model_keeps_its_taps_apart_by_step(session: gl.Session) -> None:
     def steps() -> list[list[float]]:
         outputs = []

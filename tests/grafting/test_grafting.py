@@ -111,6 +111,7 @@ def published(graft_input):
 # ---- both ways, one way, no way -------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_b2t_and_t2b_in_one_run_on_different_taps(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'", t2b="name == 'b'")
 
@@ -123,6 +124,7 @@ def test_b2t_and_t2b_in_one_run_on_different_taps(session: gl.Session) -> None:
     assert set(rows["status"]) == {"grafted"}
 
 
+@pytest.mark.ranks
 def test_grafting_goes_before_compare_and_the_rest_is_compared(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'")
 
@@ -136,12 +138,14 @@ def test_grafting_goes_before_compare_and_the_rest_is_compared(session: gl.Sessi
     assert rows.loc["b", ["mean_baseline", "mean_target"]].tolist() == [10.0, 20.0]
 
 
+@pytest.mark.ranks
 def test_a_grafted_tap_returns_the_tensor_itself(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'")
     run = session.run(returns_the_very_tensor, returns_the_very_tensor)
     assert run.baseline == run.target == [(True, [10.0, 10.0])]
 
 
+@pytest.mark.ranks
 def test_overlap_raises_on_that_rank_and_names_the_tags(session: gl.Session) -> None:
     # Only the target's rank sees both filters match; the baseline's rank sends.
     session.edit(b2t="layer == 3", t2b="name == 'a' and side == 'target'")
@@ -160,6 +164,7 @@ def test_overlap_raises_on_that_rank_and_names_the_tags(session: gl.Session) -> 
     assert session.run(taps_a_and_b, taps_a_and_b).target == [([20.0, 20.0], [20.0, 20.0])]
 
 
+@pytest.mark.ranks
 def test_overlap_on_every_rank_raises_on_every_rank(session: gl.Session) -> None:
     session.edit(b2t="True", t2b="name == 'b'")
     with pytest.raises(gl.RunError) as caught:
@@ -167,6 +172,7 @@ def test_overlap_on_every_rank_raises_on_every_rank(session: gl.Session) -> None
     assert list(caught.value.failures) == ["baseline[0]", "target[0]"]
 
 
+@pytest.mark.ranks
 def test_without_a_match_and_without_compare_nothing_is_touched_and_nothing_is_sent(session: gl.Session) -> None:
     session.edit(b2t="name == 'other'", t2b="name == 'another'", compare=None)
     seen = session.status()["taps"].tolist()
@@ -183,6 +189,7 @@ def test_without_a_match_and_without_compare_nothing_is_touched_and_nothing_is_s
     assert session.run(sends, lambda: None).baseline == [True]
 
 
+@pytest.mark.ranks
 def test_compare_overwrites_nothing(session: gl.Session) -> None:
     run = session.run(taps_a_and_b, taps_a_and_b)
     assert run.baseline == [([10.0, 10.0], [10.0, 10.0])]
@@ -190,6 +197,7 @@ def test_compare_overwrites_nothing(session: gl.Session) -> None:
     assert run.frame["status"].tolist() == ["compared", "compared"]
 
 
+@pytest.mark.ranks
 def test_one_sided_runs_are_left_alone(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = session.run(target=taps_a_and_b)
@@ -201,6 +209,7 @@ def test_one_sided_runs_are_left_alone(session: gl.Session) -> None:
 # ---- values that are not tensors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("value", [[1.0, 2.0], None, 3.0, "text"], ids=lambda value: type(value).__name__)
 def test_non_tensors_are_skipped_with_one_warning_a_tap(
     value: Any, session: gl.Session, capsys: pytest.CaptureFixture[str]
@@ -220,6 +229,7 @@ def test_non_tensors_are_skipped_with_one_warning_a_tap(
         assert "gl.tap('others')" in warned[1]
 
 
+@pytest.mark.ranks
 def test_a_tap_whose_value_is_a_tensor_on_one_side_only_is_missing_or_unmatched(session: gl.Session) -> None:
     session.edit(b2t="True")
 
@@ -233,6 +243,7 @@ def test_a_tap_whose_value_is_a_tensor_on_one_side_only_is_missing_or_unmatched(
     assert session.run(tensor, number).frame["status"].tolist() == ["unmatched"]
 
 
+@pytest.mark.ranks
 def test_a_callable_is_materialised_only_when_its_tap_is_wanted(session: gl.Session) -> None:
     session.edit(b2t="name == 'other'", compare=None)
     run = session.run(taps_a_callable, taps_a_callable)
@@ -248,6 +259,7 @@ def test_a_callable_is_materialised_only_when_its_tap_is_wanted(session: gl.Sess
 # ---- extras ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("give", "expected"), [((0, 1), 2100.0), ((1,), 2001.0), ((0,), 101.0), ((), 2.0)], ids=str)
 def test_extras_run_parallel_to_the_received_tensors_and_omitted_ones_are_none(
     give: tuple[int, ...], expected: float, two_senders: gl.Session
@@ -265,6 +277,7 @@ def transform(graft_input):
     assert run.target == [[expected, expected]]
 
 
+@pytest.mark.ranks
 def test_extras_travel_in_the_other_direction_too(session: gl.Session) -> None:
     session.edit(
         t2b="name == 'a'", transform="def transform(g): return g.target + sum(g.received_extras_list[0]['add'])"
@@ -276,6 +289,7 @@ def test_extras_travel_in_the_other_direction_too(session: gl.Session) -> None:
     assert session.run(tap_with_extras, tap_with_extras).baseline == [[30.5, 30.5]]
 
 
+@pytest.mark.ranks
 def test_extras_that_cannot_be_pickled_are_a_failed_row_that_names_them_and_nothing_in_the_model(
     session: gl.Session,
 ) -> None:
@@ -298,6 +312,7 @@ def test_extras_that_cannot_be_pickled_are_a_failed_row_that_names_them_and_noth
     assert "generator" in error
 
 
+@pytest.mark.ranks
 def test_extras_that_cannot_be_loaded_fail_that_tap_only(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = session.run(with_extras_of_a_class_that_only_one_side_has, with_extras_of_a_class_that_only_one_side_has)
@@ -311,6 +326,7 @@ def test_extras_that_cannot_be_loaded_fail_that_tap_only(session: gl.Session) ->
 # ---- transforms -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("form", ["dotted path", "source text", "notebook function"])
 def test_a_transform_written_against_the_published_signature_runs_unchanged(form: str, session: gl.Session) -> None:
     source = inspect.getsource(published)
@@ -329,6 +345,7 @@ def test_a_transform_written_against_the_published_signature_runs_unchanged(form
     assert run.baseline == [[10.0, 10.0]]
 
 
+@pytest.mark.ranks
 def test_what_a_transform_returns_in_another_dtype_is_converted_and_the_row_says_so(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'", transform="def transform(g): return g.received_list[0].double() + 0.5")
     run = session.run(taps_a_and_b, taps_a_and_b)
@@ -336,6 +353,7 @@ def test_what_a_transform_returns_in_another_dtype_is_converted_and_the_row_says
     assert run.frame.loc[run.frame["name"] == "a", "cast"].tolist() == ["float64 -> float32"]
 
 
+@pytest.mark.ranks
 def test_compare_measures_against_what_the_transform_made(session: gl.Session) -> None:
     session.edit(transform="def transform(g): return g.received_list[0] * 2")
     run = session.run(taps_a_and_b, taps_a_and_b)
@@ -358,6 +376,7 @@ FAILING = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", FAILING)
 def test_a_failing_transform_leaves_the_target_untouched_and_the_run_goes_on(way: str, session: gl.Session) -> None:
     statement, message = FAILING[way]
@@ -392,6 +411,7 @@ def test_a_failing_transform_leaves_the_target_untouched_and_the_run_goes_on(way
     assert rows.loc["a", ["rel_l2", "max_abs"]].isna().all()
 
 
+@pytest.mark.ranks
 def test_a_transform_that_is_refused_here_leaves_the_plan_in_force(session: gl.Session) -> None:
     plan = session.plan
     for transform in ("def transform(", "nosuchmodule.transform", "x = 1", 7):
@@ -402,6 +422,7 @@ def test_a_transform_that_is_refused_here_leaves_the_plan_in_force(session: gl.S
     assert session.plan is plan
 
 
+@pytest.mark.ranks
 def test_a_transform_that_only_the_notebook_can_load_fails_each_tap_not_the_run(session: gl.Session) -> None:
     # By path, from a module that exists in this process alone.
     import sys
@@ -422,6 +443,7 @@ def test_a_transform_that_only_the_notebook_can_load_fails_each_tap_not_the_run(
     assert run.frame["error"].str.contains("cannot be loaded on this rank.*made_up_here").all()
 
 
+@pytest.mark.ranks
 def test_the_default_transform_says_what_it_could_not_fit(session: gl.Session) -> None:
     def shaped() -> list[float]:
         return gl.tap("a", torch.full((2, 3) if gl.here().side == "baseline" else (5, 7), own_value())).shape
@@ -433,6 +455,7 @@ def test_the_default_transform_says_what_it_could_not_fit(session: gl.Session) -
         assert part in row["error"]
 
 
+@pytest.mark.ranks
 def test_a_successful_graft_is_logged_with_before_after_and_the_difference(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'")
     run = session.run(taps_a_and_b, taps_a_and_b)

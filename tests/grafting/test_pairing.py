@@ -19,6 +19,8 @@ from kit.support import own_value, reset, shorten_waits, wait_for_file
 
 import graftlab as gl
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def one_and_one() -> Iterator[gl.Session]:

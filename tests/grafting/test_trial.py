@@ -20,6 +20,8 @@ from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
 import graftlab as gl
 from graftlab.grafting.trial import PRINTED_LIMIT, Trial
 
+pytestmark = pytest.mark.ranks
+
 # Only bounds how long a draft that ought to end at once may take on a busy machine.
 PLENTY = 60.0
 

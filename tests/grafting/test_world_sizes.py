@@ -12,6 +12,8 @@ from kit.support import own_value, reset
 
 import graftlab as gl
 
+pytestmark = pytest.mark.ranks
+
 WORLDS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
 # A whole number of shards for one, two and three ranks.
 FULL = 12

@@ -22,6 +22,8 @@ from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.models import Transformer
 
+pytestmark = pytest.mark.ranks
+
 TESTS = str(Path(__file__).resolve().parents[1])
 # Where only kernels are captured, whatever Python does at a replay is not done.
 captures = pytest.mark.parametrize("device", ["cpu", "kernels"])

@@ -37,6 +37,8 @@ from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.models import Transformer
 
+pytestmark = pytest.mark.ranks
+
 TESTS = str(Path(__file__).resolve().parents[1])
 
 CONFIG = dataclasses.replace(SMALL_MODEL, max_positions=48)

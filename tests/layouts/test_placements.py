@@ -90,6 +90,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Any, ...]]
     return [list(tensors) for tensors in zip(*per_rank, strict=True)]
 
 
+@pytest.mark.ranks
 def test_what_ranks_hold_makes_what_torch_says_is_the_whole(held: list[list[tuple[Any, ...]]]) -> None:
     assert len(held) == len(GRID) + len(LINE) + 4
     for ranks in held:
@@ -101,6 +102,7 @@ def test_what_ranks_hold_makes_what_torch_says_is_the_whole(held: list[list[tupl
             assert joined.disagreements == (), name
 
 
+@pytest.mark.ranks
 def test_a_whole_is_cut_for_a_dtensor_as_torch_cuts_it(held: list[list[tuple[Any, ...]]]) -> None:
     for ranks in held:
         name, layout, _, shape, full = ranks[0]
@@ -114,6 +116,7 @@ def test_a_whole_is_cut_for_a_dtensor_as_torch_cuts_it(held: list[list[tuple[Any
         assert torch.equal(layout.join(grafted, shape).whole, full), name
 
 
+@pytest.mark.ranks
 def test_from_one_mesh_to_another(held: list[list[tuple[Any, ...]]]) -> None:
     by_name = {ranks[0][0]: ranks for ranks in held}
     source, target = by_name[str((Shard(0), Shard(1)))], by_name[str((Shard(1),))]
@@ -123,6 +126,7 @@ def test_from_one_mesh_to_another(held: list[list[tuple[Any, ...]]]) -> None:
         assert torch.equal(relaid.value, target[rank][2])
 
 
+@pytest.mark.ranks
 def test_the_names_and_ranks_of_the_mesh_are_those_of_the_device_mesh(held: list[list[tuple[Any, ...]]]) -> None:
     layouts = {ranks[0][0]: ranks[0][1] for ranks in held}
     assert layouts[str((Shard(0), Replicate()))].mesh == Mesh((("dp", 2), ("tp", 2)))

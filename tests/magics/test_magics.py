@@ -72,6 +72,7 @@ def value(notebook: Kernel, expression: str) -> str:
 # ---- each subcommand ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert "<Session 2+1: 3 ranks alive" in value(
         bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine --replace"
@@ -83,6 +84,7 @@ def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
 
 
+@pytest.mark.ranks
 def test_up_again_with_the_same_request_keeps_the_session_and_what_its_ranks_hold(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     typed(notebook, "%%graft both\nmodel = 'loaded'")
@@ -92,6 +94,7 @@ def test_up_again_with_the_same_request_keeps_the_session_and_what_its_ranks_hol
     assert value(notebook, "run.baseline") == "['loaded']"
 
 
+@pytest.mark.ranks
 def test_up_again_with_another_request_is_refused_with_what_would_be_lost(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     typed(notebook, DEFINE)
@@ -104,12 +107,14 @@ def test_up_again_with_another_request_is_refused_with_what_would_be_lost(notebo
     assert value(notebook, "first.closed, session is first") == "(False, True)"
 
 
+@pytest.mark.ranks
 def test_up_replaces_the_session_that_was_open_when_it_is_told_to(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     assert "closing the session that was open" in typed(notebook, "%graft up -b 1 -t 2 --replace")
     assert value(notebook, "first.closed, session.closed, session is first") == "(True, False, False)"
 
 
+@pytest.mark.ranks
 def test_up_replaces_a_session_that_has_lost_a_rank(notebook: Kernel) -> None:
     typed(notebook, "import os, signal\nfirst = session\nos.kill(first.ranks[2].pid, signal.SIGKILL)")
     typed(notebook, "while first.ranks[2].alive: pass")
@@ -117,6 +122,7 @@ def test_up_replaces_a_session_that_has_lost_a_rank(notebook: Kernel) -> None:
     assert value(notebook, "first.closed, session.closed") == "(True, False)"
 
 
+@pytest.mark.ranks
 def test_a_session_that_was_launched_by_hand_is_used_when_it_is_called_session(bare: Kernel) -> None:
     typed(bare, "%graft up --replace\nsession.close()\nsession = by_hand = gl.launch(1, 1)")
     assert "idle" in value(bare, "%graft status")
@@ -126,12 +132,14 @@ def test_a_session_that_was_launched_by_hand_is_used_when_it_is_called_session(b
     assert value(bare, "by_hand.closed") == "True"
 
 
+@pytest.mark.ranks
 def test_the_session_survives_a_reload_of_the_extension(notebook: Kernel) -> None:
     typed(notebook, "kept, session = session, None\n%reload_ext graftlab\n%graft log")
     typed(notebook, "%graft down")
     assert value(notebook, "kept.closed") == "True"
 
 
+@pytest.mark.ranks
 def test_status_has_one_line_a_rank(notebook: Kernel) -> None:
     reply = notebook.run("%graft status")
     assert "text/html" in reply.shown[0]
@@ -140,6 +148,7 @@ def test_status_has_one_line_a_rank(notebook: Kernel) -> None:
     )
 
 
+@pytest.mark.ranks
 def test_stacks_show_the_users_lines_and_idle_ranks_as_idle(notebook: Kernel, tmp_path: Path) -> None:
     typed(notebook, f"import os, pathlib\ngate = pathlib.Path({str(tmp_path / 'gate')!r})\nos.mkfifo(gate)")
     typed(notebook, f"%%graft baseline\ndef wait():\n    return open({str(tmp_path / 'gate')!r}).read()")
@@ -153,6 +162,7 @@ def test_stacks_show_the_users_lines_and_idle_ranks_as_idle(notebook: Kernel, tm
     assert "idle" in target
 
 
+@pytest.mark.ranks
 def test_interrupt_ends_the_code_and_not_the_ranks(notebook: Kernel) -> None:
     typed(notebook, "before = session.status().pid.tolist()")
     typed(notebook, "%%graft both\ndef spin():\n    print('spinning')\n    while True:\n        pass")
@@ -168,12 +178,14 @@ def test_interrupt_ends_the_code_and_not_the_ranks(notebook: Kernel) -> None:
     assert value(notebook, "session.status().pid.tolist() == before, set(session.status().state)") == "(True, {'idle'})"
 
 
+@pytest.mark.ranks
 def test_down_ends_the_ranks_and_tells_where_the_rows_are(notebook: Kernel) -> None:
     printed = typed(notebook, "%graft down")
     assert value(notebook, "session.closed, [rank.alive for rank in session.ranks]") == "(True, [False, False, False])"
     assert value(notebook, "str(session.folder)").strip("'") in printed
 
 
+@pytest.mark.ranks
 def test_log_shows_the_end_of_a_ranks_log(notebook: Kernel) -> None:
     typed(notebook, "%%graft target\nfor index in range(9):\n    print('line', index, gl.here().rank)")
     log = typed(notebook, "%graft log target[1] -n 2")
@@ -183,6 +195,7 @@ def test_log_shows_the_end_of_a_ranks_log(notebook: Kernel) -> None:
     assert "--- target[0]" in typed(notebook, "%graft log target")
 
 
+@pytest.mark.ranks
 def test_run_evaluates_on_both_sides_as_one_step_and_keeps_the_run(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert "done" in value(notebook, "%graft run -o mine forward(torch.ones(4))")
@@ -195,6 +208,7 @@ def test_run_evaluates_on_both_sides_as_one_step_and_keeps_the_run(notebook: Ker
     assert value(notebook, "third.target") == "[2, 2]"
 
 
+@pytest.mark.ranks
 def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft filter --b2t name == 'hidden'")
@@ -203,12 +217,14 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     assert "hidden" in value(notebook, "session.plan.b2t")
 
 
+@pytest.mark.ranks
 def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"
     assert value(notebook, "len(bad.frame), sorted(bad.failures)") == "(4, ['baseline[0]', 'target[0]', 'target[1]'])"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
@@ -225,6 +241,7 @@ def test_expressions_reach_the_ranks_as_they_were_typed(notebook: Kernel, expres
     assert value(notebook, "typed.baseline[0]") == expected
 
 
+@pytest.mark.ranks
 def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None:
     typed(notebook, """%graft filter --b2t search('at{2}n', name) and layer < 4 --keep "step == 0" """)
     assert value(notebook, "session.plan.b2t, session.plan.keep, session.plan.compare, session.plan.version") == (
@@ -238,6 +255,7 @@ def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None
     assert value(notebook, "session.plan.version") == "2"
 
 
+@pytest.mark.ranks
 def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: Kernel) -> None:
     assert typed(notebook, "%graft filter --b2t nme == 'hidden'") == "b2t: no tap has been seen yet\n"
     typed(notebook, DEFINE)
@@ -248,6 +266,7 @@ def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: K
     assert "b2t matched no tap in this run: nme == 'hidden'" in value(notebook, "%graft run forward(torch.ones(4))")
 
 
+@pytest.mark.ranks
 def test_filter_refuses_an_overlap_on_taps_that_were_seen(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")
@@ -257,6 +276,7 @@ def test_filter_refuses_an_overlap_on_taps_that_were_seen(notebook: Kernel) -> N
     assert value(notebook, "session.plan.version") == "0"
 
 
+@pytest.mark.ranks
 def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "def seven(graft_input):\n    return torch.full_like(graft_input.target, 7.0)")
@@ -271,6 +291,7 @@ def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> 
     assert value(notebook, "session.plan.transform.kind") == "'path'"
 
 
+@pytest.mark.ranks
 def test_a_transform_cell_is_the_transform_and_its_lines_show_in_errors(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%%graft transform\ndef transform(graft_input):\n    return graft_input.received_list[0] + 1")
@@ -283,6 +304,7 @@ def test_a_transform_cell_is_the_transform_and_its_lines_show_in_errors(notebook
     assert value(notebook, f"'return graft_input.received_list[99]' in {rows}.error.iloc[0]") == "True"
 
 
+@pytest.mark.ranks
 def test_frame_shows_the_newest_run_that_has_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))\n%graft run -o mine forward(torch.ones(4))")
@@ -294,11 +316,13 @@ def test_frame_shows_the_newest_run_that_has_rows(notebook: Kernel) -> None:
     assert value(notebook, "len(frame), frame.run.nunique()") == "(8, 2)"
 
 
+@pytest.mark.ranks
 def test_frame_is_empty_before_the_first_run(notebook: Kernel) -> None:
     typed(notebook, "frame = %graft frame")
     assert value(notebook, "len(frame), 'rel_l2' in frame") == "(0, True)"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "line", ["plot", "plot hidden", "plot hidden --kind ranks", "plot --kind heatmap hidden", "plot --noise-floor 1e-5"]
 )
@@ -313,6 +337,7 @@ def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
 # ---- cells ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_cells_keep_their_names_and_show_values_and_output_with_the_rank(notebook: Kernel) -> None:
     typed(notebook, "%%graft target\nmine = gl.here().rank + 10\nprint('made', mine)")
     reply = notebook.run("%%graft target\nmine")
@@ -328,16 +353,19 @@ def test_cells_keep_their_names_and_show_values_and_output_with_the_rank(noteboo
     assert "baseline[0] raised NameError: name 'mine' is not defined" in missing.error
 
 
+@pytest.mark.ranks
 def test_cells_show_rich_values_richly(notebook: Kernel) -> None:
     reply = notebook.run("%%graft baseline\nimport pandas\npandas.DataFrame({'a': [1]})")
     assert "text/html" in reply.shown[0]
 
 
+@pytest.mark.ranks
 def test_cells_are_compiled_like_any_notebook_cell(notebook: Kernel) -> None:
     reply = notebook.run("%%graft baseline\ndef f(x: int) -> None: ...\nf.__annotations__")
     assert reply.values == ["{'x': int, 'return': None}"]
 
 
+@pytest.mark.ranks
 def test_tracebacks_show_the_cells_lines_once_for_ranks_that_fail_alike(notebook: Kernel) -> None:
     reply = notebook.run("%%graft target\ndef broken(x):\n    return x / 0  # here\n\nbroken(1)")
     assert reply.error_name == "RunError"
@@ -347,6 +375,7 @@ def test_tracebacks_show_the_cells_lines_once_for_ranks_that_fail_alike(notebook
     assert "worker.py" not in reply.error
 
 
+@pytest.mark.ranks
 def test_functions_of_the_notebook_run_on_the_ranks_and_show_their_lines_there(notebook: Kernel) -> None:
     typed(notebook, "def forward(x):\n    h = gl.tap('h', x * 2)\n    return h / (x.numel() - 1)  # is one, here")
     assert value(notebook, "session.run(forward, forward, args=(torch.ones(3),)).target[1]") == "tensor([1., 1., 1.])"
@@ -361,6 +390,7 @@ def test_functions_of_the_notebook_run_on_the_ranks_and_show_their_lines_there(n
     assert "AttributeError: 'int' object has no attribute 'numel'" in reply.error
 
 
+@pytest.mark.ranks
 def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
     printed = typed(notebook, "%%graft both\ngl.tap('words', 'not a tensor')\nNone")
     assert "GraftWarning: gl.tap('words') on target[1]" in printed
@@ -371,6 +401,7 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -419,6 +450,7 @@ def test_mistakes_in_the_line_get_a_usage_error_without_a_traceback(notebook: Ke
     assert value(notebook, "session.closed, len(session.runs), session.plan.version") == "(False, 0, 0)"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("line", ["status", "stacks", "interrupt", "down", "log", "run 1", "filter", "frame", "plot"])
 def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str) -> None:
     typed(bare, "if 'session' in globals():\n    session.close()")
@@ -427,6 +459,7 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
     assert bare.run("%%graft both\n1").stderr == reply.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
@@ -455,6 +488,7 @@ def test_errors_of_graftlab_show_their_message_only(notebook: Kernel, cell: str,
     assert "graftlab/" not in reply.error
 
 
+@pytest.mark.ranks
 def test_a_mistake_in_the_code_is_shown_where_it_is_and_runs_nowhere(notebook: Kernel) -> None:
     reply = notebook.run("%%graft both\nx = 1\ndef broken(:\n    pass")
     assert "    def broken(:\n" in reply.error
@@ -465,6 +499,7 @@ def test_a_mistake_in_the_code_is_shown_where_it_is_and_runs_nowhere(notebook: K
 # ---- help and completion --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tmp_path: Path) -> None:
     requests = [({"rid": f"r{i}", "input_ids": [i]}, None, 1.0, 2.0) for i in range(4)]
     dump = tmp_path / "requests of today.pkl"
@@ -483,6 +518,7 @@ def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tm
     assert "missing" in reply.error
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_has_help_that_names_its_options(bare: Kernel, subcommand: str) -> None:
     reply = bare.run(f"%graft {subcommand} -h")
@@ -494,6 +530,7 @@ def test_every_subcommand_has_help_that_names_its_options(bare: Kernel, subcomma
     assert bare.run(f"%graft {subcommand} --help").stdout == reply.stdout
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("line", ["%graft", "%graft -h", "%graft --help", "%%graft -h\n1"])
 def test_graft_alone_lists_all_there_is(bare: Kernel, line: str) -> None:
     printed = typed(bare, line)
@@ -502,6 +539,7 @@ def test_graft_alone_lists_all_there_is(bare: Kernel, line: str) -> None:
     assert "%%graft transform" in printed
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("typed_so_far", "offered"),
     [
@@ -525,11 +563,13 @@ def test_the_tab_key_offers_what_fits(notebook: Kernel, typed_so_far: str, offer
     assert set(notebook.complete(typed_so_far)) == offered
 
 
+@pytest.mark.ranks
 def test_the_tab_key_offers_no_ranks_without_a_session(bare: Kernel) -> None:
     typed(bare, "if 'session' in globals():\n    session.close()")
     assert set(bare.complete("%%graft t")) == {"target", "transform"}
 
 
+@pytest.mark.ranks
 def test_completion_elsewhere_is_as_it_was(notebook: Kernel) -> None:
     # Without jedi, which reads half the environment first.
     typed(notebook, "a_name_of_mine = 1\n%config IPCompleter.use_jedi = False")

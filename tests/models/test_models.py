@@ -374,10 +374,12 @@ def own_part(x, dim, count, rank, ranks):
     return units.narrow(dim, first, max(1, count // ranks)).flatten(dim, dim + 1)
 
 
+@pytest.mark.ranks
 def test_any_process_builds_equal_weights(results):
     assert {result["digest"] for result in results} == {digest(Transformer(CONFIG, seed=3))}
 
 
+@pytest.mark.ranks
 def test_the_split_model_shows_the_same_values_at_the_same_taps(split):
     config, whole, ranks = split
     for rank, result in enumerate(ranks):
@@ -390,6 +392,7 @@ def test_the_split_model_shows_the_same_values_at_the_same_taps(split):
             assert relative_l2(got, expected) <= 1e-5, (name, layer)
 
 
+@pytest.mark.ranks
 def test_the_split_model_has_the_gradients_of_the_whole(split):
     config, whole, ranks = split
     assert whole["grads"].keys() == ranks[0]["grads"].keys()

@@ -910,6 +910,7 @@ def test_a_figure_shows_itself_in_a_notebook() -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("code", "absent"),
     [

@@ -18,6 +18,8 @@ from kit.processes import family, still_there, watch
 import graftlab as gl
 from graftlab.control.run_folder import HOME_VARIABLE
 
+pytestmark = pytest.mark.ranks
+
 
 def refusal(*args: Any, **kwargs: Any) -> str:
     """What :func:`graftlab.launch` says when it refuses; nothing that it started is left."""

@@ -25,6 +25,8 @@ from kit.support import wait_until
 
 import graftlab as gl
 
+pytestmark = pytest.mark.ranks
+
 METHODS = ("forkserver", "spawn")
 
 # What holds the interpreter in C gets no Python to run, not even to learn that the notebook is gone.

@@ -252,6 +252,7 @@ def test_only_what_was_given_is_posted(
     assert captured.err == ""
 
 
+@pytest.mark.ranks
 def test_the_command_changes_a_running_server_from_another_process(
     server: Server, recording: RequestLogging, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def test_an_id_has_the_number_that_other_programs_give_it(request_id: str) -> No
     assert request_id_to_int(request_id) == VECTORS[request_id]
 
 
+@pytest.mark.ranks
 def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None:
     code = "from graftlab.requests import request_id_to_int as f; print(*map(f, ['', 'req-0', '请求-1']))"
     for seed in ("0", "4711"):
@@ -96,6 +97,7 @@ def test_a_room_is_an_integer(room: object) -> None:
         bootstrap_rooms_tensor([room])  # type: ignore[list-item]
 
 
+@pytest.mark.ranks
 def test_the_package_has_identities_and_loads_torch_only_for_them() -> None:
     program = """
 import sys

@@ -50,6 +50,7 @@ def files(folder: Path) -> list[Path]:
     return [*folder.glob("dumps/*.pkl"), *folder.glob("crash/*.pkl")]
 
 
+@pytest.mark.ranks
 def test_each_acknowledged_request_is_in_exactly_one_file_however_the_process_dies(tmp_path: Path) -> None:
     seed = random.randrange(1_000_000)
     done = python(str(SCRIPT), str(tmp_path), "200", str(seed))
@@ -120,6 +121,7 @@ assert dumper.begin(unfinished, now)
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
@@ -166,6 +168,7 @@ def test_watching_outside_of_the_main_thread_is_a_clear_error(tmp_path: Path) ->
         pool.submit(RequestDumper, tmp_path, catch_crashes=True).result()
 
 
+@pytest.mark.ranks
 def test_whoever_handled_the_signal_before_does_so_after_the_dump_and_serving_goes_on(tmp_path: Path) -> None:
     body = """
 def graceful(number, frame):
@@ -185,6 +188,7 @@ add(dumper, "second")
     assert rids(tmp_path.glob("dumps/*.pkl")) == [("first", True), ("second", True)]
 
 
+@pytest.mark.ranks
 def test_while_the_process_ends_nothing_more_is_acknowledged(tmp_path: Path) -> None:
     body = """
 def graceful(number, frame):
@@ -198,6 +202,7 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert crashes(tmp_path, body).returncode == 7
 
 
+@pytest.mark.ranks
 def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -212,6 +217,7 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     assert rids(tmp_path.glob("dumps/*.pkl")) == [("a", True)]
 
 
+@pytest.mark.ranks
 def test_a_signal_in_the_middle_of_a_write_to_the_log_does_not_hang(tmp_path: Path) -> None:
     body = """
 class Interrupted(logging.StreamHandler):
@@ -233,6 +239,7 @@ logging.getLogger().warning("interrupted here")
     assert "within" not in done.stderr
 
 
+@pytest.mark.ranks
 def test_two_dumpers_of_one_process_both_write(tmp_path: Path) -> None:
     body = """
 one = dumper_of(catch_crashes=True)
@@ -318,6 +325,7 @@ def test_a_time_that_is_no_number_loses_no_request(tmp_path: Path, finished: Any
     dumper.close()
 
 
+@pytest.mark.ranks
 def test_a_request_that_cannot_be_pickled_does_not_spoil_the_crash(tmp_path: Path) -> None:
     done = crashes(
         tmp_path, 'add(dumper, "a")\ndumper.begin({"rid": "b", "lock": threading.Lock()}, now)\nraise ValueError'

@@ -183,11 +183,13 @@ def test_a_bad_threshold_or_folder_is_refused_at_once(tmp_path: Path) -> None:
         RequestDumper(tmp_path, crash_folder=tmp_path / "file")
 
 
+@pytest.mark.ranks
 def test_importing_it_does_not_import_torch() -> None:
     code = "import sys, graftlab.requests; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.ranks
 def test_a_normal_exit_writes_what_waits_and_what_was_never_finished(tmp_path: Path) -> None:
     code = f"""
 from graftlab.requests import RequestDumper
@@ -204,6 +206,7 @@ dumper.begin(open_request, 3.0)
     ]
 
 
+@pytest.mark.ranks
 def test_a_forked_process_writes_its_own_requests_and_none_of_its_parents(tmp_path: Path) -> None:
     code = f"""
 import os
@@ -539,6 +542,7 @@ def test_a_disk_that_fails_at_any_moment_leaves_nothing_behind_and_loses_nothing
     assert os.listdir(folder(dumper)) == [files(folder(dumper))[0].name]
 
 
+@pytest.mark.ranks
 def test_a_full_disk_is_no_reason_to_take_a_request_apart(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk's; the process is another, since the limit is a process's."""
     code = f"""

@@ -190,6 +190,7 @@ def test_the_kits_own_requests_come_back(protocol: int) -> None:
     assert vars(opaque) == {"class_name": "a.B", "args": (1,), "state": {"x": 2}, "items": [3]}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("module", ["graftlab.requests.served", "graftlab.engine.request"])
 @pytest.mark.parametrize("before", ["", "import graftlab.engine"])
 def test_a_file_with_requests_of_the_engine_loads_equally_whatever_was_imported(

@@ -80,6 +80,7 @@ def test_without_a_session_tags_step_and_here_do_nothing() -> None:
     assert gl.tap("x", 1) == 1
 
 
+@pytest.mark.ranks
 def test_taps_can_stay_in_code_that_ships_without_torch() -> None:
     program = """
 import sys
@@ -259,6 +260,7 @@ def test_computed_tags_need_a_call_and_must_be_a_dict(recorder: Recorder) -> Non
         wrong()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("tag", ["name", "step", "side", "rank", "recompute_status"])
 def test_reserved_tags_are_refused(tag: str, recorder: Recorder, session: gl.Session) -> None:
     with pytest.raises(gl.TagError, match=tag):
@@ -278,6 +280,7 @@ def test_reserved_tags_are_refused(tag: str, recorder: Recorder, session: gl.Ses
     assert isinstance(caught.value.__cause__, gl.TagError)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_tap_needs_a_name(name: Any, session: gl.Session) -> None:
     def tapped(name: Any) -> None:
@@ -290,6 +293,7 @@ def test_a_tap_needs_a_name(name: Any, session: gl.Session) -> None:
 # ---- in a session ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_ambient_tags_reach_filters_rows_and_pairing(session: gl.Session) -> None:
     session.edit(b2t="phase == 'decode' and layer == 1")
 
@@ -316,6 +320,7 @@ def test_ambient_tags_reach_filters_rows_and_pairing(session: gl.Session) -> Non
     }
 
 
+@pytest.mark.ranks
 def test_a_function_that_was_decorated_in_the_notebook_adds_its_tags_on_the_ranks(session: gl.Session) -> None:
     cell = """
         import asyncio
@@ -340,6 +345,7 @@ def test_a_function_that_was_decorated_in_the_notebook_adds_its_tags_on_the_rank
     assert [tag.get("phase") for tag in tags] == [None, "decode"]
 
 
+@pytest.mark.ranks
 def test_here_tells_each_rank_where_it_stands() -> None:
     def stand() -> tuple[str, int, int, str]:
         me = gl.here()
@@ -352,6 +358,7 @@ def test_here_tells_each_rank_where_it_stands() -> None:
     assert gl.here() is None
 
 
+@pytest.mark.ranks
 def test_taps_of_several_threads_of_one_rank_all_pair(session: gl.Session) -> None:
     session.edit(b2t="True")
 

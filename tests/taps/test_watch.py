@@ -156,17 +156,20 @@ ALL = [
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_every_modules_output_is_tapped_in_execution_order_under_its_name(session: gl.Session) -> None:
     frame = session.run(forward, forward).frame
     assert frame["name"].tolist() == ALL
     assert set(frame["status"]) == {"compared"}
 
 
+@pytest.mark.ranks
 def test_a_prefix_and_the_root_modules_own_name(session: gl.Session) -> None:
     frame = session.run(forward, forward, args=("encoder.",)).frame
     assert frame["name"].tolist() == [f"encoder.{name}" for name in ALL]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_tensors_inside_outputs_are_named_and_replaced_where_they_are(kind: str, session: gl.Session) -> None:
     if kind == "ModelOutput":
@@ -191,6 +194,7 @@ def test_tensors_inside_outputs_are_named_and_replaced_where_they_are(kind: str,
     assert source["same"]
 
 
+@pytest.mark.ranks
 def test_grafting_one_tensor_of_several_leaves_the_others_the_same_objects(session: gl.Session) -> None:
     def identities() -> list[bool]:
         module = Module("dataclass")
@@ -208,6 +212,7 @@ def test_grafting_one_tensor_of_several_leaves_the_others_the_same_objects(sessi
     assert session.run(identities, identities).target == [[True, False, True, True]]
 
 
+@pytest.mark.ranks
 def test_a_graft_flows_into_the_modules_that_follow(session: gl.Session) -> None:
     session.edit(b2t="name == 'layers.1[0]' or name == 'head'")
     run = session.run(forward, forward)
@@ -264,6 +269,7 @@ def test_a_wrapped_model_has_the_names_of_the_model(wrapper: str) -> None:
     assert gl.watch(WRAPPERS[wrapper](made_model()), include="type == 'Block'").names == ["layers.0", "layers.1"]
 
 
+@pytest.mark.ranks
 def test_a_wrapped_module_is_one_tap_and_pairs_with_one_that_is_not(session: gl.Session) -> None:
     def plain() -> None:
         model = made_model()
@@ -304,6 +310,7 @@ def test_include_and_exclude_choose_modules(include: Any, exclude: Any, expected
     assert gl.watch(made_model(), include=include, exclude=exclude).names == expected
 
 
+@pytest.mark.ranks
 def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
     frame = session.run(forward, forward, args=("", "type == 'Linear'", "name == 'head'")).frame
     assert frame["name"].tolist() == ["layers.0.attn", "layers.1.attn"]
@@ -363,6 +370,7 @@ def test_remove_restores_the_model_exactly_and_leaves_other_hooks(monkeypatch: p
     mine.remove()
 
 
+@pytest.mark.ranks
 def test_after_remove_nothing_is_tapped(session: gl.Session) -> None:
     def twice() -> None:
         model = made_model()
@@ -373,6 +381,7 @@ def test_after_remove_nothing_is_tapped(session: gl.Session) -> None:
     assert session.run(twice, twice).frame["name"].tolist() == ALL
 
 
+@pytest.mark.ranks
 def test_watches_nest_and_are_removed_in_any_order(session: gl.Session) -> None:
     def nested() -> None:
         model = made_model()
@@ -388,6 +397,7 @@ def test_watches_nest_and_are_removed_in_any_order(session: gl.Session) -> None:
     assert frame["occurrence"].tolist() == [0, 0, 1]
 
 
+@pytest.mark.ranks
 def test_ambient_tags_reach_watched_taps(session: gl.Session) -> None:
     def tagged() -> None:
         model = made_model()
@@ -398,6 +408,7 @@ def test_ambient_tags_reach_watched_taps(session: gl.Session) -> None:
     assert session.run(tagged, tagged).frame["name"].tolist() == ["head"]
 
 
+@pytest.mark.ranks
 def test_a_module_that_is_called_twice_taps_two_occurrences(session: gl.Session) -> None:
     def shared() -> None:
         layer = nn.Linear(2, 2)
@@ -409,6 +420,7 @@ def test_a_module_that_is_called_twice_taps_two_occurrences(session: gl.Session)
     assert frame["occurrence"].tolist() == [0, 1]
 
 
+@pytest.mark.ranks
 def test_a_compiled_model_is_watched_too(session: gl.Session) -> None:
     def compiled() -> torch.Tensor:
         model = made_model()
@@ -421,6 +433,7 @@ def test_a_compiled_model_is_watched_too(session: gl.Session) -> None:
     assert run.target[0].equal(run.baseline[0])
 
 
+@pytest.mark.ranks
 def test_a_child_that_is_called_like_the_root_is_tapped_as_well(session: gl.Session) -> None:
     def collide() -> list[str]:
         model = nn.Sequential(OrderedDict(output=nn.Linear(2, 2)))

@@ -213,6 +213,7 @@ def shuffled_batch(ids_of_rank: dict[str, list[str]], scale: float) -> list[list
     return x.tolist()
 
 
+@pytest.mark.ranks
 def test_data_parallel_sides_are_paired_across_ranks() -> None:
     batches = {
         "baseline[0]": ["a", "bb", "ccc"],

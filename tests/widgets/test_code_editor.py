@@ -404,6 +404,7 @@ def test_without_anywidget_the_text_area_says_how_to_get_it(monkeypatch: pytest.
     assert "pip install 'graftlab[editor]'" in editor.reason
 
 
+@pytest.mark.ranks
 def test_importing_the_editor_does_not_load_anywidget() -> None:
     code = f"import sys, {code_editor.__module__}; print('anywidget' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -19,6 +19,8 @@ from graftlab.rows.store import RowStore
 from graftlab.widgets.dashboard import ROWS_A_TICK
 from graftlab.widgets.refresher import refresher_of
 
+pytestmark = pytest.mark.ranks
+
 PNG = b"\x89PNG"
 
 

@@ -721,6 +721,7 @@ def loops(folder: str, pause: int) -> None:
             return
 
 
+@pytest.mark.ranks
 def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     show: Callable[[Any], FilterScreen], one_and_one: gl.Session, tmp_path: Path
 ) -> None:
@@ -756,6 +757,7 @@ def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     assert screen.adopted == f"Plan {before + 1} : used from step {taken_up} on by all 2 ranks."
 
 
+@pytest.mark.ranks
 def test_an_edit_elsewhere_and_the_end_of_the_session_show_by_themselves(simulated: Browser) -> None:
     """With the refresher's own thread, and without a kernel."""
     with gl.launch(1, 1) as session:
@@ -768,6 +770,7 @@ def test_an_edit_elsewhere_and_the_end_of_the_session_show_by_themselves(simulat
     screen.editor.close()
 
 
+@pytest.mark.ranks
 def test_a_callback_beside_the_refresher_and_edits_loses_nothing(one_and_one: gl.Session) -> None:
     """The three threads that meet in an editor: the refresher's, the callbacks' and the cell's."""
     session = reset(one_and_one)

@@ -169,6 +169,7 @@ def test_the_template_has_the_real_signature_and_every_field() -> None:
         assert re.search(rf"#   graft_input\.{name} +\S", TEMPLATE), name
 
 
+@pytest.mark.ranks
 def test_it_starts_from_the_template_which_works(session: gl.Session, show: Show) -> None:
     screen = show(session)
     assert screen.text == TEMPLATE
@@ -185,6 +186,7 @@ def importable(one_and_one: gl.Session) -> Iterator[str]:
     sys.modules.pop("of_a_path", None)
 
 
+@pytest.mark.ranks
 def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, importable: str) -> None:
     session.edit(transform=DOUBLES)
     assert show(session).text == DOUBLES
@@ -205,6 +207,7 @@ def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, 
 # ---- edit, try, break, fix, apply -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loop(
     session: gl.Session, show: Show, tmp_path: Path
 ) -> None:
@@ -247,6 +250,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
     assert set(new["step"]) == set(range(taken_up, int(new["step"].max()) + 1))
 
 
+@pytest.mark.ranks
 def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Session, show: Show) -> None:
     tried = show(session).tries(
         source("print('<b>layer', graft_input.tags['layer'])", "return graft_input.received_list[0].double() + 5")
@@ -258,6 +262,7 @@ def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Sessi
     assert "printed <b>layer 4" in tried
 
 
+@pytest.mark.ranks
 def test_a_try_touches_neither_plan_nor_rows(session: gl.Session, show: Show) -> None:
     screen = show(session)
     before = session.plans, session.row_count, session.kept()
@@ -266,6 +271,7 @@ def test_a_try_touches_neither_plan_nor_rows(session: gl.Session, show: Show) ->
     assert (session.plans, session.row_count, session.kept()) == before
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("text", "message", "line"),
     [
@@ -292,6 +298,7 @@ def test_an_error_shows_its_message_and_marks_its_line(
     assert screen.page.error == ""
 
 
+@pytest.mark.ranks
 def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(session: gl.Session, show: Show) -> None:
     screen = show(session, limit=0.3)
     pids = [rank.pid for rank in session.ranks]
@@ -308,6 +315,7 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
 
 
+@pytest.mark.ranks
 def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(
     session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +341,7 @@ def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(
     assert session.plan.transform.text == DOUBLES
 
 
+@pytest.mark.ranks
 def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(source("print('x' * 2**20)", "return graft_input.target"))
@@ -340,6 +349,7 @@ def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: 
     assert len(screen.markup("result")) < 2 * PRINTED_LIMIT
 
 
+@pytest.mark.ranks
 def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(session: gl.Session, show: Show) -> None:
     screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.target"))
     for text in ("a", "ab", DOUBLES):
@@ -358,6 +368,7 @@ def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(s
     assert session.plan.transform.label == "mine"
 
 
+@pytest.mark.ranks
 def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
@@ -366,6 +377,7 @@ def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> No
     assert session.plan is before
 
 
+@pytest.mark.ranks
 def test_a_long_text_with_any_characters_is_applied_as_it_is(session: gl.Session, show: Show) -> None:
     screen = show(session)
     text = source(
@@ -378,6 +390,7 @@ def test_a_long_text_with_any_characters_is_applied_as_it_is(session: gl.Session
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
 
 
+@pytest.mark.ranks
 def test_a_transform_that_fails_on_later_data_stops_nothing_and_shows(session: gl.Session, show: Show) -> None:
     screen = show(session)
     text = source("assert graft_input.tags['layer'] == 4, 'another <layer>'", "return graft_input.target")
@@ -403,6 +416,7 @@ def both_taps(layer: int = 0) -> None:
         gl.tap(name, torch.full((2,), own_value() + layer), layer=layer)
 
 
+@pytest.mark.ranks
 def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_after_them(
     session: gl.Session, show: Show
 ) -> None:
@@ -419,6 +433,7 @@ def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_a
     assert f"y · layer=1 · target[0] · step {newest} in" in screen.tries(DOUBLES)
 
 
+@pytest.mark.ranks
 def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chosen_tap(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
@@ -445,6 +460,7 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         assert "✗ failed on y · layer=1 · target[0]" in screen.tries(RAISES)
 
 
+@pytest.mark.ranks
 def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session: gl.Session, show: Show) -> None:
     screen = show(session)
     assert screen.chosen("tap") == "x · layer=4 · target[0]"
@@ -458,6 +474,7 @@ def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session:
     assert screen.applies(RAISES).startswith("Applied")
 
 
+@pytest.mark.ranks
 def test_a_tap_at_which_the_default_transform_fails_can_be_tried_on(session: gl.Session, show: Show) -> None:
     def wide_and_tall() -> None:
         me = gl.here()
@@ -519,6 +536,7 @@ def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> Non
     assert filter_to_keep(nothing, None) == ""
 
 
+@pytest.mark.ranks
 def test_a_tag_called_like_an_option_of_trying_does_not_get_in_the_way(session: gl.Session, show: Show) -> None:
     def tap_limit() -> None:
         gl.tap("z", torch.ones(2), limit=0, transform="t", tags=None)
@@ -559,6 +577,7 @@ def test_functions_that_look_like_transforms_are_proposed() -> None:
     assert fitting_functions(functions_in(names)) == ["by_annotation", "by_name", "evaluated"]
 
 
+@pytest.mark.ranks
 def test_a_function_of_the_notebook_is_tried_and_applied(session: gl.Session, show: Show) -> None:
     names = run_cell(CELL)
     screen = show(session, names=names)
@@ -591,6 +610,7 @@ def test_a_function_of_the_notebook_is_tried_and_applied(session: gl.Session, sh
     assert session.run(tap_x, tap_x).target == [[[30.0] * 3] * 2]
 
 
+@pytest.mark.ranks
 def test_a_dotted_path_is_tried_in_another_process_and_then_applied(
     session: gl.Session, show: Show, importable: str
 ) -> None:
@@ -608,6 +628,7 @@ def test_a_dotted_path_is_tried_in_another_process_and_then_applied(
     assert session.run(tap_x, tap_x).target == [[[5.0] * 3] * 2]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -629,6 +650,7 @@ def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl
     assert session.plan is before
 
 
+@pytest.mark.ranks
 def test_going_back_to_the_default_needs_no_trying(session: gl.Session, show: Show) -> None:
     session.edit(transform=RAISES)
     screen = show(session)
@@ -648,6 +670,7 @@ def test_going_back_to_the_default_needs_no_trying(session: gl.Session, show: Sh
 # ---- the plan can be changed from anywhere --------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show: Show, importable: str) -> None:
     screen = show(session)
     session.edit(transform=DOUBLES)
@@ -670,6 +693,7 @@ def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show:
     assert screen.text == TEMPLATE
 
 
+@pytest.mark.ranks
 def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
@@ -691,6 +715,7 @@ def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(ses
     assert screen.text == "mine"
 
 
+@pytest.mark.ranks
 def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
@@ -702,6 +727,7 @@ def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: g
     assert "● edited, not applied" in screen.in_force
 
 
+@pytest.mark.ranks
 def test_going_back_to_the_text_of_before_is_an_edit_once_another_is_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
@@ -717,6 +743,7 @@ def test_going_back_to_the_text_of_before_is_an_edit_once_another_is_in_force(se
     assert screen.text == DOUBLES
 
 
+@pytest.mark.ranks
 def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -> None:
     one, other = show(session), show(session)
     one.applies(DOUBLES)
@@ -727,6 +754,7 @@ def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -
     assert one.text == TEMPLATE
 
 
+@pytest.mark.ranks
 def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(RAISES)
@@ -738,6 +766,7 @@ def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show
     assert sent == []
 
 
+@pytest.mark.ranks
 def test_the_sessions_refresher_keeps_it_up_to_date(session: gl.Session) -> None:
     editor = TransformEditor(session, names={})
     try:
@@ -752,6 +781,7 @@ def test_the_sessions_refresher_keeps_it_up_to_date(session: gl.Session) -> None
 # ---- versions -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, show: Show) -> None:
     first = session.edit(transform=DOUBLES).version
     session.edit(compare="False")
@@ -795,6 +825,7 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     assert session.run(tap_x, tap_x).target == [[[20.0] * 3] * 2]
 
 
+@pytest.mark.ranks
 def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, importable: str) -> None:
     mine = run_cell("def mine(graft_input):\n    return 7 * graft_input.received_list[0]")["mine"]
     versions = [session.edit(transform=transform).version for transform in (mine, importable, None, DOUBLES)]
@@ -814,6 +845,7 @@ def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, import
 # ---- its end --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
@@ -828,6 +860,7 @@ def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(sho
     assert screen.text == "mine"
 
 
+@pytest.mark.ranks
 def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session, limit=0.5)
@@ -838,6 +871,7 @@ def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
     assert session.plan.transform is None
 
 
+@pytest.mark.ranks
 def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(DOUBLES)
@@ -856,6 +890,7 @@ def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: g
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
 
 
+@pytest.mark.ranks
 def test_what_goes_wrong_in_a_callback_is_shown(
     session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
