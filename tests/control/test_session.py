@@ -979,7 +979,7 @@ def test_sessions_runs_and_plans_show_as_html_without_markup_of_the_user() -> No
         run = session.run(one_bad_element, one_bad_element, args=(8,))
         shown = [thing._repr_mimebundle_() for thing in (session, run, session.plan)]
         for bundle, thing in zip(shown, (session, run, session.plan), strict=True):
-            assert bundle["text/plain"] == repr(thing)
+            assert bundle["text/plain"].startswith(repr(thing))
         assert "baseline[0]" in shown[0]["text/html"]
         assert "1 compared" in shown[1]["text/html"]
         assert "large on target[0]" in shown[1]["text/html"]

@@ -287,6 +287,7 @@ def test_a_tap_in_a_compiled_model_works_and_breaks_no_graph_without_a_session()
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:this plan does nothing")
 def test_a_tap_in_a_compiled_model_works_in_a_session_under_every_plan(session: gl.Session) -> None:
     model = Tapped()
     x = torch.tensor(POINT)

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -145,11 +145,20 @@ def test_a_grafted_tap_returns_the_tensor_itself(session: gl.Session) -> None:
     assert run.baseline == run.target == [(True, [10.0, 10.0])]
 
 
-@pytest.mark.ranks
-def test_overlap_raises_on_that_rank_and_names_the_tags(session: gl.Session) -> None:
-    # Only the target's rank sees both filters match; the baseline's rank sends.
-    session.edit(b2t="layer == 3", t2b="name == 'a' and side == 'target'")
+@pytest.fixture
+def overlapping() -> Callable[..., Any]:
+    """A session whose first plan has these filters, before any tap was seen: an edit would be refused later."""
+    return lambda **filters: gl.launch(1, 1, plan=gl.GraftPlan(**filters))
 
+
+@pytest.mark.ranks
+def test_overlap_raises_on_that_rank_and_names_the_tags(overlapping: Callable[..., Any]) -> None:
+    # Only the target's rank sees both filters match; the baseline's rank sends.
+    with overlapping(b2t="layer == 3", t2b="name == 'a' and side == 'target'") as session:
+        _check_overlap_on_the_target(session)
+
+
+def _check_overlap_on_the_target(session: gl.Session) -> None:
     with pytest.raises(gl.RunError) as caught:
         session.run(taps_a_and_b, taps_a_and_b)
 
@@ -165,9 +174,8 @@ def test_overlap_raises_on_that_rank_and_names_the_tags(session: gl.Session) -> 
 
 
 @pytest.mark.ranks
-def test_overlap_on_every_rank_raises_on_every_rank(session: gl.Session) -> None:
-    session.edit(b2t="True", t2b="name == 'b'")
-    with pytest.raises(gl.RunError) as caught:
+def test_overlap_on_every_rank_raises_on_every_rank(overlapping: Callable[..., Any]) -> None:
+    with overlapping(b2t="True", t2b="name == 'b'") as session, pytest.raises(gl.RunError) as caught:
         session.run(taps_a_and_b, taps_a_and_b)
     assert list(caught.value.failures) == ["baseline[0]", "target[0]"]
 

@@ -27,6 +27,7 @@ SUBCOMMANDS = (
     "frame",
     "plot",
     "ui",
+    "verdict",
 )
 
 DEFINE = """
