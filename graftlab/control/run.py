@@ -300,7 +300,7 @@ class Run:
                 what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
                 first = first or open_exception(ranks[label], failure)
             alike.setdefault(what, []).append(label)
-        parts = [f"{', '.join(labels)} {what}" for what, labels in alike.items()]
+        parts = [f"{', '.join(sorted(labels, key=list(ranks).index))} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
         if left := self._unfinished():
             where = "; ".join(f"{rank.label}: {rank.whereabouts()}" for rank in left)
