@@ -15,6 +15,7 @@ Tags = Mapping[str, object]
 TAP_LIMIT = 10_000
 """Taps that a text is matched against. More would be felt while typing."""
 
+_PLACE_TAGS = frozenset({"step", "side", "rank"})
 # A text may mention any number of things that nobody has.
 _SUGGESTIONS = 3
 
@@ -48,10 +49,11 @@ class Check:
 def matched_by_both(checks: Mapping[str, Check]) -> Collection[int]:
     """The taps that b2t and t2b both match, in the order in which they were seen.
 
-    None where one of them looks at the step: the step at which a tap was first seen says nothing of later ones.
+    None where one of them looks at the step, the side or the rank: those at which a tap happened to be seen first say
+    nothing of others.
     """
     pair = checks["b2t"], checks["t2b"]
-    if any(check.filter is None or "step" in check.filter.names for check in pair):
+    if any(check.filter is None or check.filter.names & _PLACE_TAGS for check in pair):
         return {}
     return dict.fromkeys(sorted(set(pair[0].hits).intersection(pair[1].hits)))
 

@@ -66,5 +66,6 @@ def test_taps_that_both_directions_match_are_found() -> None:
     assert both("layer >= 0", "") == []
 
 
-def test_the_step_at_which_a_tap_was_first_seen_proves_no_overlap() -> None:
-    assert both("layer == 0 and step == 0", "layer == 0") == []
+@pytest.mark.parametrize("place", ["step == 0", "side == 'baseline'", "rank < 1"])
+def test_where_and_when_a_tap_was_first_seen_proves_no_overlap(place: str) -> None:
+    assert both(f"layer == 0 and {place}", "layer == 0") == []

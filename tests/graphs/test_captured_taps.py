@@ -260,7 +260,7 @@ def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_cl
             return str(error)
         return "nothing was raised"
 
-    session.edit(b2t="name == 'embed' or name == 'v'", t2b="name == 'v' and layer == 1")
+    session.edit(b2t="name == 'embed' or name == 'v'", t2b="name == 'v' and layer == 1 and step >= 0")
     run = session.run(baseline=overlapping, target=overlapping)
     assert "tap 'v' matches both b2t and t2b" in run.target[0]
     session.edit(b2t=None, t2b=None)
