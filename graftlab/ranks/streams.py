@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from graftlab.ranks.refused_input import refuse_input
+
 # A progress bar may never end its line; what is this long goes on its way all the same.
 _LONGEST = 1 << 16
 # So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
@@ -28,7 +30,7 @@ def redirect_to(log: str) -> None:
     os.close(log_descriptor)
     os.close(nothing)
     # stdio of a forked process may be anything its parent had; these are the descriptors above.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    refuse_input()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 

@@ -1,0 +1,54 @@
+"""A rank has no terminal: what would wait for an answer is refused at once, and says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kit.support import run_cell
+
+import graftlab as gl
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+CELLS = {
+    "input": "answer = input('go on? ')",
+    "read": "import sys\nsys.stdin.read()",
+    "lines": "import sys\nlist(sys.stdin)",
+    "breakpoint": "breakpoint()",
+    "pdb": "import pdb\npdb.set_trace()\nx = 1",
+    "post mortem": "import pdb\ntry:\n    1 / 0\nexcept ZeroDivisionError as e:\n    pdb.post_mortem(e.__traceback__)",
+}
+
+
+@pytest.mark.parametrize("what", CELLS)
+def test_what_would_wait_for_an_answer_is_refused_at_once_with_what_to_do(what: str, session: gl.Session) -> None:
+    with pytest.raises(gl.RunError) as caught:
+        session.execute(CELLS[what], "target[0]")
+    said = str(caught.value)
+    if what in ("input", "read", "lines"):
+        assert "nobody can answer input() on a rank, which has no terminal; pass what it needs as an argument" in said
+    else:
+        assert "nobody can answer a debugger on a rank, which has no terminal; `%graft stacks`" in said
+    assert "BdbQuit" not in said
+    assert "EOF" not in said
+    # The rank goes on, and is not traced.
+    assert session.run(None, lambda: (sys.gettrace() is None, 6 * 7)).target == [(True, 42)]
+
+
+def test_the_line_that_asked_is_shown(session: gl.Session) -> None:
+    ask: Any = run_cell("def ask():\n    return input('name? ')")["ask"]
+    with pytest.raises(gl.RunError, match=r"return input\('name\? '\)"):
+        session.run(ask, None)
+
+
+def test_who_looks_whether_there_is_a_terminal_is_told_that_there_is_none(session: gl.Session) -> None:
+    looked = session.run(None, lambda: (sys.stdin.isatty(), sys.stdin.fileno(), sys.stdin.readable())).target
+    assert looked == [(False, 0, True)]
