@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from difflib import get_close_matches
 
+from graftlab.base.tags import PLACE_TAGS
 from graftlab.errors import FilterError
 from graftlab.filters.expressions import Filter, compile_filter
 
@@ -15,7 +16,6 @@ Tags = Mapping[str, object]
 TAP_LIMIT = 10_000
 """Taps that a text is matched against. More would be felt while typing."""
 
-_PLACE_TAGS = frozenset({"step", "side", "rank"})
 # A text may mention any number of things that nobody has.
 _SUGGESTIONS = 3
 
@@ -53,7 +53,7 @@ def matched_by_both(checks: Mapping[str, Check]) -> Collection[int]:
     nothing of others.
     """
     pair = checks["b2t"], checks["t2b"]
-    if any(check.filter is None or check.filter.names & _PLACE_TAGS for check in pair):
+    if any(check.filter is None or check.filter.names & PLACE_TAGS for check in pair):
         return {}
     return dict.fromkeys(sorted(set(pair[0].hits).intersection(pair[1].hits)))
 
