@@ -17,6 +17,7 @@ from benchmarks.lines import Budget, Line, Setup, Spread
 from benchmarks.loops import finish_work_on
 from graftlab.engine import DecodeGraphRunner, Engine, ForwardBatch, Request, build_model
 from graftlab.graphs import build_decode_registry
+from graftlab.requests.identity import IDENTITIES
 
 _BATCH = 8
 _STEPS = 60
@@ -60,6 +61,8 @@ def _fills(setup: Setup, device: str) -> list[Line]:
 def _fill_both_ways(setup: Setup, device: str, raw: int, padded: int) -> tuple[list[float], list[float]]:
     """Seconds of one fill, by the registry and by hand in turns, after a look that both write the same."""
     registry = build_decode_registry(device, padded)
+    for identity in IDENTITIES:
+        registry.enable_slot(identity)
     own = {name: registry.get_slot(name).buffer for name in registry.slot_names()}
     buffers = {name: buffer for name, buffer in own.items() if buffer is not None}
     batch = SimpleNamespace(

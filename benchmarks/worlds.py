@@ -16,7 +16,7 @@ def session(
     setup: Setup, baseline: int = 1, target: int = 1, *, device: str = "cpu", **plan: Any
 ) -> Iterator[gl.Session]:
     """A session whose plan matches nothing but what ``plan`` says."""
-    wanted = gl.GraftPlan(**{"compare": None, **plan})
+    wanted = gl.GraftPlan(**{"compare": "False", **plan})
     folder = tempfile.mkdtemp(dir=setup.folder)
     with gl.launch(baseline, target, device=device, plan=wanted, timeout=120.0, folder=folder) as launched:
         yield launched

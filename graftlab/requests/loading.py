@@ -52,7 +52,8 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
             f"a dict with a list under 'requests'"
         )
     dump = {"server_args": None, "launch_command": "", "dropped": [], **found}
-    dump["requests"], faults = _records(found["requests"])
+    # Only a RequestDumper says what it dropped; its own tuples have one order, whatever is in them.
+    dump["requests"], faults = _records(found["requests"], in_our_order="dropped" in found)
     if faults:
         raise DumpError(
             f"{path} holds records that cannot be recognised: {'; '.join(faults[:3])} "
@@ -75,11 +76,14 @@ def _read(path: str | Path, data: bytes) -> Any:
         ) from None
 
 
-def _records(items: list[Any]) -> tuple[list[RecordedRequest], list[str]]:
+def _records(items: list[Any], in_our_order: bool = False) -> tuple[list[RecordedRequest], list[str]]:
     """The records, and what is wrong with those that are none."""
     records, faults = [], []
     for index, item in enumerate(items):
         try:
+            if in_our_order and isinstance(item, tuple) and len(item) == len(RecordedRequest._fields):
+                records.append(RecordedRequest._make(item))
+                continue
             # What is no tuple is left for replay to report, by its number among the others.
             records.append(recognised(item) if isinstance(item, tuple) else RecordedRequest(item))
         except ValueError as error:
