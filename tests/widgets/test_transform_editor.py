@@ -21,6 +21,7 @@ from kit.pages import Browser, Screen, page_of
 from kit.support import own_value, reset, run_cell, wait_until
 
 import graftlab as gl
+from graftlab.base.tags import plain
 from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.trial import PRINTED_LIMIT
 from graftlab.plan.plan import GraftPlan
@@ -512,7 +513,8 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
         name.encode(), other.encode(), repr(tags).encode()
     except UnicodeEncodeError:
         return
-    tags = {tag: value for tag, value in tags.items() if tag not in ("name", "step", "side", "rank")}
+    # What is kept is told in plain values, of which NaN is none.
+    tags = {tag: plain(value) for tag, value in tags.items() if tag not in ("name", "step", "side", "rank")}
     [choice] = kept_options([{"name": name, "step": 3, "side": "target", "rank": 1, **tags}])
     mine, its = {"name": name, "step": 0, **tags}, {"name": other, "step": 0, **tags}
     chosen = compile_filter(choice.filter)
