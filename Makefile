@@ -33,7 +33,7 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
 	$(run) -m pytest $(PYTEST_ARGS)
 
-test-fast: $(test_ready) ## run the tests that start no process: under a minute on two cores
+test-fast: $(test_ready) ## run the tests that start no process
 	$(run) -m pytest -m "not ranks and not browser and not soak" $(PYTEST_ARGS)
 
 lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
