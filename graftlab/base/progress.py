@@ -15,7 +15,7 @@ INTERVAL = 0.2
 
 
 class LongWait:
-    """Shows how many of ``what`` have come by now, from the second second of the wait on. For use in ``with``.
+    """Shows how many of ``what`` have come by now, once it has taken more than a second. For use in ``with``.
 
     ``total`` is how many there will be, if that is known.
     """
@@ -36,7 +36,7 @@ class LongWait:
             # Imported here because most waits are short, and this takes a moment.
             from tqdm.auto import tqdm
 
-            # A notebook's stdout is no terminal and shows bars all the same; a file or a pipe should get none.
+            # A notebook's stdout is not a terminal, yet shows bars; a file or a pipe should get none.
             shows = sys.stdout.isatty() or "ipykernel" in sys.modules
             self._bar = tqdm(desc=self._title, total=self._total, unit=f" {self._what}", leave=False, disable=not shows)
         if self._bar is not None:
@@ -48,7 +48,7 @@ class LongWait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            # What came since the last look, or a bar that is closed short of its total says that something failed.
+            # Count what came since the last look: a bar that closes short of its total would look like a failure.
             self._count_up()
             self._bar.close()
 

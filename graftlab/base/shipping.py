@@ -31,7 +31,7 @@ LARGE = 16 << 20
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle that remembers whose source to send along."""
+    """cloudpickle that notes which cells' sources have to travel too."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -71,7 +71,10 @@ def _unpack(blob: bytes) -> Any:
 
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
-    """A function as bytes, by value where it is not importable. Raises :class:`ShippingError` naming what cannot go."""
+    """A function as bytes, by value where it is not importable.
+
+    Raises :class:`ShippingError`, which names what cannot travel.
+    """
     return _pack_or_name(function, _parts(function, what), what)
 
 
@@ -83,7 +86,7 @@ def unpack_function(blob: bytes) -> Callable[..., Any]:
 def pack_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str = "the function"
 ) -> bytes:
-    """A function with its arguments. Raises :class:`ShippingError` naming what cannot go."""
+    """A function with its arguments. Raises :class:`ShippingError`, which names what cannot travel."""
     parts = [(what, function), *((f"positional argument {index}", arg) for index, arg in enumerate(args))]
     parts += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
     return _pack_or_name((function, args, dict(kwargs)), parts, what)
@@ -163,7 +166,7 @@ def _biggest(parts: list[tuple[str, Any]], size: int, seen: set[int]) -> str | N
 
 
 def _parts(value: Any, what: str) -> list[tuple[str, Any]]:
-    """What a value drags along, by the names its author gave."""
+    """What travels with a value, by the names its author gave."""
     if isinstance(value, types.FunctionType):
         return [(f"variable {name!r} used by {value.__name__}()", part) for name, part in _captured(value)]
     if isinstance(value, types.MethodType):

@@ -56,7 +56,7 @@ def plain(value: object) -> Plain:
     if isinstance(value, numbers.Real):
         number = float(value)
         return "nan" if math.isnan(number) else number
-    # Where an object lies in memory would keep taps of two processes apart, and says nothing in a row.
+    # An object's memory address differs between processes, so taps would not pair; and it tells a reader nothing.
     return _ADDRESS.sub("", repr(_in_a_row(value)))
 
 

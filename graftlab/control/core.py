@@ -152,7 +152,7 @@ class SessionCore:
         for side, callee in (("baseline", baseline), ("target", target)):
             if callee is None:
                 continue
-            # One expression for both sides is one piece of work, so that a mistake in it is told once.
+            # One expression for both sides is one piece of work, so that a mistake in it is reported once.
             if not (works and isinstance(callee, str) and callee == baseline):
                 work = self._works.of(side, callee, tuple(args), kwargs or {})
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
@@ -257,7 +257,7 @@ class SessionCore:
     def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
         """The tags of every pair that is kept at this moment, oldest first, rank by rank.
 
-        With ``failed`` also where the transform in force failed, which leaves something to try another one on, but no
+        With ``failed``, also inputs whose transform failed, on which another one can be tried; there is then no
         pair.
 
         >>> "hidden" in [tags["name"] for tags in session.kept()]
@@ -278,9 +278,9 @@ class SessionCore:
         """Run a draft on a kept pair without touching any rank; see :class:`.Trial` for what comes back.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
-        It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds: a draft may loop
-        for ever, or exit. What is wrong with the draft is in the result; raises :class:`SessionError` only when no such
-        pair is kept, and :class:`ShippingError` for a function that cannot be sent.
+        It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds, since a draft may
+        loop forever, or exit. The result holds what is wrong with the draft; raises :class:`SessionError` only when no
+        such pair is kept, and :class:`ShippingError` for a function that cannot be sent.
 
         >>> trial = session.try_transform(lambda graft_input: graft_input.received_list[0], "hidden", layer=3)
         >>> trial.ok, trial.after.max_abs

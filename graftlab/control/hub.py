@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-# After rows, so many milliseconds pass before the next look, unless a bell rings. To wake a thread that listens costs a
+# After rows, so many milliseconds pass before the next look, unless a bell rings. Waking a thread that listens costs a
 # rank many times what sending a row costs; while nobody listens, rows gather in the socket, which holds a few hundred.
 _REST = 20
 _SHORT_REST = 2
@@ -84,7 +84,7 @@ class Hub:
         os.close(self._wake_write)
 
     def _read(self, rank: RankProcess) -> int:
-        """How many rows were among what came."""
+        """Read what this rank has sent; returns how many rows there were."""
         came = 0
         rows: list[bytes] = []
         for frame in rank.channel.receive():
@@ -135,7 +135,7 @@ class _Bells:
     def wait(self, milliseconds: int) -> None:
         for descriptor, _ in self._poller.poll(milliseconds):
             bell = self._bells.get(descriptor)
-            # At its end it would ring for ever; the rank's channel tells the rest.
+            # A closed bell would ring forever; the rank's channel reports the rest.
             if bell is not None and not _rings(bell):
                 self.remove(bell)
 

@@ -81,7 +81,7 @@ class PairsOnRanks:
         return self._ask(rank, AskKeptTags(failed), KeptTags).tags
 
     def _receivers(self) -> list[RankProcess]:
-        # Taps are received by the target's ranks, but for those that are grafted t2b.
+        # Taps are received by the target's ranks, except those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
 
 

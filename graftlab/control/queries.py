@@ -34,7 +34,7 @@ class Queries:
         number = next(self._numbers)
         waiting: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._answers[number] = (rank, waiting)
-        # Tensors may take their time; a rank that is asked for its stack alone hangs if it does.
+        # Packing tensors may take time. A rank that takes long to give its stack hangs.
         limit = _ANSWER_TIMEOUT if isinstance(question, AskStacks) else max(_ANSWER_TIMEOUT, self._timeout)
         try:
             if not rank.alive:
@@ -64,11 +64,11 @@ class Queries:
                 waiting.put(Refused(f"it {rank.how_it_ended()} before it answered"))
 
     def stack_of(self, rank: RankProcess) -> str:
-        """Where the rank's threads are in the code, also if none of them lets go of the interpreter."""
+        """Where the rank's threads are in the code, even if one of them never releases the interpreter."""
         try:
             return self.ask(rank, AskStacks(), Stacks).text
         except SessionError:
-            # Its desk gets no turn, so some C code holds the interpreter: ask the signal handler, which needs none.
+            # The desk never gets to run, so some C code holds the interpreter. The signal handler does not need it.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _ANSWER_TIMEOUT

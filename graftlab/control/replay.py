@@ -46,7 +46,7 @@ _KEPT_BY_ATTRIBUTES = "kept by its attributes"
 
 @dataclass(frozen=True)
 class Skipped:
-    """A recorded request that was not fed to anybody, and why. ``index`` is its place among all that were read."""
+    """A recorded request that was not replayed, and why. ``index`` is its place among all that were read."""
 
     rid: str
     index: int
@@ -261,7 +261,7 @@ def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[Skipped]) -> pd
 
 
 def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Worst first: what failed, other tokens, the largest difference. What was skipped says nothing, and comes last."""
+    """Worst first: failures, then other tokens, then the largest difference. Skipped requests come last."""
     difference = line.get("final_difference", math.nan)
     return (
         {"failed": 0, "replayed": 1, "skipped": 2}[line["status"]],

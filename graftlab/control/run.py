@@ -190,7 +190,7 @@ class Run:
     def wait_steps(self, count: int, timeout: float | None = None) -> Run:
         """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
 
-        Raises TimeoutError after ``timeout`` seconds. Failures are told by :meth:`wait`.
+        Raises TimeoutError after ``timeout`` seconds. :meth:`wait` raises failures.
 
         >>> session.start(forward, forward, args=(x,)).wait_steps(1, timeout=30).wait().done
         True
@@ -201,7 +201,7 @@ class Run:
             return self.done or self.steps >= count or self._is_held_up()
 
         with self._changed:
-            # A rank's step is seen in shared memory, where no signal comes from: hence the looks in between.
+            # Nobody signals a change of step, which is read from shared memory; so look from time to time.
             while not self._changed.wait_for(there, _LOOK):
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"run {self.number} has not ended {count} steps yet: {self.where()}")
@@ -285,12 +285,12 @@ class Run:
         failures = self.failures
         if not failures:
             return
-        # Ranks of one side mostly fail alike; what they have in common is said once.
+        # Ranks of one side mostly fail in the same way, so a shared message is shown once.
         order = {label: at for at, label in enumerate(self.failing)}
         alike: dict[str, list[str]] = {}
         first = None
         ranks = {rank.label: rank for rank in self._ranks}
-        # Deaths first: what else failed, mostly did because of them. Then what failed first, for the same reason.
+        # Deaths first: most other failures follow from them. Then what failed first, for the same reason.
         for label, failure in sorted(failures.items(), key=lambda item: (not isinstance(item[1], str), order[item[0]])):
             if isinstance(failure, str):
                 what = f"died: {failure}"

@@ -78,7 +78,7 @@ class Runs:
         for rank in ranks:
             rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
         for rank in ranks:
-            # It may have died before this run was there for its death to be noted in.
+            # It may have died before this run existed, so nobody has noted its death yet.
             if not rank.alive:
                 self.note_death(rank)
         return run

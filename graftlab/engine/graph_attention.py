@@ -14,7 +14,7 @@ from graftlab.errors import GraphError
 
 
 class GraphAttention:
-    """`CacheAttention` of up to ``max_num_tokens`` tokens in shapes that hang on their number alone.
+    """`CacheAttention` of up to ``max_num_tokens`` tokens in shapes that depend only on their number.
 
     Each token looks over the whole width of the table, ``max_context`` places, and sees its request's up to its own.
     That is more work than `CacheAttention` does, and the same numbers but for rounding. The layers' metadata, slots
@@ -46,7 +46,7 @@ class GraphAttention:
         self._slots[padding] = PADDING_SLOT
         age = places[:, None] - self._columns
         self._visible[own] = age >= 0 if self.sliding_window is None else (age >= 0) & (age < self.sliding_window)
-        # Not nothing, because a softmax over no place at all is NaN.
+        # One place at least, because a softmax over none is NaN.
         self._visible[padding] = self._columns == 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

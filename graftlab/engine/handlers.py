@@ -36,13 +36,13 @@ class Serving(Protocol):
 
 
 class Handler(RequestHandler):
-    """Lets in who may come, and tells errors as ``{"error": reason}``."""
+    """Checks who may call, and reports errors as ``{"error": reason}``."""
 
     def initialize(self, server: Serving) -> None:
         self.server = server
 
     async def prepare(self) -> None:
-        # A browser names the page that a request comes from, and no page has any business with an engine.
+        # Browsers send the origin of a request. No web page should call an engine.
         if "Origin" in self.request.headers:
             await self.answer(403, {"error": "requests from pages in a browser are not served"})
         elif not self._may_come():
@@ -53,7 +53,7 @@ class Handler(RequestHandler):
         if self.server.token is None:
             return True
         scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
-        # In a time that does not tell how much of it is right.
+        # In constant time, so that it does not reveal how much of the token is right.
         known = hmac.compare_digest(given.strip().encode(), self.server.token.encode())
         return known and scheme.lower() == "bearer"
 

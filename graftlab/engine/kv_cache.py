@@ -12,7 +12,7 @@ PADDING_SLOT = 0
 
 
 class SlotAllocator:
-    """Hands out the numbers from `first` on, `count` of them, and takes them back; last back, first out."""
+    """Hands out `count` numbers from `first` on, and takes them back; the last one back is the next one out."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self._free = list(range(first + count - 1, first - 1, -1))
@@ -23,7 +23,7 @@ class SlotAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` numbers that nobody has, or None, and nothing taken, where there are fewer."""
+        """`count` free numbers, or None if there are fewer; then none is taken."""
         if count > len(self._free):
             return None
         slots = [self._free.pop() for _ in range(count)]

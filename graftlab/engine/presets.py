@@ -41,7 +41,7 @@ def build_model(
     dtype: str = "float32",
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """The model of a name in `PRESETS`, with random weights that hang on `seed` alone, ready for inference.
+    """The model of a name in `PRESETS`, with random weights that depend only on `seed`, ready for inference.
 
     `sliding_window` is in tokens, None for no window. Raises `ValueError` for a name that is not there.
     """

@@ -12,7 +12,7 @@ def sample(logits: Tensor, info: SamplingBatchInfo) -> Tensor:
     """Token ids ``[B]`` (int64) from logits ``[B, V]``.
 
     A draw is the argmax of ``logits / temperature`` plus Gumbel noise, which draws from their softmax (Gumbel 1954).
-    The noise hangs on seed, position and token alone, so what else is in the batch, and in which order, is no matter.
+    The noise depends only on seed, position and token, so neither the rest of the batch nor its order matters.
     """
     greedy = logits.argmax(dim=-1)
     if info.all_greedy:

@@ -64,7 +64,7 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_prefill_tokens: int) -> None:
         self.cache, self.max_prefill_tokens = cache, max_prefill_tokens
-        # The head of those that wait may have a part of its prompt in the cache already.
+        # The first request in the queue may have part of its prompt in the cache already.
         self.waiting: deque[LiveRequest] = deque()
         self.running: list[LiveRequest] = []
 

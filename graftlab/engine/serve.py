@@ -82,10 +82,10 @@ async def _serve(options: argparse.Namespace, engine: Engine, requests: RequestL
     ending, hurry = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
-        # The second signal is from somebody who does not want to wait.
+        # A second signal means: do not wait.
         (hurry if ending.is_set() else ending).set()
 
-    # They take the dumper's place for SIGTERM: this end is in good order, and closes it.
+    # They replace the dumper's handlers for SIGTERM: this is an orderly end, which closes the dumper.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     try:

@@ -33,7 +33,7 @@ class VerifyAttention:
         self._out_cache_loc = torch.empty(0, dtype=torch.int64, device=device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Work out who sees what: places before the batch's in the cache, and the others in the batch itself."""
+        """Compute which token attends to which: earlier places in the cache, and the others in the batch itself."""
         count = batch.batch_size
         self._out_cache_loc = batch.out_cache_loc[:: self.depth]
         is_padding = self._out_cache_loc == PADDING_SLOT

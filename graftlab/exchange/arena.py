@@ -1,7 +1,7 @@
 """A sender's shared memory: one anonymous segment that every receiver maps once.
 
 The segment has no name, so nothing can stay behind: the kernel frees it with the last process that holds it. It is
-as large as the machine's memory but only the pages that were written exist, and first-fit keeps reusing the low ones.
+as large as the machine's memory but only written pages take memory, and first fit reuses the low ones.
 """
 
 from __future__ import annotations

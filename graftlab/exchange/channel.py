@@ -1,7 +1,8 @@
 """Frames over a stream socket, with a send that never blocks.
 
 A socket holds a few hundred small frames; past that a blocking send would make a sender wait for a receiver that
-is busy computing. Here what does not fit is kept, and a thread, alive only while something is kept, hands it on.
+is busy computing. Here what does not fit is kept, and a thread sends it, which lives only as long as there is
+something to send.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Channel:
                     return
 
     def _next_piece(self) -> memoryview:
-        """What to send next: small frames together, for a socket counts each piece as far more than its bytes."""
+        """What to send next. Small frames go together, because a socket charges each piece far more than its bytes."""
         pieces = [self._waiting.popleft()]
         size = len(pieces[0])
         while self._waiting and size + len(self._waiting[0]) <= _PIECE:

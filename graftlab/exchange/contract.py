@@ -62,7 +62,8 @@ class Receipt:
     def release(self) -> None:
         """Give the senders their memory back. The contributions' tensors must not be used afterwards.
 
-        What the GPU's current stream was told to do with them before still counts as use; nobody waits for it here.
+        What the GPU's current stream was told to do with them before still counts as use; this call does not wait
+        for it.
         """
         if self.on_release is not None:
             self.on_release()

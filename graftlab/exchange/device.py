@@ -2,9 +2,9 @@
 
 A sender copies a tensor into a chunk of GPU memory that every receiver has opened once, records an event behind the
 copy and goes on; a receiver makes its own stream wait for that event and reads the bytes where they are. Neither ever
-waits for the device. A location is free again when an event behind the last read has come to pass on the receiver.
+waits for the device. A location is free again when the receiver's GPU has passed an event behind the last read.
 
-Only a first answer of the receivers proves that CUDA IPC works here. Until it has come, and wherever it is no, tensors
+Only a first answer of the receivers proves that CUDA IPC works here. Until it has come, and where it says no, tensors
 go through the host's memory.
 """
 
@@ -37,10 +37,10 @@ class Event(Protocol):
     """A point in a stream of a GPU; :class:`torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether the GPU has come past it."""
+        """Whether the GPU has passed it."""
 
     def synchronize(self) -> None:
-        """Wait until the GPU has come past it."""
+        """Wait until the GPU has passed it."""
 
 
 class Gpu(Protocol):
@@ -172,7 +172,7 @@ class DeviceStaging:
             try:
                 location = self._put(tensor, nbytes, receivers)
             except Exception as error:
-                # Whatever it is, the host's way is still open; a GPU that is broken will say so there again.
+                # Whatever went wrong, the way through host memory is left; a broken GPU will fail there again.
                 self._failure = f"{type(error).__name__}: {error}"
         if self._failure is not None:
             self._note(f"it cannot be shared between the ranks ({self._failure})")
@@ -303,7 +303,7 @@ class DeviceReader:
         event = self._gpu.new_event(shared=False)
         chunk = self._chunks[sender, location.chunk]
         assert isinstance(chunk, torch.Tensor)
-        # On a GPU that has failed nothing reads any more; the failure itself is the user's next call to tell.
+        # A GPU that has failed reads nothing any more; the user's next call reports the failure.
         with contextlib.suppress(RuntimeError):
             self._gpu.record(event, chunk.device)
         self.reading.append((event, item))

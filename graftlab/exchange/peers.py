@@ -1,6 +1,6 @@
 """The other ranks as one rank knows them: what each has said so far, and the sockets on which it says more.
 
-A peer's death is the end of its socket's stream, which the kernel of the machine reports at once, whatever it died of.
+A peer's death is the end of its socket's stream, which the kernel of the machine reports at once, whatever killed it.
 """
 
 from __future__ import annotations

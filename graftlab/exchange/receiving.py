@@ -107,7 +107,7 @@ class Receiver:
             try:
                 extras = None if published.extras is None else pickle.loads(published.extras)
             except Exception as error:
-                # Loading runs what the sender's class says, or finds no such class here: the user's affair, not ours.
+                # Unpickling runs the user's own code, or does not find their class here; the error is theirs to see.
                 extras = None
                 receipt.unreadable[rank] = (
                     f"the extras of {peer.label} cannot be loaded here: {type(error).__name__}: {error}"

@@ -174,8 +174,8 @@ class Sender(Generic[Memo]):
             before = self._peers.who_waits_for_me()
             quiet = not self._peers.pump(min(remaining, _ROOM_POLL))
             if quiet and before & self._peers.who_waits_for_me():
-                # A receiver waits for a later tap of this rank and will not ask for what is in the buffer before it has
-                # got it: waiting for room would be waiting for each other.
+                # A receiver waits for a later tap of this rank and will not ask for what is in the buffer until it has
+                # got it: both would wait for each other.
                 self._warn_once()
                 return
 

@@ -150,7 +150,7 @@ def _check_characters(text: str) -> None:
 
 
 def _check_brackets(text: str) -> None:
-    """Refuse unbalanced brackets, which Python reports differently in each release, and rarely where they are."""
+    """Refuse unbalanced brackets: Python reports them differently in each release, and rarely at the right place."""
     opened: list[tuple[str, int]] = []
     for found in _STRING_COMMENT_OR_BRACKET.finditer(text):
         lexeme, position = found.group(), found.start()
@@ -198,7 +198,7 @@ _REFUSED: dict[type[ast.AST], str] = {
     ast.BitXor: "'^' is not allowed; write '!='",
     ast.Invert: "'~' is not allowed; write 'not'",
 }
-# What other languages write, and Python's word for it.
+# What other languages write, and what Python writes for it.
 _FOREIGN_OPERATOR = re.compile(r"&&|\|\||(?<![=!<>:])=(?!=)|!(?!=)")
 _OWN_OPERATOR = {"&&": "and", "||": "or", "=": "==", "!": "not"}
 _USAGE = "search('pattern', tag), match('pattern', tag) or fullmatch('pattern', tag)"
@@ -432,7 +432,7 @@ def _is_simple(node: ast.expr) -> bool:
 def _truth(value: object) -> bool:
     try:
         return bool(value)
-    except Exception:  # an array with several elements, say: it is no answer, so it does not match
+    except Exception:  # an array with several elements, say: neither true nor false, so it does not match
         return False
 
 

@@ -169,7 +169,7 @@ class Arrivals:
 
 
 def _load(plan: GraftPlan) -> Transform | None:
-    """The plan's transform. One that loads in the notebook but not here fails at each tap, not the whole run."""
+    """The plan's transform. One that loads in the notebook but not here fails each tap, not the whole run."""
     try:
         return plan.load_transform()
     except (Exception, SystemExit) as error:
@@ -243,7 +243,7 @@ def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: l
         f"{_described(call.tensor, stats, ours)} overridden by {_described(theirs, stats, others)} from ranks "
         f"{senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
     )
-    # As logger.info, but for the search of the stack for this line, which would cost more than all the rest.
+    # logger.info without its search of the stack for this line, which would cost more than all the rest.
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
 
 

@@ -19,7 +19,7 @@ from graftlab.plan.plan import Action, GraftPlan
 _DECISIONS_LIMIT = 100_000
 _SEEN_LIMIT = 10_000
 
-# Only asked whether a backward pass is going on; it hooks nothing until it is entered, which it never is.
+# Used only to ask whether a backward pass is going on. It installs hooks when it is entered, which never happens.
 _tracker = ModuleTracker()
 
 

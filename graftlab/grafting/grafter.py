@@ -80,7 +80,7 @@ class Grafter:
         self._reporter = reporter
         self._emit = reporter.row
         self._lock = threading.RLock()
-        # Older than any, so that the first plan is adopted whatever its version.
+        # Older than any plan, so that the first one is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
         self._arrivals = Arrivals(kept, self._warn_once)
@@ -174,12 +174,12 @@ class Grafter:
                 return
             messages = self._exchange.announcements(run.leader, self._step)
             if messages is None:
-                # Filtering with another plan than the other side would pair the wrong taps; better none at all.
+                # Filtering by another plan than the other side's would pair the wrong taps, so nothing is compared.
                 self._record_timeout_of_leader(run)
                 self._begin_step(run)
                 self._decisions = None
                 return
-            # None at all: the leader has ended its run, so whoever goes on does so under the plan in force.
+            # An empty list: the leader has ended its run, so the ranks that go on keep the plan in force.
             for message in messages:
                 if message:
                     self._adopt(unpack_plan(message))

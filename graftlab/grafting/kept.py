@@ -60,7 +60,7 @@ class KeptPairs:
 
         Returns a note when the pair alone is over the budget and was not kept, or not all of it could be.
         """
-        # Mostly the value is one of the received tensors as it came, and need not be held twice.
+        # Usually the value is one of the received tensors, unchanged, and need not be kept twice.
         same = None
         if value is not None:
             same = next((i for i, tensor in enumerate(graft_input.received_list) if _is_same(tensor, value)), None)

@@ -16,7 +16,7 @@ class _Transplant(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        # Made here, not handed in: torch forbids to change an output in place that is a view of an input.
+        # Made here and not passed in: torch forbids changing an output in place when it is a view of an input.
         return copy_like(own, received)
 
     @staticmethod
@@ -34,7 +34,7 @@ def replacement_for(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
 
 def copy_like(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """A new tensor with the received values, and own's dtype, device and strides."""
-    # The strides too: what comes after the tap may take a view that only they allow.
+    # The strides too: code after the tap may take a view that only these strides allow.
     return torch.empty_like(own, requires_grad=False).copy_(received)
 
 
@@ -91,5 +91,5 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def _all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # NaN equals nothing, itself included, yet a NaN in the same place is the same.
+    # NaN is not equal to itself, yet a NaN in the same place counts as equal.
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Of these it is known without asking that no other tensor is inside; to ask a tensor for what it lacks is slow.
+# These are known to wrap no other tensor; asking a tensor for an attribute that it lacks is slow.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 # Torch neither converts these nor computes with them: several numbers share a byte.

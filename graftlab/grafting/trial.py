@@ -16,7 +16,7 @@ from graftlab.errors import TransformError
 from graftlab.grafting.kept import KeptPair
 from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
 
-# A draft may print a megabyte, and raise with another; nobody reads more than this.
+# A draft may print megabytes, or raise an error as long; nobody reads more than this.
 PRINTED_LIMIT = 10_000
 
 
@@ -64,7 +64,7 @@ class _Bounded(io.TextIOBase):
 
 
 def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial:
-    """Load the draft and, given a pair, run it once. Whatever the draft raises is told."""
+    """Load the draft and, given a pair, run it once. Whatever the draft raises is in the result."""
     trial = Trial()
     printed = _Bounded()
     try:
@@ -91,7 +91,7 @@ def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial
 
 
 def _cut(text: str) -> str:
-    """Without its middle where it is too long: a traceback says most at its ends."""
+    """A long text without its middle: the ends of a traceback say the most."""
     dropped = len(text) - PRINTED_LIMIT
     if dropped <= 0:
         return text

@@ -100,13 +100,13 @@ def _slots(
     token_axis: Axis, padding_slot: int, seq_len_fill_value: int, encoder_len_fill_value: int | None
 ) -> list[GraphSlot]:
     # All of these are indices, lengths or identities, so none may keep a tail: what an earlier batch left there points
-    # into memory that has another owner by now. Each is reset to a value that is in range and belongs to nobody.
+    # into memory that has another owner by now. Each is reset to a value that is in range and that no request uses.
     return [
         # Token 0 is in every vocabulary.
         _slot("input_ids", token_axis, 0),
         # Position 0 is in every table of positions, and it is that of a request with one token, as seq_lens says below.
         _slot("positions", token_axis, 0),
-        # The worst of all if stale: a padding token would write its key and value over those of a running request.
+        # The worst one to be stale: a padding token would overwrite the key and value of a running request.
         _slot("out_cache_loc", token_axis, padding_slot),
         # Only read, and row 0 always exists; what padding reads there comes out in rows that nobody looks at.
         _slot("req_pool_indices", "bs", 0),

@@ -1,7 +1,7 @@
-"""What it is to capture and to replay: on CUDA a graph of kernels, elsewhere the function itself, run again.
+"""What capture and replay mean: on CUDA a graph of kernels, elsewhere the function itself, run again.
 
 Both read what lies in static buffers at the time of the replay, and nothing else: what a runner forgets to put there
-is the last batch's on every device, so that the fault shows without a GPU.
+is the last batch's on every device, so such a fault shows without a GPU too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Capturer(Protocol):
     """Captures for one runner, which does nothing else meanwhile."""
 
     def capture(self, function: Callable[[], Outputs]) -> Graph:
-        """The graph of what `function` does. It is run here, maybe several times, so it must bear to be repeated."""
+        """The graph of what `function` does. It is run here, maybe several times, so it has to be safe to repeat."""
 
     def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function that breaks the graph in which it is called: it runs on the host at each replay, in between.
@@ -140,7 +140,7 @@ class _Recording:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls may invalidate the capture: others may be at work on the same device.
+        # Only this thread's calls may invalidate the capture: other threads may use the same device meanwhile.
         self._open.enter_context(
             torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local")
         )
@@ -154,7 +154,7 @@ class _Recording:
 
         def again() -> None:
             latest = function(*args)
-            # Not of itself, which an inference tensor refuses outside of that mode.
+            # Not from itself: an inference tensor refuses that outside inference mode.
             if latest is not result:
                 result.copy_(latest)
 

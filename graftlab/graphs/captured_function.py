@@ -50,7 +50,7 @@ from graftlab.taps.routing import taken_by
 
 
 class _Mute:
-    """Takes what taps show where they are not reached for real."""
+    """Takes what taps show while the function is captured or replayed."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value
@@ -303,7 +303,7 @@ class CapturedFunction:
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
-        """Where nothing comes, it is the value itself, so that the number of replays hangs on the plan alone."""
+        """Where nothing comes, it is the value itself, so that the number of replays depends only on the plan."""
         site = self.sites[index]
         slot, action = _slot_of(site), self._judged[index].action
         if action is not None:
@@ -351,7 +351,7 @@ def _slot_of(site: Site) -> Slot:
 def _are_equal(one: TagItems, other: TagItems) -> bool:
     try:
         return one == other
-    except Exception:  # tags may be arrays, whose comparison is no bool
+    except Exception:  # tags may be arrays, and comparing those gives no single bool
         return False
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# One kernel for many copies. The name is private to torch, so it may be gone from any release: it is looked up here
+# One kernel for many copies. The name is private to torch and may disappear in any release: it is looked up here
 # alone, and what takes its place below gives the same result.
 foreach_copy: Callable[..., object] | None = getattr(torch, "_foreach_copy_", None)
 
@@ -45,7 +45,7 @@ def is_lossless(source: torch.dtype, destination: torch.dtype) -> bool:
     if destination == torch.bool or (source.is_complex and not destination.is_complex):
         return False
     if destination.itemsize == 1 and destination.is_floating_point:
-        # What torch says of some of these, as float8_e5m2fnuz's eps, is not so.
+        # What torch reports for some of these is wrong, such as the eps of float8_e5m2fnuz.
         return False
     try:
         (lowest, highest), (into_lowest, into_highest) = _range(source), _range(destination)

@@ -15,7 +15,7 @@ def share_input_buffer(name: str, buffer: Tensor) -> Tensor:
     """The process's memory for buffers of this name, number of elements, dtype and device, in the shape of `buffer`.
 
     The first buffer of a kind becomes the memory of all; of later ones only the shape counts, and what is in the
-    memory stays. Which of two registries comes first is therefore no matter.
+    memory stays. So it does not matter which of two registries comes first.
 
     Raises :class:`GraphError` for a buffer that is not contiguous, which other shapes could not be laid over.
     """

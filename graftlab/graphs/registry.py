@@ -191,7 +191,7 @@ class CudaGraphBufferRegistry:
             getattr(batch, slot.name, None) if slot.source_fn is None else slot.source_fn(batch, ctx)
             for slot in self._copied
         ]
-        # Equal keys are equally right or wrong, so that what is planned was checked too.
+        # Fills with equal keys are equally valid, so one whose plan is known has been checked.
         key = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, *map(_kind, sources))
         plan = self._plans.get(key)
         if plan is None:
@@ -316,7 +316,7 @@ class CudaGraphBufferRegistry:
             )
 
     def _set_apart(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
-        """Clone, in place in the list, the sources that lie in a buffer, for it is about to be written.
+        """Clone, in place in the list, the sources that lie in a buffer, because it is about to be overwritten.
 
         One that is the very place it would be copied to may stay: no reset touches it.
         """

@@ -144,7 +144,7 @@ def copy_bits(into: Tensor, source: Tensor) -> Tensor:
 
 
 def write_through(own: Tensor, chosen: Tensor) -> None:
-    """Write into an expanded tensor what shall stand in each of its places, if that is one number there."""
+    """Write a value into an expanded tensor where all places that share memory are to hold the same number."""
     place, source = one_place_each(own, chosen)
     if not may_overlap(place):
         place, source, whole = copyable(place), copyable(source), copyable(chosen)

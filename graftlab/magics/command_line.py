@@ -35,7 +35,7 @@ class HelpShown(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit."""
+    """An argparse parser that raises where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}\n{self.format_usage().strip()}\n`{self.prog} -h` tells more")
@@ -246,7 +246,7 @@ def _parse_filters(command: Command, rest: str) -> argparse.Namespace:
 
 
 def _unquoted(text: str) -> str:
-    """Without quotes around the whole, which belong to the command line and not to the expression."""
+    """The text without quotes around all of it: those belong to the command line, not to the expression."""
     if re.fullmatch(_STRING, text, re.DOTALL):
         return text[1:-1].replace(f"\\{text[0]}", text[0])
     return text

@@ -197,7 +197,7 @@ class GraftMagics(Magics):
     def _frame(self, arguments: argparse.Namespace) -> Any:
         frame = self._open().frame
         if len(frame) and not arguments.all:
-            # Cells are runs too, mostly without rows.
+            # Cells are runs too, and most of them have no rows.
             frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
         self._assign(arguments.out, frame)
         return frame

@@ -144,7 +144,7 @@ class VocabParallelHead(Linear):
         if self.tied:
             weight = _apply(_Enter, weight, self.group)[self.rows]
         logits = F.linear(_apply(_Enter, input, self.group), weight)
-        # all_gather wants equal shapes, so short slices are filled up and the filling is cut off at the end.
+        # all_gather wants equal shapes, so short slices are padded, and the padding is cut off at the end.
         logits = F.pad(logits, (0, self.step - weight.shape[0]))
         return _apply(_Gather, logits, self.group)[..., : self.out_features].contiguous()
 

@@ -92,7 +92,7 @@ def _require_count(name: str, value: object, alternative: str = "") -> None:
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to be exact in: float32 for the half-width types, and float64 stays what it is."""
+    """The dtype to compute in: float32 for the half-width types, and float64 stays what it is."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -151,7 +151,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """Without bias, in float32 on the CPU, its weight still to be filled by who made it."""
+    """Without bias, in float32 on the CPU, with its weight still to be filled by the caller."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False, device="cpu", dtype=torch.float32)
@@ -254,7 +254,7 @@ class Transformer(nn.Module):
         """Fill the parameters with normal noise, in the order of their registration.
 
         The scales keep activations near 1, so that a wrong mask, angle or weight shows in the logits. Norm
-        weights are spread around 1 for the same reason: a norm that forgets its weight must not go unnoticed.
+        weights are spread around 1 for the same reason: a norm that ignores its weight must not go unnoticed.
         """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -299,7 +299,7 @@ class Transformer(nn.Module):
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.long_after is not None:
-            # Chosen on the device, so that nobody waits for it, and a captured graph chooses at each replay.
+            # Chosen on the device, so that the host does not wait and a captured graph chooses at each replay.
             is_long = (positions >= config.long_after).any()
             near = positions.to(dtype)
             positions = torch.where(is_long, near / config.long_factor, near)

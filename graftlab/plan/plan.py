@@ -141,7 +141,7 @@ class GraftPlan:
                 raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
             try:
                 expression = re.compile(pattern)
-                # Group references are only checked when something matches; a template check refuses them now.
+                # re checks group references only when something matches; this makes it check them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
                 # What UTF-8 cannot express cannot be sent to the ranks.
                 f"{pattern}{replacement}".encode()
@@ -185,7 +185,7 @@ class GraftPlan:
         return bundle(repr(self), _html(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled parts stay here; the other end compiles its own from the text.
+        # Compiled parts are not sent; the other end compiles the text again.
         fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "version")
         return {name: self.__dict__[name] for name in fields}
 

@@ -77,7 +77,7 @@ def _same_import_path() -> Iterator[None]:
     """Let a process that starts meanwhile import what this one imports.
 
     Left alone, the forkserver of older Pythons looks into the current folder first, and nowhere that was put on
-    ``sys.path`` later: it would preload another graftlab than the notebook's, or none.
+    ``sys.path`` later: it would preload a different graftlab than the notebook's, or none.
     """
     path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
     wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

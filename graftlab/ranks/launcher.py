@@ -51,7 +51,7 @@ def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
         try:
             return launching.result()
         except BaseException:
-            # The stop button ends the wait here, not the launch over there; nobody would ever end those ranks.
+            # The stop button ended this wait but not the launch on the other thread, and nobody would end its ranks.
             give_up.send(b"x")
             wait([launching])
             if launching.exception() is None:

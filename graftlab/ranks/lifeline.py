@@ -1,4 +1,4 @@
-"""The end of a process whose notebook is gone, by the system's own hand."""
+"""Has the system end a process whose notebook is gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def die_with_the_notebook(lifeline: int) -> None:
     """Have the system kill this process when the notebook's end of the lifeline is closed, by whatever death.
 
     The desk does the same, but needs the interpreter for it; code that hangs in C without letting go of it would
-    live on for ever.
+    live on forever.
     """
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())

@@ -42,13 +42,13 @@ class Line:
     def _post(self, frame: bytes) -> None:
         """Send what may wait with others of its kind."""
         self.channel.send(frame)
-        # More than the socket holds: once is enough to be looked at.
+        # More rows than the socket holds: ring once.
         backed_up = self.channel.backed_up
         if backed_up and not self._rung:
             self._ring()
         self._rung = backed_up
 
     def _ring(self) -> None:
-        # A bell that is full rings already; one without a notebook has nobody to hear it.
+        # A full bell is ringing already, and one without a notebook rings for nobody.
         with contextlib.suppress(OSError):
             self._bell.send(b"!")

@@ -94,7 +94,7 @@ class RankProcess:
         self.channel.close()
         self.bell.close()
         self._lifeline.close()
-        # Even one mapped page would keep all that the rank ever published in memory.
+        # One mapped page would keep everything that the rank has published in memory.
         self._last_look = self.whereabouts()
         self._map.close()
         if self._ended is None:
@@ -108,7 +108,7 @@ class RankProcess:
                 self._process.close()
 
     def release_in_child(self) -> None:
-        """In a forked child of the notebook's process, which would keep the rank alive beyond the notebook."""
+        """Called in a child forked off the notebook: its copy of the lifeline would keep the rank alive."""
         self._lifeline.close()
 
     def how_it_ended(self) -> str:

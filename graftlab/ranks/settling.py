@@ -64,7 +64,7 @@ def settle_in(spec: RankSpec, store: str) -> None:
 
 
 class _QuickFormatter(logging.Formatter):
-    """Works out date and time once a second: each graft is a line, and would spend more on its time than on itself."""
+    """Formats date and time once a second: each graft logs a line, and its time would cost more than its rest."""
 
     _second = -1
     _shown = ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graftlab.base.world import Place
 
-# A process can be handed this many descriptors in one message; the system's limit is a little higher.
+# So many descriptors fit into one message; the system's limit is a little higher.
 FDS_A_MESSAGE = 200
 
 

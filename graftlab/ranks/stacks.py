@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 
-# How the process came to run the user's code is the same on every rank, and not what anybody looks for.
+# The frames below the user's code are the same on every rank, and of no interest.
 _ABOVE_USER_CODE = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("worker.py", "workplace.py"))
 
 

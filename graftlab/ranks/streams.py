@@ -13,7 +13,7 @@ from typing import TextIO
 
 from graftlab.ranks.refused_input import refuse_input
 
-# A progress bar may never end its line; what is this long goes on its way all the same.
+# A progress bar may never end its line, so a line of this length is sent unfinished.
 _LONGEST = 1 << 16
 # So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
 _LINES_A_SECOND = 10_000
@@ -36,7 +36,7 @@ def redirect_to(log: str) -> None:
 
 
 class LabelledStream(io.TextIOBase):
-    """Writes through to ``log``, and gives ``send`` whole lines only, each thread's apart, so that none is torn."""
+    """Writes through to ``log``, and passes only whole lines, a thread's at a time, to ``send``."""
 
     def __init__(self, log: TextIO, send: Callable[[str], None]) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Trials run in a process of their own: what loops for ever or exits ends there, and no rank notices."""
+"""Trials run in a process of their own: a draft that loops forever or exits ends there, and no rank notices."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
     os.environ.update(spec.environ)
     sys.path[:] = spec.sys_path
     os.chdir(spec.cwd)
-    # What C code prints has no place to go; what Python prints is told in the result.
+    # What C code prints is dropped; what Python prints is in the result.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)

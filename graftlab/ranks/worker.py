@@ -141,7 +141,7 @@ class Rank:
         if frame is None and self._run_number < 0:
             return
         if frame is None or not is_harmless:
-            # Look again when the user's code has begun, or that is done; unless it was the last thing that it did.
+            # Try again once the user's code has begun, or the exchange has finished; unless the run has ended by then.
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True
             again.start()

@@ -61,7 +61,7 @@ def failure_of(error: BaseException) -> Failure:
         pickled: bytes | None = pickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]
     except Exception:
-        # The text says it all; the object only lets the notebook raise the same class.
+        # The text is complete; the object only lets the notebook raise the same class.
         pickled = None
     message = _told_by(error)
     if isinstance(error, SystemExit):

@@ -56,7 +56,7 @@ def post(url: str, changes: dict[str, Any], token: str | None = None) -> str:
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    # Straight to the server: a proxy of the environment knows nothing of this machine's ports.
+    # Straight to the server: a proxy from the environment cannot reach this machine's ports.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
     try:
         request = urllib.request.Request(url, json.dumps(changes).encode(), headers, method="POST")

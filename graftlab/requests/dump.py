@@ -154,7 +154,7 @@ class RequestDumper:
         answer = writer.wait(writer.order("crash", reason, log_here=False), CRASH_PATIENCE)
         if answer is None:
             answer = Answer(False, None, [(logging.ERROR, f"the crash was not written within {CRASH_PATIENCE:g} s")])
-        # A handler may have interrupted the very write to the log that it now asks for.
+        # The signal may have interrupted a write to the log, whose lock is then held.
         with contextlib.suppress(Exception):
             log(answer.notes)
         return answer.path
@@ -251,7 +251,7 @@ def _checked(settings: DumpSettings, before: DumpSettings | None = None) -> Dump
     if settings.threshold < 1:
         raise ValueError(f"threshold is the number of requests in a file, at least 1, not {settings.threshold}")
     folder = _path(settings.folder)
-    # One that has vanished since is not made again in passing: it may be a disk that is not mounted.
+    # A folder that has vanished since is not made again: it may be on a disk that is no longer mounted.
     if before is None or folder != before.folder:
         _made(folder)
     return replace(settings, folder=folder)

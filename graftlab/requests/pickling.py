@@ -1,4 +1,4 @@
-"""Requests into bytes, whatever is in them: what cannot be pickled gives way, step by step, and nothing else does."""
+"""Requests into bytes, whatever is in them: what cannot be pickled is replaced, step by step, and nothing else is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NotWritten(Exception):
 
 
 class _Sink:
-    """A file whose own errors cannot be taken for those of what is pickled into it."""
+    """A file whose own errors can be told from those of the objects that are pickled into it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -42,7 +42,7 @@ class _Sink:
 
 
 class _Nowhere(io.RawIOBase):
-    """Takes what is pickled only to see whether it can be."""
+    """A file that discards what is written: for finding out whether something can be pickled."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -82,7 +82,7 @@ def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
 def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Dropped], list[str]]:
     """Pickle ``{"server_args", "requests", "dropped", ...}`` into an empty file.
 
-    Returns what had to give way, and for each step that failed the reason.
+    Returns what had to be replaced, and for each step that failed the reason.
 
     First whole; then without ``server_args``; then with each request that cannot be pickled taken apart, field by
     field, and what cannot be pickled in it replaced by its repr. All other requests are kept as they are. The file's
@@ -101,7 +101,7 @@ def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Drop
         if error is None:
             return dropped, failures
         failures.append(f"{step} they cannot be pickled: {describe(error)}")
-    # Builtin values alone were left, so that what is missing is memory.
+    # Only builtin values were left, so memory must have run out.
     raise NotWritten(failures[-1])
 
 
@@ -182,7 +182,7 @@ class _Mender:
         kind = type(value)
         if depth == _DEEPEST and kind in (dict, list, tuple):
             self._dropped.append({"where": where, "reason": f"more than {_DEEPEST} containers deep: {describe(error)}"})
-            return reprlib.repr(value)  # the whole of it may be without end
+            return reprlib.repr(value)  # its complete repr may be endless
         if kind is dict:
             new: Any = {}
             self._known[id(value)] = new
@@ -193,7 +193,7 @@ class _Mender:
         elif kind is tuple:
             new = tuple(self.mend(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value))
         elif top and (attributes := _attributes(value)):
-            # The request itself is worth more than its repr: its attributes are its fields.
+            # Keep a request's attributes, which are its fields, rather than its repr.
             self._dropped.append({"where": where, "reason": f"kept by its attributes: {describe(error)}"})
             new = self._known[id(value)] = Opaque(f"{kind.__module__}.{kind.__qualname__}", (), {})
             self._mend_items(attributes, new.state, depth, lambda key: f"{where}.{key}")
@@ -213,7 +213,7 @@ class _Mender:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name. Not of modules and classes, which hold a world."""
+    """An object's attributes by name. Not those of modules and classes, which lead everywhere."""
     if isinstance(value, type) or type(value) is type(sys):
         return None
     try:
@@ -232,7 +232,7 @@ def _repr(value: Any) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message, even of an error that cannot be shown."""
+    """The error's class and message, even where its str() raises."""
     try:
         text = str(error)
     except BaseException:

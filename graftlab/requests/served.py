@@ -125,9 +125,9 @@ def _int(name: str, value: object, least: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """A value in an error message, however large it is."""
+    """A value as an error message shows it: shortened where it is large."""
     try:
         text = repr(value)
-    except Exception:  # what is wrong with the value must not hide that it is wrong
+    except Exception:  # a value whose repr raises must not hide the error about the value
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

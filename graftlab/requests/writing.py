@@ -187,7 +187,7 @@ class Writer:
                 order.reply.put(Answer(not self._held, path, notes))
             if notes and (order is None or order.log_here):
                 # A thread of its own may wait for the log's lock, for as long as it takes.
-                with contextlib.suppress(RuntimeError):  # no more threads are to be had; requests go before their log
+                with contextlib.suppress(RuntimeError):  # no thread can be started, and requests matter more than logs
                     threading.Thread(target=log, args=(notes,), name="graftlab-requests-log", daemon=True).start()
 
     def _obey(self, order: _Order | None, notes: list[Note]) -> Path | None:
@@ -232,7 +232,7 @@ class Writer:
             self._passing.popleft()
 
     def _is_recent(self, record: RecordedRequest) -> bool:
-        # Whoever gives no number for a time has the request kept, not lost.
+        # A time that is not a number must not lose the request.
         try:
             return not time.time() - float(record.finished or "nan") > self._crash_window
         except Exception:

@@ -16,7 +16,7 @@ from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 _STORAGE = {column.name: column.storage for column in TABLE}
 _TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
-# Rows without a measurement have no counts, and arrays of integers nothing to say so with.
+# Rows without a measurement have no counts, and an integer array cannot hold None.
 _NO_INTEGER = np.iinfo(np.int64).max
 _ABSENT: Any = object()
 _THEIR_OWN_KEYS = {str, type(None), object}
@@ -49,7 +49,7 @@ class Columns:
             elif storage == "tags":
                 made[name] = np.fromiter(cells, object, len(cells))
             elif storage == "index":
-                # As a tuple it indexes a tensor, and is nothing that the garbage collector has to look at again.
+                # A tuple indexes a tensor as it is, and the garbage collector stops tracking it.
                 made[name] = np.fromiter((None if v is None else tuple(v) for v in cells), object, len(cells))
             elif storage == "list":
                 keys = [None if v is None else tuple(v) for v in cells]
@@ -65,7 +65,7 @@ class Columns:
 
     def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
         """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered`` is in already."""
-        # What comes later mostly belongs later, but for the step that the ranks are just in.
+        # Most new rows go behind the known ones, except those of the step that is going on.
         first = min((int(block["step"].min()) for block in more if len(block["step"])), default=_NO_INTEGER)
         stays = int(np.searchsorted(ordered["step"], first))
         rest = [{name: column[stays:] for name, column in ordered.items()}, *more]

@@ -22,7 +22,7 @@ _floats_of = itemgetter(*(COLUMNS.index(column.name) for column in TABLE if colu
 
 # What orjson writes as `json` would; of other values each says something else.
 _USUAL = frozenset({str, int, float, bool, type(None)})
-# Made once, for that takes as long as a short row. A value that holds itself is found by the recursion limit.
+# Made once, because making one takes as long as a short row. A value that holds itself is found by the recursion limit.
 _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 

@@ -27,7 +27,7 @@ ROWS_FILE = "rows.jsonl"
 # Bytes that are parsed at a time: so few that they stay in the processor's cache, which makes the parser faster by
 # half, and that no other thread of the kernel waits longer than some milliseconds for its turn.
 _PIECE = 1 << 17
-# So many rows lie between two places in the file that are remembered.
+# The place of every so many rows in the file is remembered.
 _STRIDE = 256
 # From 3.0 on pandas itself copies what two frames share, when one of them is changed.
 _COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
@@ -187,7 +187,7 @@ class RowStore:
             if self._problem is None:
                 logger.error("%s cannot be written (%s); its rows stay in memory", self._path, problem.strerror)
             self._problem = problem
-            # Half a line in the middle would make all that follow unreadable.
+            # Half a line in the middle would make everything after it unreadable.
             with contextlib.suppress(OSError):
                 os.truncate(self._path, self._written)
             return

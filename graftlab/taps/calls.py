@@ -46,7 +46,7 @@ class StepTaker(Taker, Protocol):
         """See :func:`graftlab.step`."""
 
 
-# The grafter, but for while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
+# The grafter, except while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
 _taker: Taker | None = None
 _grafter: StepTaker | None = None
 _here: Here | None = None
@@ -176,7 +176,7 @@ class tags:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nothing is there when this process became a rank only after the entry.
+        # Empty if this process became a rank after the block was entered.
         if _grafter is not None and (outside := _outside.get()):
             _outside.set(outside[:-1])
             ambient.set(outside[-1])

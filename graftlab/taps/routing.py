@@ -49,10 +49,10 @@ def _taker_of(thread: int) -> Taker | None:
 
 @functools.cache
 def _router() -> Taker:
-    import torch  # is there wherever there is a grafter
+    import torch  # installed wherever there is a grafter
 
     router = _Router()
-    # Compiled code has no business with threads.
+    # Looking up threads would break compiled graphs.
     router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
     return router
 

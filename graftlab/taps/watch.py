@@ -45,7 +45,7 @@ def latest_change() -> int:
 
 
 class _Change:
-    """Among the handles of a watch on modules: counts that it came, and that it goes."""
+    """A handle that counts a change of taps when the watch is made, and when it is removed."""
 
     def __init__(self) -> None:
         self.remove()

@@ -50,7 +50,7 @@ class FilterEditor(Panel):
         lines = {}
         for name in reversed(FILTERS):
             line = lines[name] = FilterLine(name, self._plan, plain)
-            # One reason why there is no better editor is enough: the last line's.
+            # One warning about the missing editor is enough: the last line's.
             plain = plain or isinstance(line.editor, TextareaEditor)
             line.editor.on_change(self.guarded(partial(self._on_change, line)))
             line.editor.on_submit(self.guarded(partial(self._on_key, line)))

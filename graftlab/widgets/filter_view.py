@@ -28,7 +28,7 @@ def fault(error: FilterError) -> str:
     start, stop = max(0, at - _ECHO), at + _ECHO
     before = ("…" if start else "") + _one_line(text[start:at])
     after = _one_line(text[at:stop]) + ("…" if stop < len(text) else "")
-    # The same characters, unseen, and not so many blanks: some scripts' characters are wider than a blank.
+    # The same characters, invisible, rather than as many blanks: in some scripts characters are wider.
     caret = f'<span class="unseen" aria-hidden="true">{html.escape(before)}</span><b>^</b>'
     message = html.escape(shortened(error.message, 2 * _TEXT_SHOWN))
     return (

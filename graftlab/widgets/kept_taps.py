@@ -43,7 +43,7 @@ class TapOption:
     @property
     def selection(self) -> dict[str, Any]:
         """The keywords that make :meth:`Session.try_transform` take this pair."""
-        # NaN is no value that anything could be found by.
+        # NaN equals nothing, so nothing can be found by it.
         tags = {name: value for name, value in self.tags if name not in _NOT_SELECTABLE and value == value}
         return {**tags, "name": self.name, "side": self.side, "rank": self.rank}
 

@@ -44,7 +44,7 @@ class Refresher:
     """
 
     def __init__(self, session: SessionCore, interval: float = INTERVAL) -> None:
-        # Whoever has been added holds the session; this alone must not.
+        # The widgets hold the session; the refresher alone must not.
         self._session = weakref.ref(session)
         self.interval = interval
         # Reentrant: ipywidgets closes a widget that nobody holds any more once again, at whatever moment the garbage

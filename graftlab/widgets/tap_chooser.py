@@ -18,7 +18,7 @@ from graftlab.widgets.panel import Panel, row, update
 logger = logging.getLogger(__name__)
 
 LOAD_ONLY = "nothing: only load it"
-# For ipywidgets, None would be no choice at all.
+# ipywidgets takes None for no selection.
 _NOTHING = ""
 # What the list offers at most; who looks for another tap can narrow the plan's keep filter down.
 _KEPT_LISTED = 300
@@ -113,7 +113,7 @@ class TapChooser(Panel):
         options = [*self._kept, *others]
         chosen = self.chosen
         if chosen is None and not self._is_picked and self._kept:
-            # Who has chosen nothing wants to see what a draft does, if there is anything to see it on.
+            # Without a choice, take any kept pair, so that a draft can be tried.
             chosen = self._kept[0]
         elif chosen is not None and chosen not in options:
             # It is kept by now, or no longer.

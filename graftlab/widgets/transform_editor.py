@@ -172,7 +172,7 @@ class TransformEditor(Panel):
         try:
             return source_of(spec_of(draft, self._names, self._versions.versions))
         except Exception as error:
-            # Said in full when it is tried; the name may not even have been typed to its end.
+            # The full message comes with Try; the name may not have been typed to its end yet.
             return "\n".join(f"# {line}" for line in explain(error).splitlines())
 
     def _show_source(self) -> None:
@@ -196,7 +196,7 @@ class TransformEditor(Panel):
             job = self._jobs.begin_next()
             if job is None:
                 return
-            # What an earlier draft came to would be taken for this one's.
+            # The result of an earlier draft would be taken for this one's.
             update(self._trial, value="")
             self.say("")
         try:

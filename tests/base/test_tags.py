@@ -51,7 +51,7 @@ class Depth(int):
         ({"scale": math.nan}, {}),
         ({"heads": (1, 2)}, {"heads": [1, 2]}),
         ({"shape": torch.Size([2, 3])}, {"shape": [2, 3]}),
-        ({"where": object()}, {"where": object()}),
+        pytest.param({"where": object()}, {"where": object()}, id="values that are no tags"),
     ],
     ids=str,
 )

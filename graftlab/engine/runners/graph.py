@@ -43,7 +43,7 @@ class GraphRunner:
     ``grafts`` says how a graft gets in. ``captures`` and ``replays`` count both. Not for several threads at once.
 
     With ``eager``, which may be set at any time, static buffers are filled as ever, and the model is called on the
-    batch itself: what is right then, and wrong without, is wrong because of padding or of the capture.
+    batch itself: what is right then and wrong otherwise is wrong because of the padding or the capture.
     """
 
     grafts: ClassVar[Grafts] = "gates"
@@ -62,7 +62,7 @@ class GraphRunner:
 
     @property
     def row_ids(self) -> tuple[Tensor, Tensor] | None:
-        """Of the latest batch, as the graph itself read them: ``rids_int`` and ``bootstrap_room_ids_int``, ``[B]`` with
+        """The latest batch's, as the graph read them: ``rids_int`` and ``bootstrap_room_ids_int``, ``[B]`` with
         the padding. None where it had none, or was not replayed. The next replay writes over them."""
         return (self._row_ids[0], self._row_ids[1]) if self._row_ids else None
 
@@ -119,7 +119,7 @@ class GraphRunner:
         variants = self._captured[key]
         for function in variants:
             if function.suits():
-                # The latest first, for `status`, and so that those go first which nobody came back to.
+                # The most recently used first, for `status`; the least recently used are dropped first.
                 variants.remove(function)
                 variants.insert(0, function)
                 return function
