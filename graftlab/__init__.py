@@ -10,10 +10,12 @@ Public are the names in ``__all__``, those of ``graftlab.plots``, ``.transforms`
 from __future__ import annotations
 
 import importlib
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from graftlab.errors import (
+    ConfigError,
     DependencyError,
     DumpError,
     FilterError,
@@ -25,6 +27,7 @@ from graftlab.errors import (
     LayoutError,
     MatchError,
     PlanError,
+    RecordingError,
     RequestError,
     RunError,
     SessionBusyError,
@@ -38,11 +41,13 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.config import GraftConfig
     from graftlab.control.run import Run
+    from graftlab.jobs.joining import attach
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
     from graftlab.rows.store import load_run
-    from graftlab.session import Session, launch
+    from graftlab.session import Session, launch, listen
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -53,12 +58,15 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 _LAZY = {
+    "attach": "graftlab.jobs.joining",
+    "GraftConfig": "graftlab.config",
     "GraftPlan": "graftlab.plan.plan",
     "GraftTransformInput": "graftlab.transforms",
     "Run": "graftlab.control.run",
     "Session": "graftlab.session",
     "Watch": "graftlab.taps.watch",
     "launch": "graftlab.session",
+    "listen": "graftlab.session",
     "load_run": "graftlab.rows.store",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
@@ -68,9 +76,11 @@ _LAZY = {
 }
 
 __all__ = [
+    "ConfigError",
     "DependencyError",
     "DumpError",
     "FilterError",
+    "GraftConfig",
     "GraftError",
     "GraftOverlapError",
     "GraftPlan",
@@ -82,6 +92,7 @@ __all__ = [
     "LayoutError",
     "MatchError",
     "PlanError",
+    "RecordingError",
     "RequestError",
     "Run",
     "RunError",
@@ -93,8 +104,10 @@ __all__ = [
     "TagError",
     "TransformError",
     "Watch",
+    "attach",
     "here",
     "launch",
+    "listen",
     "load_ipython_extension",
     "load_run",
     "make_converter",
@@ -140,3 +153,14 @@ def load_ipython_extension(shell: Any) -> None:
 def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:
     if error.name == "torch":
         raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` brings it") from error
+
+
+def _join_by_itself() -> None:
+    """Where the environment asks for it, join a graft world at this process's first tap."""
+    if os.environ.get("GRAFTLAB_ENABLE", os.environ.get("DUMPER_GRAFTER_ENABLE")):
+        from graftlab.jobs.on_import import prepare
+
+        prepare()
+
+
+_join_by_itself()

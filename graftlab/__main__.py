@@ -1,4 +1,4 @@
-"""The command line: ``graftlab zoo``, also as ``python -m graftlab zoo``."""
+"""The command line: ``graftlab zoo`` and the others, also as ``python -m graftlab zoo``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from graftlab.zoo import command
 
     command.add_arguments(zoo)
+    zoo.set_defaults(run=command.run)
+    from graftlab.jobs import headless, script
+
+    summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
+    attach = commands.add_parser("attach", help=summary, description=summary)
+    script.add_arguments(attach)
+    attach.set_defaults(run=script.run)
+    summary = "hold the session of jobs that run without a notebook; the first of them starts it"
+    host = commands.add_parser("host", help=summary, description=summary)
+    host.set_defaults(run=headless.run)
     arguments = parser.parse_args(argv)
-    return command.run(arguments)
+    code: int = arguments.run(arguments)
+    return code
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from graftlab.base.html import cell, shortened, table
-from graftlab.ranks.rank_process import RankProcess
+from graftlab.ranks.handle import RankHandle
 
 
-def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.DataFrame:
+def ranks_frame(ranks: Sequence[RankHandle], failing: Mapping[str, str]) -> pd.DataFrame:
     """One line a rank; see :meth:`Session.status`. ``failing`` says by rank what failed in a run that goes on."""
     lines = []
     for rank in ranks:
@@ -34,7 +34,7 @@ def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.
     return pd.DataFrame(lines)
 
 
-def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str, str]) -> str:
+def ranks_table(ranks: Sequence[RankHandle], closed: bool, failing: Mapping[str, str]) -> str:
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
@@ -60,7 +60,7 @@ def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str
     return table(("rank", "pid", "device", "state", "step", "plan", "taps", "last tap"), lines)
 
 
-def _state(rank: RankProcess, state: str, failing: Mapping[str, str]) -> str:
+def _state(rank: RankHandle, state: str, failing: Mapping[str, str]) -> str:
     if not rank.alive:
-        return f"gone: {rank.how_it_ended()}"
+        return rank.absence()
     return f"failed: {failing[rank.label]}" if rank.label in failing else state

@@ -12,8 +12,8 @@ from graftlab.control.run import OnFailure, Run
 from graftlab.errors import SessionBusyError, SessionClosedError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.store import RowStore
 
 # Ranks of one side mostly fail alike, and each may tell so itself before those that go on are interrupted.
@@ -23,7 +23,7 @@ _MOMENT = 0.25
 class Runs:
     """Begins runs on these ranks, and knows all that there were. What :class:`.Run` shows comes from ``rows``."""
 
-    def __init__(self, ranks: Sequence[RankProcess], rows: RowStore, plans: Callable[[], Sequence[GraftPlan]]) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], rows: RowStore, plans: Callable[[], Sequence[GraftPlan]]) -> None:
         self._ranks = ranks
         self._plans = plans
         self._rows = rows
@@ -62,6 +62,22 @@ class Runs:
                     f"{rank.label} {rank.how_it_ended()} and cannot run anything; close this session and launch "
                     f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 )
+        run = self._make(ranks, on_failure)
+        info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
+        for rank in ranks:
+            rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
+        for rank in ranks:
+            # It may have died before this run existed, so nobody has noted its death yet.
+            if not rank.alive:
+                self.note_death(rank)
+        return run
+
+    def resume(self, info: RunInfo) -> Run:
+        """Take over a run that goes on already, as the first of these; its ranks know of it."""
+        self._first_run, self._next_step = info.run, info.first_step
+        return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
+
+    def _make(self, ranks: list[RankHandle], on_failure: OnFailure) -> Run:
         run = Run(
             number=self._first_run + len(self._runs),
             ranks=ranks,
@@ -74,13 +90,6 @@ class Runs:
             plans=self._plans,
         )
         self._runs.append(run)
-        info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
-        for rank in ranks:
-            rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
-        for rank in ranks:
-            # It may have died before this run existed, so nobody has noted its death yet.
-            if not rank.alive:
-                self.note_death(rank)
         return run
 
     def interrupt(self) -> None:
@@ -101,22 +110,22 @@ class Runs:
 
     # ---- what the ranks report ----------------------------------------------------------------------------------
 
-    def note_output(self, output: Output, rank: RankProcess) -> None:
+    def note_output(self, output: Output, rank: RankHandle) -> None:
         if self._runs:
             self._runs[-1].note_output(rank, output.text)
 
-    def note_done(self, done: RunDone, rank: RankProcess) -> None:
+    def note_done(self, done: RunDone, rank: RankHandle) -> None:
         if done.failure is None or not self._closing:
             run = self._runs[done.run - self._first_run]
             run.note_done(rank, done)
             if done.failure is not None:
                 self._stop_the_others(run)
 
-    def note_settled(self, settled: RunSettled, rank: RankProcess) -> None:
+    def note_settled(self, settled: RunSettled, rank: RankHandle) -> None:
         self._next_step = max(self._next_step, settled.next_step)
         self._runs[settled.run - self._first_run].note_settled(rank)
 
-    def note_death(self, rank: RankProcess) -> None:
+    def note_death(self, rank: RankHandle) -> None:
         for run in self._runs[-1:]:
             if rank in run.participants and not run.done:
                 if self._closing:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from graftlab.base.tags import identity, rank_tags
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import TapSeen
-from graftlab.ranks.rank_process import RankProcess
 
 
 class SeenTaps:
@@ -15,7 +15,7 @@ class SeenTaps:
     def __init__(self) -> None:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def note(self, seen: TapSeen, rank: RankProcess) -> None:
+    def note(self, seen: TapSeen, rank: RankHandle) -> None:
         # Filters can tell apart what differs in a rank tag alone.
         tags = seen.tags
         self._tags.setdefault((*identity(tags), rank_tags(tags)), tags)

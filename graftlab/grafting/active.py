@@ -16,10 +16,16 @@ def activate(grafter: Grafter, where: calls.Here) -> None:
     _grafter = grafter
     calls.activate(grafter, where)
     # Forked children are no ranks; see there.
-    os.register_at_fork(after_in_child=_deactivate)
+    os.register_at_fork(after_in_child=_forget)
 
 
-def _deactivate() -> None:
+def deactivate() -> None:
+    """Make this process no rank any more: its taps are left alone from now on."""
+    _forget()
+    calls.deactivate()
+
+
+def _forget() -> None:
     global _grafter
     _grafter = None
 

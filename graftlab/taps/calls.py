@@ -226,16 +226,17 @@ def _refuse_reserved(given: dict[str, Any]) -> None:
         raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
 
 
-def activate(grafter: StepTaker, where: Here) -> None:
-    """Make this process a rank. Called once, by whatever makes ranks."""
+def activate(grafter: StepTaker, where: Here | None) -> None:
+    """Make this process a rank. Called by whatever makes ranks, or puts itself before the taps of one."""
     global _grafter, _taker, _here
     _grafter = _taker = grafter
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
-    os.register_at_fork(after_in_child=_deactivate)
+    os.register_at_fork(after_in_child=deactivate)
 
 
-def _deactivate() -> None:
+def deactivate() -> None:
+    """Take no taps in this process any more."""
     global _grafter, _taker
     _grafter = _taker = None
 
