@@ -16,15 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command.add_arguments(zoo)
     zoo.set_defaults(run=command.run)
-    from graftlab.jobs import headless, script
+    from graftlab.jobs import script
 
     summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
     attach = commands.add_parser("attach", help=summary, description=summary)
     script.add_arguments(attach)
     attach.set_defaults(run=script.run)
-    summary = "hold the session of jobs that run without a notebook; the first of them starts it"
-    host = commands.add_parser("host", help=summary, description=summary)
-    host.set_defaults(run=headless.run)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code

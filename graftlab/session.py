@@ -80,11 +80,11 @@ def listen(
 ) -> Session:
     """A :class:`Session` of jobs that something else starts: returns at once, and says how to start each job.
 
-    A job joins where its environment says so, or with :func:`attach`; when all ranks of both sides are there, they begin,
-    and all that they do is one run. Plans are edited from here while they go on, rows come in, and kept tensors, figures
-    and widgets are as in a session that was launched. Only to run code on the ranks, or to interrupt it, is not the
-    session's. When it is closed, or this process ends, the jobs go on: another :func:`listen` with the same ``folder``
-    and ``append=True`` takes them over.
+    A job joins where its environment says so, or with :func:`attach`. When all ranks of both sides are there, they
+    begin, and all that they do is one run. Plans are edited from here while they go on, rows come in, and kept tensors,
+    figures and widgets are as in a session that was launched. Only to run code on the ranks, or to interrupt it, is not
+    the session's. When it is closed, or this process ends, the jobs go on: another :func:`listen` with the same
+    ``folder`` and ``append=True`` takes them over.
 
     ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
     also where the jobs find this session. Only processes of the same user on this machine can join.

@@ -1,11 +1,10 @@
-"""``graftlab host``: the process that holds the session of jobs that run without a notebook, and ends with them.
+"""The host: the process that holds the session of jobs that run without a notebook, and ends with them.
 
 The first job starts it and gives it the socket on which it listens already, so that no job comes too early.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import socket
@@ -64,7 +63,7 @@ def start_host(config: GraftConfig, meeting: Meeting, listener: socket.socket) -
     log = os.open(meeting.folder / "host.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-m", "graftlab", "host"],
+            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-m", "graftlab.jobs.headless"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -81,7 +80,7 @@ def start_host(config: GraftConfig, meeting: Meeting, listener: socket.socket) -
     return process
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main() -> int:
     """Hold the session until the last job is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     order: HostOrder = _decoder.decode(sys.stdin.buffer.read())
@@ -115,3 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return 1
     logger.info("all jobs are gone; %d rows", session.row_count)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import graftlab as gl
 pytestmark = pytest.mark.ranks
 
 
-def ranks_of(script: str, role: str, mine: int, baseline: int, target: int, *arguments: object, **settings: object):
+def ranks_of(
+    script: str, role: str, mine: int, baseline: int, target: int, *arguments: object, **settings: object
+) -> list[subprocess.Popen[str]]:
     jobs = []
     for rank in range(mine):
         ranked = {"RANK": str(rank), "WORLD_SIZE": str(mine)} if mine > 1 else {}
@@ -91,18 +94,25 @@ def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_pa
         assert "target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 3, and this job has 2 processes" in err
 
 
-def test_sides_with_other_filters_are_told_and_nothing_is_compared_wrongly(tmp_path: Path) -> None:
-    first = start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path, timeout=20))
-    wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the baseline's joining")
-    second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
-    code, _, err = end(second)
-    assert code == 1
-    assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, and 'True' in the job that came first" in err
-    # The other one waits in vain, says so once, and goes on without.
-    code, out, err = end(first)
+def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Path) -> None:
+    first = start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path))
+    try:
+        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the baseline's joining")
+        second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
+        code, _, err = end(second)
+        assert code == 1
+        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, and 'True' in the job that came" in err
+        assert len(gl.load_run(tmp_path)) == 0
+    finally:
+        first.kill()
+        end(first)
+
+
+def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Path) -> None:
+    code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path, timeout=30)))
     assert (code, out) == (0, "done False\n")
     assert err.count("GraftWarning") == 1
-    assert "target[0] had not joined within 20 s" in err
+    assert "target[0] had not joined within 30 s" in err
 
 
 def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> None:
