@@ -68,9 +68,14 @@ def arm() -> None:
     calls.activate(FirstTap(), None)
 
 
+def is_armed() -> bool:
+    """Whether this process will join by itself."""
+    return isinstance(calls.grafter(), FirstTap)
+
+
 def forget_first_tap() -> None:
     """Join by itself no more."""
-    if isinstance(calls.grafter(), FirstTap):
+    if is_armed():
         calls.deactivate()
 
 

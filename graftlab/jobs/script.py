@@ -8,8 +8,7 @@ import runpy
 import sys
 
 from graftlab.config import PREFIX, GraftConfig
-from graftlab.jobs.joining import arm
-from graftlab.jobs.watching import watch_first_model
+from graftlab.jobs.on_import import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         name, _, text = pair.partition("=")
         os.environ.setdefault(f"{PREFIX}{name.upper()}", text)
     os.environ[f"{PREFIX}ENABLE"] = "1"
-    config = GraftConfig.from_env().require_complete()
-    if config.watch is not None:
-        watch_first_model(config.watch)
-    arm()
+    GraftConfig.from_env().require_complete()
+    # Where the environment asked for it before, the import has done so.
+    prepare()
     sys.argv = [arguments.script, *arguments.arguments]
     if arguments.as_module:
         sys.path.insert(0, os.getcwd())
