@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from graftlab.jobs.joining import attach
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
+    from graftlab.recordings.recorder import record
+    from graftlab.recordings.recording import Recording
     from graftlab.rows.store import load_run
     from graftlab.session import Session, launch, listen
     from graftlab.taps.watch import Watch, watch
@@ -58,6 +60,8 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 _LAZY = {
+    "Recording": "graftlab.recordings.recording",
+    "record": "graftlab.recordings.recorder",
     "attach": "graftlab.jobs.joining",
     "GraftConfig": "graftlab.config",
     "GraftPlan": "graftlab.plan.plan",
@@ -92,6 +96,7 @@ __all__ = [
     "LayoutError",
     "MatchError",
     "PlanError",
+    "Recording",
     "RecordingError",
     "RequestError",
     "Run",
@@ -113,6 +118,7 @@ __all__ = [
     "make_converter",
     "match_weights",
     "plots",
+    "record",
     "step",
     "tags",
     "tap",
@@ -155,12 +161,12 @@ def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:
         raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` brings it") from error
 
 
-def _join_by_itself() -> None:
-    """Where the environment asks for it, join a graft world at this process's first tap."""
-    if os.environ.get("GRAFTLAB_ENABLE", os.environ.get("DUMPER_GRAFTER_ENABLE")):
+def _follow_environment() -> None:
+    """Where the environment asks for it, join a graft world, or record, from this process's first tap on."""
+    if any(os.environ.get(name) for name in ("GRAFTLAB_ENABLE", "DUMPER_GRAFTER_ENABLE", "GRAFTLAB_RECORD")):
         from graftlab.jobs.on_import import prepare
 
         prepare()
 
 
-_join_by_itself()
+_follow_environment()

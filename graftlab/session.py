@@ -15,6 +15,7 @@ from graftlab.jobs.host import listen_as
 from graftlab.jobs.meeting import Meeting
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions, StartMethod
+from graftlab.recordings.recording import Recording
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def launch(
-    baseline: int = 1,
-    target: int = 1,
+    baseline: int | Recording = 1,
+    target: int | Recording = 1,
     *,
     device: str | None = None,
     backend: str | None = None,
@@ -43,6 +44,9 @@ def launch(
     tap_timeout: float | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
+
+    A side that is a :class:`Recording` has as many ranks as were recorded, and shows what was recorded again in each
+    run that gives it nothing else to do.
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
@@ -61,9 +65,24 @@ def launch(
     if plan is not None and not isinstance(plan, GraftPlan):
         raise PlanError(f"plan={plan!r}: give a graftlab.GraftPlan, such as GraftPlan().edit(b2t=...)")
     options = LaunchOptions(
-        baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget, tap_timeout
+        _ranks_of(baseline),
+        _ranks_of(target),
+        device,
+        backend,
+        timeout,
+        start_method,
+        buffer_budget,
+        keep_budget,
+        tap_timeout,
     )
-    return Session.launched(options, plan or GraftPlan(), make_run_folder(folder), append=append)
+    session = Session.launched(options, plan or GraftPlan(), make_run_folder(folder), append=append)
+    sides = {"baseline": baseline, "target": target}
+    session.by_default = {name: side for name, side in sides.items() if isinstance(side, Recording)}
+    return session
+
+
+def _ranks_of(side: int | Recording) -> int:
+    return side.world_size if isinstance(side, Recording) else side
 
 
 def listen(

@@ -32,6 +32,7 @@ ROOMS = [
     "grafting",
     "graphs",
     "ranks",
+    "recordings",
     "control",
     "jobs",
     "engine",

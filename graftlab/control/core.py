@@ -78,6 +78,8 @@ class SessionCore:
         self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
         self._pairs = PairsOnRanks(self._ranks, self._ask)
+        # What a side does in a run that says nothing of it: one that is a recording is shown.
+        self.by_default: Mapping[str, Callee] = {}
         # What else ends with the session, before its ranks are let go.
         self.closes_first: Callable[[], None] = lambda: None
         # Whoever speaks for ranks in their stead reports here too.
@@ -150,6 +152,7 @@ class SessionCore:
         >>> run.wait().done
         True
         """
+        baseline, target = self._or_default("baseline", baseline), self._or_default("target", target)
         if baseline is None and target is None:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works: dict[int, Work] = {}
@@ -161,6 +164,9 @@ class SessionCore:
                 work = self._works.of(side, callee, tuple(args), kwargs or {})
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
         return self._begin(works, on_failure)
+
+    def _or_default(self, side: str, callee: Callee | None) -> Callee | None:
+        return self.by_default.get(side) if callee is None else callee
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.

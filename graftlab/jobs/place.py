@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
+from graftlab.base.own_rank import own_rank
 from graftlab.base.world import Place, Side
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError
@@ -20,7 +19,7 @@ def place_of(config: GraftConfig) -> Place:
     config.require_complete()
     side = config.side
     other: Side = "target" if side == "baseline" else "baseline"
-    rank, size, source = _own_rank()
+    rank, size, source = own_rank()
     expected = config.world_size(side)
     if size != expected:
         raise ConfigError(
@@ -28,17 +27,6 @@ def place_of(config: GraftConfig) -> Place:
             f"{'process' if size == 1 else 'processes'}, by {source}; make the two agree"
         )
     return Place(side, rank, size, config.world_size(other))
-
-
-def _own_rank() -> tuple[int, int, str]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), "its default process group"
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or size is None:
-        return 0, 1, "RANK and WORLD_SIZE, which are not set"
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank of a job; unset them, or set both")
-    return int(rank), int(size), "the environment's WORLD_SIZE"
 
 
 def own_device() -> torch.device:
