@@ -19,6 +19,7 @@ import pandas as pd
 from graftlab.base.html import bundle
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
+from graftlab.control.keeping import how_to_keep
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
@@ -75,7 +76,9 @@ class SessionCore:
         self._runs = Runs(self._ranks, rows, self._plans.all)
         self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
-        self._pairs = PairsOnRanks(self._ranks, self._ask)
+        self._pairs = PairsOnRanks(
+            self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
+        )
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
