@@ -13,7 +13,6 @@ from graftlab.base.tags import TapIdentity, identity
 from graftlab.control.core import SessionCore
 from graftlab.control.ranks_table import ranks_table
 from graftlab.rows.schema import Row
-from graftlab.widgets import tap_table
 from graftlab.widgets.divergence_view import DivergenceView
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.panel import Panel, update
@@ -34,7 +33,6 @@ _STYLE = """
 .graftlab-dashboard tbody tr:nth-child(even) { background: var(--gl-fill) }
 .graftlab-dashboard td.bad { font-weight: 600 }
 .graftlab-figure img { max-width: 100% }
-.graftlab-log .scroll { max-height: 380px; overflow: auto; border: 1px solid var(--gl-rule) }
 .graftlab-log pre { margin: 0; padding: 6px; font-size: 11px; line-height: 1.35; white-space: pre-wrap }
 """
 
@@ -45,7 +43,7 @@ class Dashboard(Panel):
     :meth:`close`, closing the session, or clearing the output ends its work; showing it again begins anew.
     """
 
-    style_sheet = _STYLE + tap_table.STYLE
+    style_sheet = _STYLE
 
     def __init__(self, session: SessionCore) -> None:
         super().__init__(session)
@@ -59,16 +57,17 @@ class Dashboard(Panel):
         self.filters = FilterEditor(session)
         self.transform = TransformEditor(session)
         labels = [rank.label for rank in session.ranks]
-        self._which_log = widgets.Dropdown(options=labels, description="Rank", layout={"width": "220px"})
+        self._which_log = widgets.Dropdown(options=labels, description="Rank", layout={"width": "auto"})
         self._which_log.add_class("graftlab-which-log").observe(refresh, "value")
-        self._log = widgets.HTML().add_class("graftlab-log")
+        self._log_path = widgets.HTML()
+        self._log = widgets.HTML(tabbable=True, tooltip="Log").add_class("graftlab-log").add_class("graftlab-scrolls")
         parts = widgets.Tab(
             children=[
                 self._taps,
                 self._figure,
                 self.filters,
                 self.transform,
-                widgets.VBox([self._which_log, self._log]),
+                widgets.VBox([self._which_log, self._log_path, self._log]),
             ],
             titles=["Taps", "Divergence", "Filters", "Transform", "Logs"],
         ).add_class("graftlab-parts")
@@ -95,9 +94,7 @@ class Dashboard(Panel):
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing))
         self._taps.show(self._rows, session.row_count, self._live.behind)
         self._figure.show(self._rows, session.row_count, is_running=any(not run.done for run in session.runs[-1:]))
-        update(self._log, value=self._log_html())
-
-    def _log_html(self) -> str:
-        [rank] = self.session.select(self._which_log.value)
+        [rank] = session.select(self._which_log.value)
+        update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
         tail = html.escape(rank.log_tail(_LOG_LINES)) or "nothing yet"
-        return f'<div class="quiet">{html.escape(str(rank.log))}</div><div class="scroll"><pre>{tail}</pre></div>'
+        update(self._log, value=f"<pre>{tail}</pre>")

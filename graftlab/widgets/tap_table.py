@@ -21,10 +21,6 @@ SORTS = ("order", "worst first", "name")
 _TABLE_LIMIT = 200
 _UNMEASURED = frozenset({"failed", "timeout", "missing"})
 
-STYLE = """
-.graftlab-taps .scroll { max-height: 380px; overflow: auto; border: 1px solid var(--gl-rule) }
-"""
-
 
 @dataclass(frozen=True)
 class TapLine:
@@ -64,13 +60,15 @@ class TapTable(widgets.VBox):  # type: ignore[misc]
     """A table of taps that can be sorted and searched; ``changed`` is called when either was asked for."""
 
     def __init__(self, changed: Callable[[Any], None]) -> None:
-        self._sort = widgets.Dropdown(options=SORTS, description="Sort", layout={"width": "180px"})
+        self._sort = widgets.Dropdown(options=SORTS, description="Sort", layout={"width": "auto"})
         self._sort.add_class("graftlab-sort")
         self._filter = widgets.Text(
-            placeholder="words that a tap's name or tags contain", tooltip="Find taps", layout={"width": "320px"}
+            placeholder="words that a tap's name or tags contain", tooltip="Find taps", layout={"width": "24em"}
         ).add_class("graftlab-tap-filter")
         self._count = widgets.HTML().add_class("graftlab-count")
-        self._table = widgets.HTML().add_class("graftlab-taps")
+        # Its own element scrolls, for what is in it is made anew with each tick.
+        self._table = widgets.HTML(tabbable=True, tooltip="Taps").add_class("graftlab-taps")
+        self._table.add_class("graftlab-scrolls")
         for control in (self._sort, self._filter):
             control.observe(changed, "value")
         super().__init__([row_of(self._sort, self._filter, self._count), self._table])
@@ -94,7 +92,7 @@ def _html(lines: Sequence[TapLine]) -> str:
     if not lines:
         return '<div class="quiet">no tap to show: nothing was compared yet, or the filter box leaves none</div>'
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")
-    return f'<div class="scroll">{table(head, [_line_html(line) for line in lines])}</div>'
+    return table(head, [_line_html(line) for line in lines])
 
 
 def _line_html(line: TapLine) -> str:
