@@ -223,6 +223,10 @@ class GraftMagics(Magics):
             raise UsageError(f"%graft plot: no tap is called {arguments.tag!r}; {hint}")
         return getattr(plot, kind)(arguments.tag)
 
+    def _report(self, arguments: argparse.Namespace) -> None:
+        path = self._open().report(arguments.file, tensors=arguments.tensors)
+        sys.stdout.write(f"{path} ({path.stat().st_size / 1024:,.0f} KiB)\n")
+
     def _ui(self, arguments: argparse.Namespace) -> Any:
         return self._open().dashboard()
 

@@ -16,8 +16,8 @@ const COLUMNS = [
   ["way", "way", false], ["note", "note", false],
 ];
 const ROW = 22; // pixels of a line of the table, see STYLE
-const LEFT = 58, RIGHT = 10, TOP = 22, BOTTOM = 64; // pixels around the figure
-const HEIGHT = 300;
+const LEFT = 58, RIGHT = 10, TOP = 22, BOTTOM = 88; // pixels around the figure
+const HEIGHT = 330;
 
 const STYLE = `
 .gle { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, var(--vscode-foreground, inherit)) }
@@ -191,7 +191,7 @@ export function mount(root, act = null) {
     if (!logs.length) { low = -8; high = 0; }
     low = Math.floor(low); high = Math.max(Math.ceil(high), low + 1);
     const bottom = HEIGHT - BOTTOM, band = 16;
-    const inner = [TOP + band, bottom - 2.8 * band];
+    const inner = [TOP + 1.8 * band, bottom - 2.8 * band];
     const y = (log) => inner[1] - ((log - low) / (high - low)) * (inner[1] - inner[0]);
     return { low, high, y, top: TOP + band / 2, exact: bottom - 1.5 * band, bottom: bottom - band / 2 };
   }
@@ -266,7 +266,7 @@ export function mount(root, act = null) {
     if (across() / (last - first) >= 13) {
       g.textAlign = "right";
       for (let n = first; n < last; n++) {
-        g.save(); g.translate(xOf(n) + 3, base); g.rotate(-0.6); g.fillText(shortened(points[n].label, 26), 0, 0); g.restore();
+        g.save(); g.translate(xOf(n) + 3, base); g.rotate(-0.6); g.fillText(shortened(points[n].label, 24), 0, 0); g.restore();
       }
       return;
     }
@@ -441,6 +441,7 @@ export function mount(root, act = null) {
     if (!dragged) return;
     const [from, to] = dragged.map(nOf).sort((a, b) => a - b), far = Math.abs(dragged[1] - dragged[0]);
     dragged = null;
+    tip.style.display = "none";
     if (far > 6) { range = [Math.max(0, from), Math.min(points.length, Math.max(to, from + 4))]; move(range[0]); return; }
     const { n } = nearest(event);
     if (n < 0) return;

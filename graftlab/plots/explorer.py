@@ -29,8 +29,8 @@ def taps(found: SoFar) -> dict[str, Any]:
     return {"label": labels, "order": list(range(1, len(labels) + 1))}
 
 
-def figures(found: SoFar, headline: str, count: str = "") -> dict[str, Any]:
-    """What of the state changes with every step; ``headline`` is what is said first, ``count`` beside the table."""
+def figures(found: SoFar, count: str = "") -> dict[str, Any]:
+    """What of the state changes with every step; ``count`` is said beside the table."""
     rows = [line.row for line in found.lines]
     return {
         "status": [row.status for row in rows],
@@ -45,9 +45,25 @@ def figures(found: SoFar, headline: str, count: str = "") -> dict[str, Any]:
         "note": [(row.error or row.note or row.aligned_by or "").partition("\n")[0][:_NOTE_LIMIT] for row in rows],
         "floor": found.floor,
         "first": found.first,
-        "headline": headline,
+        "headline": headline(found),
         "count": count,
     }
+
+
+def headline(found: SoFar) -> str:
+    """The conclusion so far: what is said first of all."""
+    if not found.lines:
+        return "Nothing was compared yet."
+    rows = [line.row for line in found.lines]
+    steps = sorted({row.step for row in rows})
+    plans = sorted({row.plan_version for row in rows})
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    plan = f"plan {plans[0]}" if len(plans) == 1 else f"plans {plans[0]} to {plans[-1]}"
+    lost = [f"{sum(row.status == status for row in rows)} {status}" for status in ("missing", "timeout", "unmatched")]
+    rest = [each for each in lost if not each.startswith("0 ")]
+    unseen = f" Not compared: {', '.join(rest)}." if rest else ""
+    said = found.sentences[0] if found.sentences else "nothing was measured"
+    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{unseen}"
 
 
 def _number(value: float | None) -> float | None:

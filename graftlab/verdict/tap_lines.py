@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from graftlab.base.tags import identity
+from graftlab.base.tags import TapIdentity, identity
 from graftlab.rows.schema import Row
 from graftlab.verdict.summary import differences, first_divergent_at, floor_of
 
@@ -52,6 +52,20 @@ def so_far(rows: Sequence[Row], noise_floor: float | None = None) -> SoFar:
         first = next(number for number, line in enumerate(lines) if _key(line.row) == key)
     # Each is the newest of its tap, so that steps tell none apart.
     return SoFar(lines, floor, first, differences(frame.drop(columns="step"), noise_floor))
+
+
+def of_newest_run(rows: Sequence[Row], taps: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Those of the newest run, each the newest of its tap, in the order of one step: that in which ``taps`` were seen.
+
+    They come from one step or the next, so that their own order would begin in the middle.
+    """
+    newest = max((row.run for row in rows), default=None)
+    places: dict[TapIdentity, int] = {}
+    for place, tags in enumerate(taps):
+        places.setdefault(identity(tags), place)
+    last = len(places)
+    chosen = (row for row in rows if row.run == newest)
+    return sorted(chosen, key=lambda row: (places.get(identity(row.tags), last), row.side, row.rank))
 
 
 def tap_lines(rows: Sequence[Row]) -> list[TapLine]:

@@ -9,13 +9,14 @@ import html
 
 import ipywidgets as widgets
 
-from graftlab.base.tags import TapIdentity, identity
 from graftlab.control.core import SessionCore
 from graftlab.control.ranks_table import ranks_table
+from graftlab.plots import explorer
 from graftlab.rows.schema import Row
+from graftlab.verdict.tap_lines import of_newest_run
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.panel import Panel, update
-from graftlab.widgets.tap_explorer import TapExplorer, headline
+from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
 
 ROWS_A_TICK = 3000
@@ -83,23 +84,14 @@ class Dashboard(Panel):
     def _follow(self) -> None:
         if self._live.behind or not self._rows:
             rows = self._live.look(ROWS_A_TICK)
-            newest = max((row.run for row in rows), default=None)
-            self._rows = self._in_tap_order([row for row in rows if row.run == newest])
-
-    def _in_tap_order(self, rows: list[Row]) -> list[Row]:
-        """The newest row of each tap comes from one step or the next; put them in the order of one step."""
-        places: dict[TapIdentity, int] = {}
-        for place, tags in enumerate(self.session.taps):
-            places.setdefault(identity(tags), place)
-        last = len(places)
-        return sorted(rows, key=lambda row: (places.get(identity(row.tags), last), row.side, row.rank))
+            self._rows = of_newest_run(rows, self.session.taps)
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing))
         self._taps.show(self._rows, session.row_count, self._live.behind)
-        said = html.escape(headline(self._taps.found))
+        said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
         [rank] = session.select(self._which_log.value)
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')

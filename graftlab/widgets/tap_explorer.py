@@ -54,7 +54,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._counts = (-1, -1)
         self.found = so_far([])
         self.view = TapView()
-        self.view.figures = explorer.figures(self.found, "")
+        self.view.figures = explorer.figures(self.found)
         self.view.add_class("graftlab-tap-view")
         self.view.on_msg(panel.guarded(self._on_message))
         self._pair = widgets.HTML().add_class("graftlab-pair")
@@ -74,7 +74,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         with self.view.hold_sync():
             if taps != self.view.taps:
                 self.view.taps = taps
-            figures = explorer.figures(self.found, headline(self.found), f"{row_count:,} rows{catching_up}")
+            figures = explorer.figures(self.found, f"{row_count:,} rows{catching_up}")
             if figures != self.view.figures:
                 self.view.figures = figures
 
@@ -127,26 +127,10 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 _KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
 
 
-def headline(found: SoFar) -> str:
-    """The conclusion so far: what is said first of all."""
-    if not found.lines:
-        return "Nothing was compared yet."
-    rows = [line.row for line in found.lines]
-    steps = sorted({row.step for row in rows})
-    plans = sorted({row.plan_version for row in rows})
-    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    plan = f"plan {plans[0]}" if len(plans) == 1 else f"plans {plans[0]} to {plans[-1]}"
-    lost = [f"{sum(row.status == status for row in rows)} {status}" for status in ("missing", "timeout", "unmatched")]
-    rest = [each for each in lost if not each.startswith("0 ")]
-    unseen = f" Not compared: {', '.join(rest)}." if rest else ""
-    said = found.sentences[0] if found.sentences else "nothing was measured"
-    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{unseen}"
-
-
 def static_html(found: SoFar) -> str:
     """The same without a browser's script: the conclusion, the figure, and the worst taps."""
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
-    said = f"<p><b>{html.escape(headline(found))}</b></p>"
+    said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
     if not lines:
         return said
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")

@@ -278,6 +278,15 @@ def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> No
 
 
 @pytest.mark.ranks
+def test_report_writes_a_page_and_says_where(notebook: Kernel, tmp_path: Path) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    reply = notebook.run(f"%graft report {tmp_path}/found.html")
+    assert f"{tmp_path}/found.html (" in reply.stdout
+    assert "forward(torch.ones(4))" in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.ranks
 def test_help_on_a_plot_shows_its_options(notebook: Kernel) -> None:
     typed(notebook, "import inspect")
     signature = "str(inspect.signature(session.plot.divergence))"
