@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlab.base.tags import name_with
 from graftlab.matching.sketch import Sketch, Values, flat_values, sketch_of
 from graftlab.matching.strides import Lookup
 
@@ -100,12 +101,6 @@ class Recorder:
         self._left -= size if keep else 0
         self._taps[full] = recorded
         return value
-
-
-def name_with(name: str, tags: Mapping[str, Any]) -> str:
-    """A tap's name with the tags that tell its calls apart: ``q[layer=3]``."""
-    told = ",".join(f"{key}={value}" for key, value in sorted(tags.items()) if not key.endswith("_rank"))
-    return f"{name}[{told}]" if told else name
 
 
 def relative_l2(expected: Values, found: Values) -> float:
