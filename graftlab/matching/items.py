@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graftlab.base.tags import name_with
+from graftlab.base.tags import identity, name_with
 from graftlab.matching.sketch import Sketch, Values, flat_values, sketch_of
 from graftlab.matching.strides import Lookup
+from graftlab.taps.calls import ambient
 
 Fetch = Callable[[str], "Tensor | None"]
 """Brings the value of one side's tap with this name; None where it cannot."""
@@ -89,7 +90,8 @@ class Recorder:
         if not isinstance(shown, Tensor) or not shown.numel():
             self.skipped[name] = "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, no tensor"
             return value
-        full = name_with(name, tags)
+        given = {**dict(ambient.get()), **tags}
+        full = name_with(name, dict(identity({**given, "name": name}).tags))
         count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0
         full = f"{full}#{count}" if count else full
         size = shown.numel() * shown.element_size()
@@ -97,7 +99,7 @@ class Recorder:
         # A copy: what was shown may be written over before the run is at its end.
         seen = shown.detach().clone() if keep else shown
         recorded = RecordedTap.of(full, seen, kind=self._kinds.get(name, ""), order=len(self._taps), keep=keep)
-        recorded.tags = dict(tags)
+        recorded.tags = given
         self._left -= size if keep else 0
         self._taps[full] = recorded
         return value
