@@ -215,6 +215,8 @@ class GraftPlan:
             taken = ", ".join(each.key for each in self._pair_table.of(other, theirs, {})) or f"{theirs!r} with others"
             alone = f"the {other}'s {theirs!r} is another tap's partner (the plan pairs {taken})"
             theirs = None
+            # By its plain name it would be taken for the pair that has it.
+            paired = f"{paired} ({side} only)"
         mine, others = (name, theirs) if side == "baseline" else (theirs, name)
         return [Pairing(paired, mine, others, key=paired, alone=alone)]
 

@@ -138,7 +138,7 @@ def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -
     for side, name, rank in (("baseline", "a", ranks[0]), ("target", "b", ranks[2]), ("target", "a", ranks[2])):
         taps.note(TapSeen({"name": name, "step": 0, "side": side, "rank": 0}), rank.rank)
     listed = [(t["name"], t["baseline_name"], t["target_name"]) for t in taps.all(GraftPlan(pairs=[("a", "b")]))]
-    assert listed == [("a", "a", "b"), ("a", None, "a")]
+    assert listed == [("a", "a", "b"), ("a (target only)", None, "a")]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
