@@ -350,7 +350,7 @@ class SessionCore:
         with self._lock:
             self._require_open()
             plan = self.plan.edit(**changes)
-            refuse_overlap(plan, self.taps)
+            refuse_overlap(plan, self._taps.all(plan))
             self._plans.publish(plan)
             return plan
 
@@ -366,10 +366,12 @@ class SessionCore:
     def taps(self) -> list[dict[str, Any]]:
         """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen.
 
+        ``name`` is what the plan in force calls the pair, ``baseline_name`` and ``target_name`` what each side does.
+
         >>> {"hidden", "out"} <= {tags["name"] for tags in session.taps}
         True
         """
-        return self._taps.all()
+        return self._taps.all(self.plan)
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 
