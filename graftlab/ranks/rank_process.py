@@ -52,6 +52,7 @@ class RankProcess:
         self.alive = True
         self._process = process
         self._ended: str | None = None
+        self._ended_by_us: str | None = None
         self._lifeline = lifeline
         self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._page = WhereaboutsPage(self._map)
@@ -82,6 +83,16 @@ class RankProcess:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def end(self, why: str) -> None:
+        """Kill a rank that nothing else would end; its end is told in these words."""
+        self._ended_by_us = why
+        self.kill()
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        return self._ended_by_us is not None
 
     def drop(self, why: str) -> None:
         """Hear no more of a rank that broke the rules of its line; it ends when it notices."""
@@ -117,6 +128,8 @@ class RankProcess:
             return self._ended
         self._process.join(1.0)
         code = self._process.exitcode
+        if self._ended_by_us is not None:
+            return self._ended_by_us
         if code is None:
             return "closed its connection"
         if code < 0:

@@ -92,7 +92,7 @@ class Dashboard(Panel):
     def _show(self) -> None:
         self._show_message()
         session = self.session
-        update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing))
+        update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show(self._rows, session.row_count, self._live.behind)
         self._figure.show(self._rows, session.row_count, is_running=any(not run.done for run in session.runs[-1:]))
         update(self._log, value=self._log_html())

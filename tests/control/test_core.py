@@ -204,7 +204,7 @@ def test_a_rank_that_dies_while_its_run_begins_is_noted(
 def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: list[TalkingRank]) -> None:
     run = runs.begin({0: WORK, 1: WORK}, PLAN)
     runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
-    runs.close()
+    runs.close("the session was closed")
     runs.note_done(RunDone(0, None, Failure("RuntimeError", "a peer is gone", "")), ranks[1].rank)
     for each in ranks:
         runs.note_death(each.rank)
