@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from graftlab.base import limits
 from graftlab.base.tags import plain
 from graftlab.base.tensor_bytes import copyable
 from graftlab.transforms import GraftTransformInput
+
+# How often the heap is tidied while as much is kept as the budget has.
+_TRIMS_A_BUDGET = 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class KeptPairs:
     def __init__(self, budget: int = limits.KEEP_BUDGET) -> None:
         self._budget = budget
         self._bytes = 0
+        self._since_trim = 0
         self._pairs: deque[KeptPair] = deque()
         self._lock = threading.Lock()
 
@@ -69,6 +74,9 @@ class KeptPairs:
         if size > self._budget:
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
         note: str | None = None
+        with self._lock:
+            # First, so that both are never there at once.
+            self._make_room(size)
         received = [_copy(tensor) for tensor in graft_input.received_list]
         try:
             extras = copy.deepcopy(graft_input.target_extras)
@@ -89,9 +97,15 @@ class KeptPairs:
         with self._lock:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
-            while self._bytes > self._budget:
-                self._bytes -= self._pairs.popleft().nbytes
+        self._since_trim += size
+        if self._since_trim > self._budget // _TRIMS_A_BUDGET:
+            self._since_trim = 0
+            _give_holes_back()
         return note
+
+    def _make_room(self, size: int) -> None:
+        while self._pairs and self._bytes + size > self._budget:
+            self._bytes -= self._pairs.popleft().nbytes
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
         """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too."""
@@ -107,6 +121,27 @@ class KeptPairs:
         with self._lock:
             pairs = [pair for pair in self._pairs if failed or pair.value is not None]
         return [{tag: plain(value) for tag, value in pair.tags.items()} for pair in pairs]
+
+
+def _load_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return None
+    return trim
+
+
+_trim = _load_trim()
+
+
+def _give_holes_back() -> None:
+    """Return freed memory to the system.
+
+    Between what a pair leaves on the heap for long, its dicts say, lie the model's tensors of that moment, and where
+    they were nothing of their size fits again: a budget of 256 MiB made a rank grow by 400.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
+from graftlab.ranks.lifeline import end_what_it_started
 
 # What multiprocessing says of a process whose forkserver has died before it.
 _UNKNOWN = 255
@@ -53,6 +54,7 @@ class RankProcess:
         self._process = process
         self._ended: str | None = None
         self._ended_by_us: str | None = None
+        self._has_ended_programs = False
         self._lifeline = lifeline
         self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._page = WhereaboutsPage(self._map)
@@ -94,6 +96,13 @@ class RankProcess:
         """Whether :meth:`end` ended it, rather than a fault of its own."""
         return self._ended_by_us is not None
 
+    def end_what_it_started(self) -> None:
+        """Called when the process has ended, or is to: its programs end with it."""
+        if self.pid is not None and not self._has_ended_programs:
+            # Once: when the group is gone, another may get its number.
+            self._has_ended_programs = True
+            end_what_it_started(self.pid)
+
     def drop(self, why: str) -> None:
         """Hear no more of a rank that broke the rules of its line; it ends when it notices."""
         self._ended = f"was dropped: {why}"
@@ -105,6 +114,7 @@ class RankProcess:
         self.channel.close()
         self.bell.close()
         self._lifeline.close()
+        self.end_what_it_started()
         # One mapped page would keep everything that the rank has published in memory.
         self._last_look = self.whereabouts()
         self._map.close()
