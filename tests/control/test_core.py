@@ -213,7 +213,7 @@ def test_a_rank_that_dies_while_its_run_begins_is_noted(
 def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: list[TalkingRank]) -> None:
     run = runs.begin({0: WORK, 1: WORK}, PLAN)
     runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
-    runs.close()
+    runs.close("the session was closed")
     runs.note_done(RunDone(0, None, Failure("RuntimeError", "a peer is gone", "")), ranks[1].rank)
     for each in ranks:
         runs.note_death(each.rank)
@@ -312,7 +312,7 @@ def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRa
             "target[1]": [(tags("x", 4), "step 4")],
         }
     )
-    pairs = PairsOnRanks(processes(ranks), shelf)
+    pairs = PairsOnRanks(processes(ranks), shelf, lambda name, tags: "")
     assert pairs.pair("x", None, {}) == "t2b of step 7"
     assert pairs.pair("x", 0, {"layer": 1}) == "step 5"
     assert pairs.pair("x", 1, {}) == "step 4"
