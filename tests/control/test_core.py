@@ -312,7 +312,7 @@ def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRa
             "target[1]": [(tags("x", 4), "step 4")],
         }
     )
-    pairs = PairsOnRanks(processes(ranks), shelf, lambda name, tags: "")
+    pairs = PairsOnRanks(processes(ranks), shelf)
     assert pairs.pair("x", None, {}) == "t2b of step 7"
     assert pairs.pair("x", 0, {"layer": 1}) == "step 5"
     assert pairs.pair("x", 1, {}) == "step 4"
