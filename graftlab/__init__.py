@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from graftlab.recordings.recording import Recording
     from graftlab.rows.store import load_run
     from graftlab.session import Session, launch, listen
+    from graftlab.taps.compiled import compile_taps
+    from graftlab.taps.exported import export_taps, strip
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -69,12 +71,15 @@ _LAZY = {
     "Run": "graftlab.control.run",
     "Session": "graftlab.session",
     "Watch": "graftlab.taps.watch",
+    "compile_taps": "graftlab.taps.compiled",
+    "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
     "listen": "graftlab.session",
     "load_run": "graftlab.rows.store",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
 }
@@ -110,6 +115,8 @@ __all__ = [
     "TransformError",
     "Watch",
     "attach",
+    "compile_taps",
+    "export_taps",
     "here",
     "launch",
     "listen",
@@ -120,6 +127,7 @@ __all__ = [
     "plots",
     "record",
     "step",
+    "strip",
     "tags",
     "tap",
     "transforms",
@@ -167,6 +175,10 @@ def _follow_environment() -> None:
         from graftlab.jobs.on_import import prepare
 
         prepare()
+    if os.environ.get("GRAFTLAB_COMPAT"):
+        from graftlab.compat.imports import replace_imports
+
+        replace_imports()
 
 
 _follow_environment()

@@ -28,6 +28,14 @@ class Plans:
     def publish(self, plan: GraftPlan) -> None:
         """Send a plan to every rank that is there; it is the newest from now on."""
         self._published.append(plan)
+        self._send()
+
+    def publish_again(self) -> None:
+        """Send the newest plan to ranks that have just begun; what earlier ones used says nothing of them."""
+        self._adopted.clear()
+        self._send()
+
+    def _send(self) -> None:
         for rank in self._ranks:
             if rank.alive:
                 self.tell(rank)

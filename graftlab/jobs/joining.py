@@ -65,7 +65,7 @@ class FirstTap:
 
 def arm() -> None:
     """Join at the first tap or step of this process."""
-    calls.activate(FirstTap(), None)
+    active.stand_in(FirstTap(), None)
 
 
 def is_armed() -> bool:

@@ -100,6 +100,18 @@ class RankHandle:
         """End it, whatever it does."""
         raise NotImplementedError
 
+    @property
+    def was_ended(self) -> bool:
+        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        return False
+
+    def end(self, why: str) -> None:
+        """End a rank that nothing else would end; its end is told in these words."""
+        self.kill()
+
+    def end_what_it_started(self) -> None:
+        """Called when the process has ended, or is to: programs of a rank end with it."""
+
     def release_in_child(self) -> None:
         """Called in a child forked off the notebook, which must not keep the rank alive."""
         raise NotImplementedError

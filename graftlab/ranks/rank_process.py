@@ -13,6 +13,7 @@ from graftlab.base.world import Place
 from graftlab.exchange.channel import Channel
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.lifeline import end_what_it_started
 
 # What multiprocessing says of a process whose forkserver has died before it.
 _UNKNOWN = 255
@@ -36,6 +37,8 @@ class RankProcess(RankHandle):
         super().__init__(place, seat, channel, bell, segment, log)
         self.stacks_file = stacks
         self._process = process
+        self._ended_by_us: str | None = None
+        self._has_ended_programs = False
         self._lifeline = lifeline
 
     def signal(self, number: int) -> None:
@@ -53,9 +56,27 @@ class RankProcess(RankHandle):
     def kill(self) -> None:
         self._process.kill()
 
+    def end(self, why: str) -> None:
+        """Kill a rank that nothing else would end; its end is told in these words."""
+        self._ended_by_us = why
+        self.kill()
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        return self._ended_by_us is not None
+
+    def end_what_it_started(self) -> None:
+        """Called when the process has ended, or is to: its programs end with it."""
+        if self.pid is not None and not self._has_ended_programs:
+            # Once: when the group is gone, another may get its number.
+            self._has_ended_programs = True
+            end_what_it_started(self.pid)
+
     def release(self) -> None:
         """Close what ties the process to the notebook; a rank that is still there ends now."""
         self._lifeline.close()
+        self.end_what_it_started()
         super().release()
         if self._ended is None:
             self._ended = self.how_it_ended()
@@ -77,6 +98,8 @@ class RankProcess(RankHandle):
             return self._ended
         self._process.join(1.0)
         code = self._process.exitcode
+        if self._ended_by_us is not None:
+            return self._ended_by_us
         if code is None:
             return "closed its connection"
         if code < 0:

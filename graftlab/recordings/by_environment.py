@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import Any
 
+from graftlab.grafting import active
 from graftlab.recordings.recorder import record
 from graftlab.taps import calls
 
@@ -32,7 +33,7 @@ def record_by_environment() -> bool:
     if not os.environ.get(FOLDER):
         return False
     if not isinstance(calls.grafter(), FirstTapRecords):
-        calls.activate(FirstTapRecords(), None)
+        active.stand_in(FirstTapRecords(), None)
     return True
 
 

@@ -40,6 +40,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
     raw: bool = False
 
 
+class StoredLayout(msgspec.Struct, frozen=True):
+    """How what a rank holds is made from the whole tensor; ``mesh`` has the sizes where the tap was given them too."""
+
+    text: str
+    mesh: list[tuple[str, int]] | None = None
+
+
 class Entry(msgspec.Struct, frozen=True, tag="tap"):
     """One tap. ``extras`` are plain values, and ``extra_tensors`` those of its extras that are tensors.
 
@@ -53,6 +60,7 @@ class Entry(msgspec.Struct, frozen=True, tag="tap"):
     extras: Any = None
     extra_tensors: dict[str, StoredTensor] = {}
     lost_extras: str = ""
+    layout: StoredLayout | None = None
 
     def __str__(self) -> str:
         tags = "".join(f", {tag}={value!r}" for tag, value in self.tags.items())

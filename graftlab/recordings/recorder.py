@@ -14,14 +14,16 @@ import torch
 from graftlab.base.own_rank import own_rank
 from graftlab.base.tags import is_no_tag, plain
 from graftlab.base.world import Place
-from graftlab.errors import RecordingError, SessionError, warn
+from graftlab.errors import LayoutError, RecordingError, SessionError, warn
 from graftlab.filters.expressions import compile_filter
+from graftlab.grafting import active
 from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
-from graftlab.recordings.layout import FORMAT, RankHeader, rank_folder
+from graftlab.layouts import Layout, layout_of_dtensor, parse_layout
+from graftlab.recordings.layout import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import Taken, Writer
 from graftlab.taps import calls
-from graftlab.taps.extras import resolved
+from graftlab.taps.extras import Laid, resolved
 
 
 class Recorder:
@@ -86,7 +88,24 @@ class Recorder:
         if lost:
             self._leave_out(f"extras of tap {name!r}: {lost}")
         self._matches += 1
-        self._writer.put(Taken(self._step, name, own, _copy(tensor), carried, tensors, lost))
+        layout = self._layout(name, shown, extras.layout if isinstance(extras, Laid) else None)
+        self._writer.put(Taken(self._step, name, own, _copy(tensor), carried, tensors, lost, layout))
+
+    def _layout(self, name: str, shown: Any, given: Any) -> StoredLayout | None:
+        if isinstance(given, str):
+            return StoredLayout(given)
+        try:
+            layout = given if isinstance(given, Layout) else layout_of_dtensor(shown)
+            if layout is None:
+                return None
+            text, mesh = str(layout), list(layout.mesh.sizes)
+            if parse_layout(text, mesh=dict(mesh)) == layout:
+                return StoredLayout(text, mesh)
+            why = f"{layout} cannot be written as text"
+        except LayoutError as error:
+            why = str(error)
+        self._leave_out(f"the layout of tap {name!r}: {why}")
+        return None
 
     def _leave_out(self, what: str) -> None:
         if what not in self._left_out:
@@ -148,14 +167,14 @@ def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
     if before is not None and here is None:
         raise SessionError("this job will join a graft world at its first tap; call gl.attach() before gl.record()")
     recorder = Recorder(Path(folder).expanduser().absolute(), own_place(), filter, before)
-    calls.activate(recorder, here)
+    active.stand_in(recorder, here)
     try:
         yield
     finally:
         if before is None:
             calls.deactivate()
         else:
-            calls.activate(before, here)
+            active.stand_in(before, here)
         recorder.close()
 
 

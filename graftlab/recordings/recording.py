@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pandas as pd
 import safetensors
 import torch
 
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
 from graftlab.errors import RecordingError
-from graftlab.grafting import active
 from graftlab.recordings.layout import (
     FORMAT,
     INDEX_FILE,
@@ -27,13 +23,14 @@ from graftlab.recordings.layout import (
     StoredTensor,
     rank_folder,
 )
-from graftlab.taps import calls
+from graftlab.recordings.old_dumps import OldDump
+from graftlab.recordings.recorded import Recorded
 
 _line = msgspec.json.Decoder(Line)
 _header = msgspec.json.Decoder(RankHeader)
 
 
-class Recording:
+class Recording(Recorded):
     """What :func:`record` kept of one side, on all its ranks. ``gl.launch(baseline=gl.Recording(folder), target=2)``
     makes a side of it, which shows the recorded taps again in each run; so one run of a baseline serves many targets.
 
@@ -59,6 +56,23 @@ class Recording:
                 raise RecordingError(f"{self.folder}: its ranks are not of one recording; {RANK_FILE} tells how many")
         _ = self._ranks
 
+    @classmethod
+    def open(cls, folder: str | Path, *, partial: bool = False) -> Recorded:
+        """A recording, or a folder that SGLang's dumper wrote: ``.pt`` files with a tap's tags in their names.
+
+        Such files are read without running anything of them, and can be a side just so. ``dims`` in them are the
+        layouts.
+
+        >>> with gl.record(session.folder / "opened"):
+        ...     x = gl.tap("hidden", torch.ones(4))
+        >>> gl.Recording.open(session.folder / "opened").world_size
+        1
+        """
+        path = Path(folder).expanduser().absolute()
+        if (rank_folder(path, 0) / RANK_FILE).exists() or not any(path.glob("*.pt")):
+            return cls(path, partial=partial)
+        return OldDump(path)
+
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE
         try:
@@ -72,10 +86,6 @@ class Recording:
         if header.format != FORMAT or header.rank != rank:
             raise RecordingError(f"{path} is of format {header.format} and rank {header.rank}, not {FORMAT} and {rank}")
         return header
-
-    @cached_property
-    def _ranks(self) -> list[tuple[list[Entry], End]]:
-        return [self._read_index(rank) for rank in range(self.world_size)]
 
     def _read_index(self, rank: int) -> tuple[list[Entry], End]:
         path = rank_folder(self.folder, rank) / INDEX_FILE
@@ -106,38 +116,6 @@ class Recording:
             raise RecordingError(f"{path} should have {end.taps} taps and has {len(entries)}; it was edited")
         return entries, end
 
-    # ---- looking at it ------------------------------------------------------------------------------------------
-
-    @property
-    def left_out(self) -> list[str]:
-        """What was not recorded, in words."""
-        return list(dict.fromkeys(what for _, end in self._ranks for what in end.left_out))
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A line a recorded tap: rank, step, name, dtype, shape, and a column for each tag."""
-        return pd.DataFrame(
-            {
-                "rank": rank,
-                "step": entry.step,
-                "name": entry.name,
-                "dtype": entry.tensor.dtype,
-                "shape": entry.tensor.shape,
-                **entry.tags,
-            }
-            for rank, (entries, _) in enumerate(self._ranks)
-            for entry in entries
-        )
-
-    def tensor(self, name: str, *, rank: int = 0, step: int = 0, **tags: Any) -> torch.Tensor:
-        """The first tensor of a tap that has this name and these tags. Raises :class:`RecordingError` without one."""
-        for entry in self._ranks[rank][0]:
-            same = all(entry.tags.get(tag) == value for tag, value in tags.items())
-            if entry.name == name and entry.step == step and same:
-                return self._load(rank, entry, entry.tensor)
-        wanted = "".join(f", {tag}={value!r}" for tag, value in tags.items())
-        raise RecordingError(f"{self.folder}: no tap {name!r}{wanted} of step {step} was recorded on rank {rank}")
-
     def _load(self, rank: int, entry: Entry, stored: StoredTensor) -> torch.Tensor:
         path = rank_folder(self.folder, rank) / stored.shard
         try:
@@ -153,47 +131,8 @@ class Recording:
             raise RecordingError(f"{entry} on rank {rank}: its bytes in {path} were changed since it was recorded")
         return tensor
 
-    # ---- as a side ----------------------------------------------------------------------------------------------
-
-    def taps(self, rank: int) -> Iterator[tuple[Entry, torch.Tensor, Any]]:
-        """What one rank recorded, in order: the entry, its tensor and its extras."""
-        for entry in self._ranks[rank][0]:
-            extras = entry.extras
-            if entry.extra_tensors:
-                tensors = {name: self._load(rank, entry, stored) for name, stored in entry.extra_tensors.items()}
-                extras = {**(extras or {}), **tensors}
-            yield entry, self._load(rank, entry, entry.tensor), extras
-
-    def __call__(self, *args: Any, **kwargs: Any) -> int:
-        """On a rank of a session: show every recorded tap again, step by step; returns how many there were.
-
-        Arguments are for the other side, and left alone here.
-        """
-        here, grafter = calls.here(), active.grafter()
-        if here is None or grafter is None:
-            raise RecordingError("a recording is shown on a rank of a session: session.run(recording, f)")
-        if here.world_size != self.world_size:
-            raise RecordingError(
-                f"{self.folder} was recorded on {self.world_size} ranks, and this side has {here.world_size}; "
-                f"launch it with gl.launch({here.side}=recording)"
-            )
-        step = shown = 0
-        # It is ahead of whatever computes, and waits for room as long as the other side is there.
-        with grafter.patiently():
-            for entry, tensor, extras in self.taps(here.rank):
-                while step < entry.step:
-                    calls.step()
-                    step += 1
-                calls.tap(entry.name, tensor, extras=extras, **entry.tags)
-                shown += 1
-        return shown
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (str(self.folder), self.partial)
-
-    def __repr__(self) -> str:
-        taps = sum(len(entries) for entries, _ in self._ranks)
-        return f"<Recording of {self.world_size} ranks: {taps} taps, {self.folder}>"
 
 
 def _reopen(folder: str, partial: bool) -> Recording:

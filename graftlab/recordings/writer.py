@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
-from graftlab.recordings.layout import INDEX_FILE, RANK_FILE, End, Entry, RankHeader, StoredTensor
+from graftlab.recordings.layout import INDEX_FILE, RANK_FILE, End, Entry, RankHeader, StoredLayout, StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Taken:
     extras: Any = None
     extra_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lost_extras: str = ""
+    layout: StoredLayout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +124,9 @@ class Writer:
     def _add(self, taken: Taken) -> None:
         tensor = self._store(taken.tensor)
         extras = {name: self._store(extra) for name, extra in taken.extra_tensors.items()}
-        self._lines.append(Entry(taken.step, taken.name, taken.tags, tensor, taken.extras, extras, taken.lost_extras))
+        self._lines.append(
+            Entry(taken.step, taken.name, taken.tags, tensor, taken.extras, extras, taken.lost_extras, taken.layout)
+        )
         if self._bytes >= _SHARD:
             self._flush()
 
