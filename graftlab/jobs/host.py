@@ -178,7 +178,7 @@ class Host:
                 published = self._session.plan is not self._first_plan
                 self._session.resume(join.membership.run, from_wire(join.membership.plan), published=published)
             if join.membership.lost_rows:
-                note = f"{join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
+                note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
         else:
             shared = self._shared.of(place)

@@ -125,6 +125,7 @@ def test_another_kit_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_engines_that_carry_its_calls_join_by_its_variables_alone(tmp_path: Path) -> None:
     told = {
         "DUMPER_GRAFTER_ENABLE": "1",

@@ -23,7 +23,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

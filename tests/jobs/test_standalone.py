@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -11,8 +12,9 @@ from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.config import GraftConfig
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 def ranks_of(
@@ -56,26 +58,17 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
     assert log.count("grafted b2t at tap 'hidden' step 1") == 1
 
 
-def test_a_second_time_in_the_same_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_both_sides_meet_at_a_port_too_and_a_second_time_is_a_run_of_its_own(tmp_path: Path) -> None:
+    told = {"address": "localhost", "port": 20001, "group_name": f"{tmp_path.name}-{os.getpid()}", "run_dir": tmp_path}
+    meeting = GraftConfig(address="localhost", port=20001, group_name=str(told["group_name"])).meeting
     for _ in range(2):
         jobs = [
-            *ranks_of("trusted_model.py", "baseline", 1, 1, 1, 1, run_dir=tmp_path),
-            *ranks_of("engine_rank.py", "target", 1, 1, 1, 1, run_dir=tmp_path),
+            *ranks_of("trusted_model.py", "baseline", 1, 1, 1, 1, **told),
+            *ranks_of("engine_rank.py", "target", 1, 1, 1, 1, **told),
         ]
         assert [end(job)[0] for job in jobs] == [0, 0]
-        host_has_ended(tmp_path)
+        host_has_ended(meeting)
     assert sorted(gl.load_run(tmp_path)["run"].unique()) == [0, 1]
-
-
-def test_both_sides_meet_at_a_port_too_as_other_kits_are_told(tmp_path: Path) -> None:
-    port = 20000 + int.from_bytes(tmp_path.name.encode()[-2:], "big") % 20000
-    told = {"address": "localhost", "port": port, "group_name": tmp_path.name, "run_dir": tmp_path / "run"}
-    jobs = [
-        *ranks_of("trusted_model.py", "baseline", 1, 1, 1, 1, **told),
-        *ranks_of("engine_rank.py", "target", 1, 1, 1, 1, **told),
-    ]
-    assert [end(job)[0] for job in jobs] == [0, 0]
-    wait_until(lambda: (tmp_path / "run" / "rows.jsonl").exists(), "rows")
 
 
 def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_path: Path) -> None:

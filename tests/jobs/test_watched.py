@@ -11,7 +11,7 @@ from kit.job_scripts import SCRIPTS, end, environment, start, variables
 
 import graftlab as gl
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 def torchrun(ranks: int, *command: str, **extra: str) -> subprocess.Popen[str]:
@@ -58,3 +58,27 @@ def test_a_script_with_another_weight_is_found_at_the_module_that_has_it(tmp_pat
     assert set(first.index) == {"0", "1", "2"}
     assert first["1"] == 0.0
     assert first["2"] > 1e-2
+
+
+def test_an_unmodified_trainer_is_attached_by_the_environment_alone(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers' Trainer needs")
+    told = {"run_dir": tmp_path / "run", "watch": "'layer' in name and type != 'Dropout'", "timeout": 120}
+    jobs = [
+        start(
+            "train_with_trainer.py",
+            tmp_path / role,
+            kind,
+            command=("-m", "graftlab", "attach"),
+            **variables(role, 1, 1, **told),
+        )
+        for role, kind in (("baseline", "right"), ("target", "wrong"))
+    ]
+    for job in jobs:
+        code, out, err = end(job)
+        assert code == 0, err
+        assert "trained" in out
+    frame = gl.load_run(tmp_path / "run")
+    assert set(frame["step"]) == {0, 1}
+    assert set(frame["status"]) == {"compared"}
+    first = frame[(frame["step"] == 0) & (frame["rel_l2"] > 1e-6)].iloc[0]
+    assert first["name"] == "bert.encoder.layer.1.attention.output.LayerNorm"

@@ -45,7 +45,7 @@ def start(script: str, *arguments: object, command: tuple[str, ...] = (), **extr
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit code, and what it printed to either stream."""
     try:
-        out, err = process.communicate(timeout=2 * DEADLINE)
+        out, err = process.communicate(timeout=4 * DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
