@@ -141,6 +141,17 @@ def _commands() -> dict[str, Command]:
     )
     verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
 
+    compiled = command(
+        "compiled",
+        "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
+        "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+    )
+    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+    compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"
