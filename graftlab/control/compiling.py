@@ -31,9 +31,9 @@ class CompiledComparison:
     """What ``session.compare_compiled`` returns: the verdict with taps in the graph, and what only their absence shows.
 
     ``untapped`` and ``tapped`` are how far the compiled function's result is from the eager one's, as ``rel_l2``,
-    without a tap in its graphs and with all of them; NaN where it returns no tensor. ``fused`` is the tap with which in
-    the graph the two agree, and without which, those before it being in the graph, they part; None where the result is
-    as near without taps.
+    without a tap in its graphs and with all of them; NaN where it returns neither tensors nor
+    numbers. ``fused`` is the tap with which in the graph the two agree, and without which, those before it being in the
+    graph, they part; None where the result is as near without taps.
 
     >>> session.compare_compiled(forward, args=(x,), backend="eager").fused is None
     True
@@ -52,7 +52,9 @@ class CompiledComparison:
 
     def _of_fusion(self) -> str:
         if math.isnan(self.untapped):
-            return "The function returns no tensor, so what it computes without taps could not be compared."
+            return (
+                "The function returns no tensor and no number, so what it computes without taps could not be compared."
+            )
         apart = (
             f"Compiled without taps its result is {self.untapped:.1e} from the eager one, with taps {self.tapped:.1e}."
         )
@@ -166,6 +168,8 @@ class _Compiled:
 def _tensors(result: Any) -> Iterable[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         yield result
+    elif isinstance(result, (int, float)):
+        yield torch.tensor(result, dtype=torch.float64)
     elif isinstance(result, Mapping):
         for each in result.values():
             yield from _tensors(each)
