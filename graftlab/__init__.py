@@ -38,6 +38,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
@@ -63,6 +64,7 @@ _LAZY = {
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "runs": "graftlab.control.past_runs",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
 }
@@ -100,6 +102,7 @@ __all__ = [
     "make_converter",
     "match_weights",
     "plots",
+    "runs",
     "step",
     "tags",
     "tap",
