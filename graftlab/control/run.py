@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
@@ -53,8 +54,11 @@ class Run:
         on_failure: OnFailure = "stop",
         unwritten: Callable[[int], str | None] = lambda since: None,
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
+        code: Mapping[str, str | CodeType] | None = None,
         lost_groups: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        # Text, or the code of a function, by where it was run; not the function, which may hold a model.
+        self.code = dict(code or {})
         self._plans = plans
         self._lost_groups = lost_groups
         self._first_plan = len(plans()) - 1
