@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
 from graftlab.control.core import SessionCore
+from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import PlanError
 from graftlab.plan.plan import GraftPlan
@@ -47,9 +48,9 @@ def launch(
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
     collectives; ``tap_timeout`` every wait of a tap, by default half of it, so that a tap that waits in vain ends
     before the collective in which a peer waits for its rank. ``folder`` is where this session's rows and logs go
-    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``); it belongs to one session at a time, and one
-    with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are bytes a rank, for
-    tensors on their way and for pairs that the plan keeps.
+    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); it belongs to one session at
+    a time, and one with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are
+    bytes a rank, for tensors on their way and for pairs that the plan keeps.
 
     Raises :class:`LaunchError`, with the log's tail where a rank died.
 
@@ -62,7 +63,10 @@ def launch(
     options = LaunchOptions(
         baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget, tap_timeout
     )
-    return Session.launched(options, plan or GraftPlan(), make_run_folder(folder), append=append)
+    made = make_run_folder(folder)
+    if folder is None:
+        prune()
+    return Session.launched(options, plan or GraftPlan(), made, append=append)
 
 
 class Session(SessionCore):
