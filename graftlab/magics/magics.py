@@ -205,10 +205,17 @@ class GraftMagics(Magics):
 
     def _plot(self, arguments: argparse.Namespace) -> Any:
         plot = self._open().plot
-        kind = arguments.kind or ("history" if arguments.tag else "divergence")
+        some = arguments.steps is not None
+        kind = arguments.kind or ("history" if arguments.tag else "over_steps" if some else "divergence")
         options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
+        if (some and kind != "over_steps") or (arguments.step is not None and kind != "divergence"):
+            raise UsageError(f"%graft plot: --step is for divergence and --steps for over_steps, not for {kind}")
         if kind == "divergence":
-            return plot.divergence(**options)
+            return plot.divergence(step=arguments.step, **options)
+        if kind == "over_steps":
+            first, last = arguments.steps or (None, None)
+            steps = range(first or 0, sys.maxsize if last is None else last) if some else None
+            return plot.over_steps(steps=steps, **options)
         if not arguments.tag:
             raise UsageError(f"%graft plot --kind {kind}: name a tap")
         names = list(dict.fromkeys(str(tap["name"]) for tap in self._open().taps))

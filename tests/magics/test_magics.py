@@ -21,6 +21,7 @@ SUBCOMMANDS = (
     "down",
     "log",
     "replay",
+    "report",
     "run",
     "filter",
     "transform",
@@ -275,6 +276,18 @@ def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> No
     assert "UsageError: %graft plot: no tap is called 'hiden'; did you mean 'hidden'?" in reply.stderr
     reply = notebook.run("%graft plot --kind ranks zzz")
     assert "no tap is called 'zzz'; there are 'hidden', 'out'" in reply.stderr
+
+
+@pytest.mark.ranks
+def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    for line in ("%graft plot --steps all", "%graft plot --steps 0:", "%graft plot --kind over_steps"):
+        reply = notebook.run(line)
+        assert [set(data) for data in reply.shown] == [{"image/png", "text/plain"}], reply
+    assert "steps are A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
+    assert "it has those of steps" in notebook.run("%graft plot --step 99").error
+    assert "--step is for divergence" in notebook.run("%graft plot hidden --step 0").stderr
 
 
 @pytest.mark.ranks
