@@ -92,6 +92,7 @@ class GraftMagics(Magics):
             if value is not None:
                 sys.stdout.write(f"{rank}:\n")
                 display(value)  # type: ignore[no-untyped-call]
+                _forget(value)
 
     def _up(self, arguments: argparse.Namespace) -> Session:
         before = self.open_session()
@@ -250,6 +251,13 @@ class GraftMagics(Magics):
 def _labelled(run: Run) -> list[tuple[str, Any]]:
     values = {"baseline": iter(run.baseline), "target": iter(run.target)}
     return [(rank.label, next(values[rank.place.side])) for rank in run.participants]
+
+
+def _forget(value: object) -> None:
+    """A figure that was made with pyplot on a rank is one of pyplot's here too, which would show it once more."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None and isinstance(value, pyplot.Figure):
+        pyplot.close(value)
 
 
 # The magics whose session completion looks at; the newest shell's last.

@@ -48,7 +48,7 @@ class Row(NamedTuple):
     run: int
     step: int
     order: int
-    """Counts the taps of this rank that some filter wanted."""
+    """Counts the taps of this rank in this step that some filter wanted, from 1 on, also those without a row here."""
     name: str
     """The tap's name on this side, before the plan's rename."""
     tags: dict[str, Any]

@@ -97,9 +97,11 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
     def _renew_snapshot(self) -> None:
         """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
+        if self._host is not None or not self._snapshot.is_shown:
+            return
         runs, session = self.session.runs, self.session
         state = (len(runs), bool(runs) and runs[-1].done, session.closed, session.plan.version)
-        if self._host is None and self._snapshot.is_shown and state != self._snapshot_state:
+        if state != self._snapshot_state:
             self._snapshot_state = state
             if session.closed:
                 self._snapshot.update(self.static_html(with_figures=True))

@@ -1,8 +1,8 @@
 """What stays of a widget in a saved notebook: markup that is shown where the widget itself cannot be.
 
 A notebook that is opened without its kernel knows nothing of widgets. JupyterLab says "model not found" then, other
-viewers show a name. So each panel is followed by an output of plain markup. Beside a live panel it is hidden; where there
-is none it is shown, and what JupyterLab says in the panel's place is hidden.
+viewers show a name. So each panel is followed by an output of plain markup. Beside a live panel it is hidden; without
+one it is shown, and what JupyterLab says in the panel's place is hidden.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class Snapshot:
             self._publish(markup, update=True)
 
     def _publish(self, markup: str, update: bool) -> None:
-        body = f'{_STYLE}<div class="graftlab-static">{markup}</div>'
-        publish_display_data({"text/html": body, "text/plain": ""}, transient={"display_id": self._id}, update=update)
+        data = {"text/html": f'{_STYLE}<div class="graftlab-static">{markup}</div>', "text/plain": ""}
+        publish_display_data(data, transient={"display_id": self._id}, update=update)  # type: ignore[no-untyped-call]

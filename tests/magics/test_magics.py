@@ -291,6 +291,14 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
 
 
 @pytest.mark.ranks
+def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> None:
+    typed(notebook, "import matplotlib.pyplot")
+    reply = notebook.run("%%graft target\nimport matplotlib.pyplot as plt\nfigure = plt.figure()\nfigure.add_subplot()\nfigure")
+    pictures = [data for data in reply.shown if "image/png" in data]
+    assert len(pictures) == 2, reply
+
+
+@pytest.mark.ranks
 def test_report_writes_a_page_and_says_where(notebook: Kernel, tmp_path: Path) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")

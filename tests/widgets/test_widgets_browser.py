@@ -272,6 +272,7 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing
     expect(live.locator(".gle tbody tr[data-tap]")).to_have_count(5)
     expect(page.locator(".graftlab-static")).to_be_hidden()
     screen.stop()
+    expect(page.locator(".graftlab-static")).to_contain_text("closed")
     expect(page.locator(".graftlab-static img")).to_have_count(1)
     lab.command("docmanager:save")
     lab.server.end_kernels()
