@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from graftlab.base.tags import RESERVED_TAGS, TagItems
 from graftlab.base.world import Side
 from graftlab.errors import TagError
+from graftlab.taps.extras import Laid
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,15 @@ class Traced(Protocol):
     """What stands for these calls in code that ``torch.compile`` traces; see :mod:`graftlab.taps.compiled`."""
 
     def tap(
-        self, name: Any, value: Any, extras: Any, tags: Mapping[str, Any], *, replace: bool = False, grad: bool = False
+        self,
+        name: Any,
+        value: Any,
+        extras: Any,
+        tags: Mapping[str, Any],
+        *,
+        layout: Any = None,
+        replace: bool = False,
+        grad: bool = False,
     ) -> Any: ...
 
     def open_tags(self, tags: Mapping[str, Any]) -> None: ...
@@ -87,13 +96,17 @@ class Here:
     vars: dict[str, Any] = field(repr=False)
 
 
-def tap(name: str, value: T, /, *, extras: Any = None, grad: bool = False, **tags: Any) -> T:
+def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad: bool = False, **tags: Any) -> T:
     """Show a tensor to graftlab under a name; returns the tensor to go on with.
 
     Where the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
     ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
     the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
     and is itself returned. A value that is not a tensor is skipped, with one warning a tap.
+
+    ``layout`` says how what this rank holds is made from the whole tensor: as text, ``"shard(dim=-1, mesh='tp')"`` or
+    ``"b s h[tp] d"``, or a :class:`graftlab.layouts.Layout`. The other side then gets what it holds itself, made from
+    all ranks. A DTensor needs none; without one the shapes have to tell.
 
     With ``grad`` the gradient of what is returned is a tap too, in the backward pass, of the same name and tags and
     with ``kind="grad"``. A graft replaces the gradient that flows on; nothing is written into the tensor that autograd
@@ -111,7 +124,9 @@ def tap(name: str, value: T, /, *, extras: Any = None, grad: bool = False, **tag
     if _taker is None:
         return value
     if _is_tracing():
-        return show_traced(name, value, extras, tags, grad=grad)  # type: ignore[no-any-return]
+        return show_traced(name, value, extras, tags, layout=layout, grad=grad)  # type: ignore[no-any-return]
+    if layout is not None:
+        extras = Laid(layout, extras)
     grafted: T = _taker.tap(name, value, extras, tags)
     if grad:
         tap_gradient(name, grafted, tags)
@@ -131,11 +146,18 @@ def show(name: str, value: Any, extras: Any, *, replace: bool = False, grad: boo
 
 
 def show_traced(
-    name: str, value: Any, extras: Any, tags: Mapping[str, Any], *, replace: bool = False, grad: bool = False
+    name: str,
+    value: Any,
+    extras: Any,
+    tags: Mapping[str, Any],
+    *,
+    layout: Any = None,
+    replace: bool = False,
+    grad: bool = False,
 ) -> Any:
     """A tap in code that is traced now."""
     assert _traced is not None
-    return _traced.tap(name, value, extras, tags, replace=replace, grad=grad)
+    return _traced.tap(name, value, extras, tags, layout=layout, replace=replace, grad=grad)
 
 
 def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from graftlab.errors import TagError, warn
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
+from graftlab.taps.extras import Laid
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +70,24 @@ clock = torch.zeros((), dtype=torch.int64)
 
 
 def tap(
-    name: Any, value: Any, extras: Any, tags: Mapping[str, Any], *, replace: bool = False, grad: bool = False
+    name: Any,
+    value: Any,
+    extras: Any,
+    tags: Mapping[str, Any],
+    *,
+    layout: Any = None,
+    replace: bool = False,
+    grad: bool = False,
 ) -> Any:
     """:func:`graftlab.tap`, as a graph has it. With ``replace`` nothing is written into ``value`` itself.
 
-    Raises :class:`TagError` for what a graph cannot hold: a tag that is no text, number, bool or None, and
-    extras that are no tensor and no dict of tensors and such values.
+    Raises :class:`TagError` for what a graph cannot hold: a tag that is no text, number, bool or None,
+    extras that are no tensor and no dict of tensors and such values, and a layout that is not given as text.
     """
     if not isinstance(name, str):
         raise TagError("gl.tap: the name must be a string")
+    if layout is not None and not isinstance(layout, str):
+        raise TagError(f"layout of gl.tap({name!r}): in compiled code a layout is given as text")
     if _choice is not None and not _is_chosen(name, tuple(as_text(f"gl.tap({name!r})", tags)), _choice):
         return value
     is_computed = not isinstance(value, _NO_FUNCTIONS) and callable(value)
@@ -91,11 +101,14 @@ def tap(
     text = as_text(f"gl.tap({name!r})", tags)
     # Without autograd's notice, as a graft outside of graphs: the gradient goes straight through.
     alias = shown.detach()
-    local = alias.to_local() if hasattr(alias, "to_local") else alias
+    local = alias
+    if hasattr(alias, "to_local"):
+        torch.ops.graftlab.skip_(clock, name, "a DTensor is shown without its placements; give layout= to the tap")
+        local = alias.to_local()
     tensors, form = _taken_apart(
         name, extras if isinstance(extras, _NO_FUNCTIONS) or not callable(extras) else extras()
     )
-    torch.ops.graftlab.show_(local, clock, name, text, tensors, form)
+    torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "")
     if grad and shown.requires_grad:
         shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
     return value if is_computed else shown
@@ -195,7 +208,13 @@ def _taken_apart(name: str, extras: Any) -> tuple[list[torch.Tensor], list[str]]
 
 
 def _show(
-    value: torch.Tensor, time: torch.Tensor, name: str, tags: list[str], tensors: list[torch.Tensor], form: list[str]
+    value: torch.Tensor,
+    time: torch.Tensor,
+    name: str,
+    tags: list[str],
+    tensors: list[torch.Tensor],
+    form: list[str],
+    layout: str,
 ) -> None:
     taker = calls.taker()
     if taker is None:
@@ -212,7 +231,8 @@ def _show(
     try:
         # What activation checkpointing repeats is known by its grad mode, which a compiled backward turns off.
         with torch.set_grad_enabled(is_backward() or torch.is_grad_enabled()):
-            taker.tap(name, value, _put_together(tensors, form), given)
+            extras = _put_together(tensors, form)
+            taker.tap(name, value, Laid(layout, extras) if layout else extras, given)
     except BaseException:
         forget_open_tags()  # the graph ends here, and closes none
         raise
@@ -326,7 +346,10 @@ def _show_batched(
     return None, None
 
 
-_define("show_(Tensor(a!) value, Tensor(b!) clock, str name, str[] tags, Tensor[] extras, str[] form) -> ()", _show)
+_define(
+    "show_(Tensor(a!) value, Tensor(b!) clock, str name, str[] tags, Tensor[] extras, str[] form, str layout) -> ()",
+    _show,
+)
 _define("skip_(Tensor(a!) clock, str name, str why) -> ()", _skip)
 _define("open_(Tensor(a!) clock, str[] tags) -> ()", _open_tags)
 _define("close_(Tensor(a!) clock) -> ()", _close_tags)

@@ -33,6 +33,14 @@ Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
 
+_kinds: dict[str, str] = {}
+
+
+def kinds_of_watched() -> dict[str, str]:
+    """The class of the module behind each tap that some ``watch`` put in, by the tap's name."""
+    return dict(_kinds)
+
+
 class Removable(Protocol):
     """What can be taken out again."""
 
@@ -129,6 +137,7 @@ def watch(
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
+            _kinds[name] = kind
     names = [name for name, _ in chosen]
     if taps.taker() is None:
         return Watch([], names)

@@ -98,12 +98,13 @@ class FilterEditor(Panel):
             self.say(f"{name} is changed here, and not in force yet: Apply publishes it.", "good")
 
     def restore(self, plan: GraftPlan) -> None:
-        """Publish an earlier plan anew: its filters, its transform and its renames, as the next version."""
+        """Publish an earlier plan anew: its filters, its transform, its renames and its pairs, as the next version."""
         with self._lock:
             new = self.session.edit(
                 **{name: getattr(plan, name) for name in FILTERS},
                 transform=plan.transform,
                 rename=_rename_of(plan),
+                pairs=plan.pairs,
             )
             self.revert()
             self.say(f"Version {plan.version} is restored, as version {new.version}.")

@@ -18,6 +18,7 @@ SUBCOMMANDS = (
     "status",
     "stacks",
     "interrupt",
+    "restart",
     "down",
     "log",
     "replay",
@@ -293,7 +294,9 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
 @pytest.mark.ranks
 def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> None:
     typed(notebook, "import matplotlib.pyplot")
-    reply = notebook.run("%%graft target\nimport matplotlib.pyplot as plt\nfigure = plt.figure()\nfigure.add_subplot()\nfigure")
+    reply = notebook.run(
+        "%%graft target\nimport matplotlib.pyplot as plt\nfigure = plt.figure()\nfigure.add_subplot()\nfigure"
+    )
     pictures = [data for data in reply.shown if "image/png" in data]
     assert len(pictures) == 2, reply
 

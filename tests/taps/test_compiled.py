@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.taps import calls, compiled
+from graftlab.taps.extras import Laid
 
 
 class Taker:
@@ -308,6 +309,16 @@ def test_extras_that_a_graph_cannot_hold_are_refused_with_a_sentence(taker: Take
         function(X)
 
 
+def test_a_layout_travels_with_the_tap(taker: Taker) -> None:
+    found: list[Any] = []
+    taker.tap = lambda name, value, extras, tags, replace=False: found.append(extras)  # type: ignore[method-assign]
+    function = torch.compile(
+        lambda x: gl.tap("h", x * 2, layout="shard(dim=0, mesh='tp')", extras={"n": 1}), fullgraph=True, backend="eager"
+    )
+    function(X)
+    assert found == [Laid("shard(dim=0, mesh='tp')", {"n": 1})]
+
+
 def test_what_is_no_tensor_is_skipped_with_one_warning(taker: Taker) -> None:
     function = torch.compile(lambda x: (gl.tap("h", "text"), x * 2)[1], fullgraph=True, backend="aot_eager")
     with pytest.warns(gl.GraftWarning, match=r"gl\.tap\('h'\) in compiled code: its value is str"):
@@ -357,7 +368,7 @@ def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) 
 
     def elsewhere() -> None:
         with pytest.warns(gl.GraftWarning, match="graphs of two threads") as found:
-            torch.ops.graftlab.show_(torch.ones(1), compiled.clock, "x", [], [], [])
+            torch.ops.graftlab.show_(torch.ones(1), compiled.clock, "x", [], [], [], "")
         caught.extend(each.message for each in found)
 
     thread = threading.Thread(target=elsewhere)
