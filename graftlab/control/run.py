@@ -366,10 +366,12 @@ class Run:
 
 def _summary(run: Run) -> list[str]:
     """What came of a run that is done: what is wrong first, then how far apart the sides are."""
+    from graftlab.verdict.renaming import suggested_rename
     from graftlab.verdict.summary import differences
 
     missed = [f"{name} matched no tap in this run: {text}" for name, text in run.unmatched.items()]
-    return [*missed, *differences(run.frame)]
+    rename = suggested_rename(run.frame)
+    return [*missed, *([rename] if rename else []), *differences(run.frame)]
 
 
 def _html(run: Run, lines: Sequence[str]) -> str:

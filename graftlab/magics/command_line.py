@@ -176,6 +176,16 @@ def _commands() -> dict[str, Command]:
     transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")
 
+    rename = command(
+        "rename",
+        "Rewrite the names of one side's taps before they are paired, by a regular expression.\n\n"
+        "A rule is added to those in force; the first that matches a name counts. Without arguments, show the rules.",
+    )
+    rename.add_argument("side", nargs="?", choices=("baseline", "target"), help="whose names")
+    rename.add_argument("pattern", nargs="?", metavar="REGEX", help="what is replaced, as by re.sub")
+    rename.add_argument("replacement", nargs="?", default="", metavar="TEXT", help='default: "", which drops it')
+    rename.add_argument("--clear", action="store_true", help="drop the rules in force first")
+
     frame = command("frame", "Show the rows of the newest run that has any, as a frame.")
     frame.add_argument("--all", action="store_true", help="of all runs")
     frame.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the frame")

@@ -15,6 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
+from graftlab.base.world import Side
 from graftlab.control.run import Run
 from graftlab.filters.check import Check, told
 from graftlab.magics import command_line
@@ -203,6 +204,19 @@ class GraftMagics(Magics):
                 f"package.module.function"
             )
         return session.edit(transform=None if name == "default" else self._names().get(name, name))
+
+    def _rename(self, arguments: argparse.Namespace) -> Any:
+        session = self._open()
+        rules: dict[Side, dict[str, str]] = {}
+        for side, pattern, replacement in () if arguments.clear else session.plan.rename:
+            rules.setdefault(side, {})[pattern] = replacement
+        if arguments.side is not None:
+            if not arguments.pattern:
+                raise UsageError(f"%graft rename {arguments.side}: give a regular expression, such as '^model\\.'")
+            rules.setdefault(arguments.side, {})[arguments.pattern] = arguments.replacement
+        elif not arguments.clear:
+            return session.plan
+        return session.edit(rename=rules or None)
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
         frame = self._open().frame

@@ -79,7 +79,7 @@ class Dashboard(Panel):
 
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session
-        ranks = ranks_table(session.ranks, session.closed, session.failing)
+        ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
         taps = tap_explorer.static_html(self._taps.found, self._rows if with_figures else ())
         return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 

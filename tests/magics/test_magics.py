@@ -22,6 +22,7 @@ SUBCOMMANDS = (
     "down",
     "log",
     "replay",
+    "rename",
     "report",
     "run",
     "filter",
@@ -294,11 +295,33 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
 @pytest.mark.ranks
 def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> None:
     typed(notebook, "import matplotlib.pyplot")
-    reply = notebook.run(
-        "%%graft target\nimport matplotlib.pyplot as plt\nfigure = plt.figure()\nfigure.add_subplot()\nfigure"
-    )
+    reply = notebook.run("%%graft target\nimport matplotlib.pyplot as plt\nplt.figure().add_subplot()\nplt.gcf()")
     pictures = [data for data in reply.shown if "image/png" in data]
     assert len(pictures) == 2, reply
+
+
+@pytest.mark.ranks
+def test_a_rename_is_suggested_where_nothing_paired_and_pairs(notebook: Kernel) -> None:
+    for side, prefix in (("baseline", ""), ("target", "model.")):
+        typed(
+            notebook,
+            f"""
+            %%graft {side}
+            import torch
+            import graftlab as gl
+            def prefixed():
+                for layer in range(3):
+                    gl.tap(f"{prefix}layers.{{layer}}", torch.ones(2))
+            """,
+        )
+    shown = value(notebook, "%graft run prefixed()")
+    assert "6 missing, 3 unmatched: target names start with 'model.'" in shown
+    line = next(each for each in shown.splitlines() if "%graft rename" in each)
+    typed(notebook, "%graft rename" + line.partition("%graft rename")[2].partition(" pairs")[0])
+    assert "none of 6 compared rows is above" in value(notebook, "%graft run prefixed()")
+    typed(notebook, "%graft rename --clear")
+    assert value(notebook, "session.plan.rename") == "()"
+    assert "give a regular expression" in notebook.run("%graft rename target").stderr
 
 
 @pytest.mark.ranks
