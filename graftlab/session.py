@@ -73,6 +73,8 @@ class Session(SessionCore):
     <Session 1+1: 2 ranks alive, ... runs, ... rows, plan ...>
     """
 
+    _verdict: Verdict | None = None
+
     def replay(
         self,
         path: str | Path,
@@ -155,7 +157,7 @@ class Session(SessionCore):
         """
         from graftlab.control.judging import judge
 
-        return judge(
+        self._verdict = judge(
             self,
             baseline,
             target,
@@ -167,6 +169,25 @@ class Session(SessionCore):
             args=args,
             kwargs=kwargs,
         )
+        return self._verdict
+
+    def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
+        """Write what this session did and found as one page, to attach to an issue; returns its path.
+
+        It has the conclusion and the newest verdict, the taps of the newest run as a figure and a table that can be
+        sorted and searched, the worst taps with their figures, failed transforms and notes, the plan, the code that was
+        run, and the versions of what it ran on. It opens from disk and loads nothing. Values of tensors are only in it,
+        as pictures of the kept pairs, when ``tensors`` says so; messages of exceptions and the code are there as they
+        are.
+
+        Raises :class:`SessionError` when it cannot be written.
+
+        >>> session.report(session.folder / "report.html").name
+        'report.html'
+        """
+        from graftlab.control.report import write_report
+
+        return write_report(self, path, self._verdict, tensors)
 
     def match(
         self,

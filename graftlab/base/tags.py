@@ -1,12 +1,13 @@
 """Tags: what describes one call of a tap, and which of them say which tap it is.
 
-Every tag is of one of five kinds:
+Every tag is of one of six kinds:
 
 * ``name``, and the **own tags** that the caller gave (``layer=3``, or :func:`graftlab.tags` around the tap);
 * ``baseline_name`` and ``target_name``, what each side itself calls the tap that ``name`` is on both;
 * ``recompute_status``, which tells a forward that activation checkpointing runs again from the original;
 * **place tags** (``step``, ``side``, ``rank``): when and where the tap was reached;
-* **rank tags**, own tags that end in ``_rank``: they differ between the ranks that hold parts of one value.
+* **rank tags**, own tags that end in ``_rank``: they differ between the ranks that hold parts of one value;
+* ``compiled``, which is true of a tap inside code that ``torch.compile`` has compiled.
 
 :func:`identity` is the one definition of "the same tap", on every rank, on both sides, in rows and in what is shown.
 """
@@ -29,6 +30,8 @@ TagItems = tuple[tuple[str, Any], ...]
 RecomputeStatus = Literal["original", "recompute"]
 
 PLACE_TAGS = frozenset({"step", "side", "rank"})
+
+COMPILED = "compiled"
 
 # What the two sides call the tap themselves; ``name`` is what both call it, see graftlab.plan.pairs.
 SIDE_NAMES = ("baseline_name", "target_name")
@@ -106,12 +109,13 @@ def identity(tags: Mapping[str, Any]) -> TapIdentity:
     * ``recompute_status`` is part of it. A recomputed forward may differ from the original (other random numbers, other
       kernels) and can be grafted by itself, so neither may hide what the other shows.
     * A tag that is None, or NaN, counts as one that was not given, as it does for filters and in a frame.
+    * ``compiled`` is left out: a compiled model is compared with one that is not.
     * The order in which tags were given does not matter, nor whether a value is 1 or 1.0.
     * Values count as rows have them: a tuple is a list, and any other object is its repr; see :func:`plain`.
     """
     own = []
     for name, value in tags.items():
-        if name in RESERVED_TAGS or name.endswith("_rank"):
+        if name in RESERVED_TAGS or name.endswith("_rank") or name == COMPILED:
             continue
         if type(value) not in _USUAL:
             value = _comparable(value)
@@ -135,7 +139,7 @@ def _whole(value: object) -> object:
 
 def tells_taps_apart(tag: str) -> bool:
     """Whether :func:`identity` looks at the tag of this name, beside the ``name`` itself."""
-    return tag not in PLACE_TAGS and tag != "name" and tag not in SIDE_NAMES and not is_rank_tag(tag)
+    return tag not in PLACE_TAGS and tag not in ("name", COMPILED, *SIDE_NAMES) and not is_rank_tag(tag)
 
 
 def _first(pair: tuple[str, Any]) -> str:

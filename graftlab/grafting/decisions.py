@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.module_tracker import ModuleTracker
 
 from graftlab.base.tags import (
     RESERVED_TAGS,
@@ -25,13 +24,11 @@ from graftlab.base.world import Direction, Place
 from graftlab.errors import TagError
 from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
+from graftlab.taps.backward import is_backward
 
 # Tag sets that never repeat (a request id, say) must not fill the memory.
 _DECISIONS_LIMIT = 100_000
 _SEEN_LIMIT = 10_000
-
-# Used only to ask whether a backward pass is going on. It installs hooks when it is entered, which never happens.
-_tracker = ModuleTracker()
 
 
 def recompute_status() -> RecomputeStatus:
@@ -39,7 +36,7 @@ def recompute_status() -> RecomputeStatus:
 
     Hooks and custom backward functions run there too, but without grad mode.
     """
-    return "recompute" if _tracker.is_bw and torch.is_grad_enabled() else "original"
+    return "recompute" if is_backward() and torch.is_grad_enabled() else "original"
 
 
 def sends(place: Place, direction: Direction | None) -> bool:

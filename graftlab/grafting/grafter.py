@@ -40,6 +40,7 @@ from graftlab.layouts import RankLayout, rank_layout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
+from graftlab.taps.compiled import forget_open_tags
 from graftlab.taps.extras import Laid, resolved, unpicklable_part
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ class Grafter:
     def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
         """The first step of a run begins, under this plan on every rank."""
         with self._lock:
+            forget_open_tags()
             self._exchange.begin_run(run)
             self._run = run
             self._last_tap = ""

@@ -211,13 +211,7 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
 def _tap_inside(name: str, value: Any, extras: Any, grads: bool, depth: int) -> Any:
     """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
-        taker = taps.taker()
-        if taker is None:
-            return value
-        tensor = taker.tap(name, value, extras, {}, replace=True)
-        if grads:
-            taps.tap_gradient(name, tensor, {})
-        return tensor
+        return taps.show(name, value, extras, replace=True, grad=grads)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
