@@ -159,6 +159,17 @@ def _commands() -> dict[str, Command]:
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
     compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
 
+    match = command(
+        "match",
+        "Find out by value which tap of the target is which of the baseline, whatever their names.\n\n"
+        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft match [-h] [-o NAME] EXPR",
+    )
+    match.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
+    )
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"

@@ -182,6 +182,11 @@ class GraftMagics(Magics):
         self._assign(arguments.out, comparison)
         return comparison
 
+    def _match(self, arguments: argparse.Namespace) -> Any:
+        proposal = self._open().match(arguments.expression, arguments.expression)
+        self._assign(arguments.out, proposal)
+        return proposal
+
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
         # What the notebook does not know is looked for where the %%graft cells of that side ran.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
+from graftlab.taps.functions import FunctionTaps, named_functions
 
 _latest_change = 0
 
@@ -100,6 +102,7 @@ def watch(
     *,
     extras: Extras | None = None,
     grads: bool = False,
+    functions: Sequence[str] = (),
 ) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
@@ -120,9 +123,14 @@ def watch(
     With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: of the same name,
     with the tag ``kind="grad"``, in the order of the backward pass.
 
+    ``functions`` are names of torch functions, such as ``"scaled_dot_product_attention"``: each call inside the model
+    shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
+    implementations that are cut into other modules share taps. The calls of a step are told apart by their occurrence.
+
     Outside a session no hook is put in, and the handle has the names alone.
 
-    Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch has not, and TypeError when
+    ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
@@ -131,6 +139,7 @@ def watch(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
+    called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
     for path, (module, kind) in _unwrapped_modules(model).items():
@@ -146,7 +155,13 @@ def watch(
         _Change(),
         *(module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen),
     ]
+    if called:
+        handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
+
+
+def _show_call(grads: bool, name: str, value: Any) -> Any:
+    return value if taps.taker() is None else _tap_inside(name, value, None, grads, _MAX_DEPTH)
 
 
 def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
