@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from graftlab.plan.plan import GraftPlan
     from graftlab.rows.store import load_run
     from graftlab.session import Session, launch
+    from graftlab.taps.training import watch_training
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -65,6 +66,7 @@ _LAZY = {
     "plots": "graftlab.plots",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
+    "watch_training": "graftlab.taps.training",
 }
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "tap",
     "transforms",
     "watch",
+    "watch_training",
 ]
 
 

@@ -21,7 +21,7 @@ from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import Taker, ambient
 from graftlab.taps.routing import taken_by
-from graftlab.verdict.groups import group_of
+from graftlab.verdict.groups import group_of, is_data
 
 Call = Callable[[], Any]
 
@@ -133,6 +133,9 @@ class _Taker:
             self.skipped[name] = None
             return value
         wanted, _ = given_tags(name, dict(ambient.get()), tags, _says_nothing)
+        if is_data(wanted):
+            # A weight is not computed here, and would stay as it was moved.
+            return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
         which = identity(given)
         occurrence = self._reached.get(which, 0)

@@ -42,6 +42,10 @@ class Taker(Protocol):
 class StepTaker(Taker, Protocol):
     """Who takes all taps of a rank, and is told where its steps end."""
 
+    @property
+    def moment(self) -> object:
+        """Another value in each run, and in each step of it."""
+
     def step(self) -> None:
         """See :func:`graftlab.step`."""
 
