@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,12 +12,11 @@ import torch
 from graftlab.base.progress import LongWait
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee
+from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
 from graftlab.plan.plan import FILTERS
 from graftlab.rows.schema import MEASURED
-from graftlab.taps.calls import here
 from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
@@ -402,18 +401,10 @@ def _graft_self_here(
 
     plan = GraftPlan(rename=tuple(rename))  # type: ignore[arg-type]
     return graft_self(
-        _call(baseline, args, kwargs),
+        call_here(baseline, args, kwargs),
         dtypes,
         paired_name=partial(plan.rewrite, "baseline"),
         budget=budget,
-        exact=None if exact is None else _call(exact, args, kwargs),
+        exact=None if exact is None else call_here(exact, args, kwargs),
         keep=keep,
     )
-
-
-def _call(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    if isinstance(callee, str):
-        me = here()
-        assert me is not None
-        return partial(eval, callee, me.vars)
-    return partial(callee, *args, **kwargs)

@@ -119,8 +119,11 @@ class _Recorded:
     value: torch.Tensor
 
 
-class _Taker:
+class PlacedTaker:
     """Counts calls as the grafter does, and gives each that shows a tensor to :meth:`take`."""
+
+    # A weight is not computed in a run, and would stay as it was moved.
+    takes_data = False
 
     def __init__(self) -> None:
         self._reached: dict[Any, int] = {}
@@ -133,8 +136,7 @@ class _Taker:
             self.skipped[name] = None
             return value
         wanted, _ = given_tags(name, dict(ambient.get()), tags, _says_nothing)
-        if is_data(wanted):
-            # A weight is not computed here, and would stay as it was moved.
+        if is_data(wanted) and not self.takes_data:
             return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
         which = identity(given)
@@ -154,7 +156,7 @@ class _Taker:
         raise NotImplementedError
 
 
-class _Recorder(_Taker):
+class _Recorder(PlacedTaker):
     def __init__(self, budget: int) -> None:
         super().__init__()
         self.taps: dict[Place, _Recorded] = {}
@@ -171,7 +173,7 @@ class _Recorder(_Taker):
         self.taps[place] = _Recorded(place, tags, own.detach().clone())
 
 
-class _Repeater(_Taker):
+class _Repeater(PlacedTaker):
     """Compares with the record and leaves all alone."""
 
     def __init__(self, taps: Mapping[Place, _Recorded]) -> None:
@@ -190,7 +192,7 @@ class _Repeater(_Taker):
         return self._other + [f"{_label(place)} was not reached again" for place in self._left]
 
 
-class _Grafter(_Taker):
+class _Grafter(PlacedTaker):
     """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
 
     def __init__(

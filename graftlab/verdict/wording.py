@@ -129,11 +129,11 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
     where = _layers(rows, over) + _ranks(over, findings.target_ranks)
-    return f"{_what(group)} is computed otherwise{where} ({', '.join(details)})."
+    return f"{described(group)} is computed otherwise{where} ({', '.join(details)})."
 
 
 def _following(groups: Sequence[str]) -> str:
-    shown = ", ".join(_what(group) for group in groups[:3]) + (
+    shown = ", ".join(described(group) for group in groups[:3]) + (
         f" and {len(groups) - 3} more" if len(groups) > 3 else ""
     )
     return f"Its backward is other as well, as it has to be: {shown}. Mend the forward before you judge these."
@@ -149,7 +149,12 @@ _OF_KIND = {
 }
 
 
-def _what(group: str) -> str:
+def described(group: str) -> str:
+    """A group as a sentence speaks of it.
+
+    >>> described("layers.*.q@grad")
+    'the gradient of layers.*.q'
+    """
     kind = kind_of_group(group)
     return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
 
@@ -195,7 +200,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
-    output = _what(output)
+    output = described(output)
     if not causes.restored <= findings.threshold:
         return [
             f"With the baseline's {groups} the output {output} is still {causes.restored:.2g} x its floor: something "

@@ -28,6 +28,7 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "check",
 )
 
 DEFINE = """
