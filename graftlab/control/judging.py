@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee, call_here
@@ -173,6 +174,12 @@ class _Judging:
         for row in records(rows):
             name = self._before.rewrite("target", row["name"])
             dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
+        key = floor_key(
+            self.session, self._before, rows, (self._callees[0], exact), self._args, self._kwargs, list(keep)
+        )
+        known = known_floor(self.session, key)
+        if known is not None:
+            return known
         call = partial(
             _graft_self_here,
             self._callees[0],
@@ -185,7 +192,9 @@ class _Judging:
             list(keep),
         )
         run = self._run("the baseline against itself", call, None, args=())
-        return list(run.baseline)
+        measured = list(run.baseline)
+        remember_floor(self.session, key, measured)
+        return measured
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 

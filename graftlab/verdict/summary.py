@@ -36,8 +36,9 @@ def differences(frame: pd.DataFrame) -> list[str]:
     if len(differing):
         first = differing.iloc[0]
         sentences.append(
-            f"non-finite values differ in {_rows(differing)}, first at {_place(first)}: {first['nonfinite_differ']} of "
-            f"{first['numel']} elements are NaN or infinite on one side alone, or in another way"
+            f"non-finite values differ in {_rows(differing)}, first at {_place(first)}: "
+            f"{first['nonfinite_differ']:.0f} of {first['numel']:.0f} elements are NaN or infinite on one side alone, "
+            "or in another way"
         )
     measured = frame[_measured(frame)]
     value = numbers(measured, "rel_l2")

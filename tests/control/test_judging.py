@@ -162,6 +162,40 @@ def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Sessio
     assert text.endswith("run the target in float32 to look closer.")
 
 
+# ---- the floor, measured once ---------------------------------------------------------------------------------------
+
+
+def state_on_the_rank(scale: float) -> None:
+    me = gl.here()
+    held = me.vars.setdefault("held", {"scale": 1.0})
+    if scale:
+        held["scale"] = scale
+    x = gl.tap("x", torch.linspace(1, 2, 16) * held["scale"])
+    gl.tap("y", x.exp())
+
+
+def test_a_floor_is_measured_again_when_code_arguments_plan_or_values_change(session: gl.Session) -> None:
+    def runs(*args: Any, **options: Any) -> int:
+        return session.verdict(state_on_the_rank, state_on_the_rank, args=args, **options).runs
+
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    session.edit(rename={"baseline": {"^x$": "renamed"}, "target": {"^x$": "renamed"}})
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    reset(session)
+    assert runs(0.0, exact=state_on_the_rank) == 3
+    # What the baseline shows has changed, and nothing that the notebook sends.
+    session.execute("held['scale'] = 3.0", on="both")
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    assert runs(3.0) == 3
+
+
+def test_a_floor_that_was_measured_before_gives_the_same_verdict(session: gl.Session) -> None:
+    first = session.verdict(chain, chain, args=("layer 2",))
+    again = session.verdict(chain, chain, args=("layer 2",))
+    assert again.runs in (first.runs, first.runs - 1)  # a test before this one may have measured it
+    assert again.text == first.text
+
+
 # ---- under tensor parallelism ---------------------------------------------------------------------------------------
 
 
