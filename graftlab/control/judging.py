@@ -18,6 +18,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
 from graftlab.plan.plan import FILTERS
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
@@ -300,22 +301,28 @@ class _Judging:
         for group in culprits:
             rows = frame[frame["group"] == group]
             worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
-        keep = filter_of((row["name"], kind_of(row["tags"])) for row in worst.values())
+        before = {group: _taps_before(frame, row) for group, row in worst.items()}
+        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
+        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return {}
         self._both("how the values differ", b2t="True", t2b=None, keep=keep)
         hints = {}
         for group, row in worst.items():
             try:
-                tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-                pair = self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+                pair = self._pair(row)
+                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
-            hint = hint_of(*pair)
+            hint = hint_of(*pair) or activation_hint(*pair, inputs)
             if hint is not None:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
+
+    def _pair(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+        return self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
 
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
         # The update of a weight, and what it is made from, has no part in the output of this step.
@@ -328,6 +335,18 @@ class _Judging:
 def _computed_after(group: str) -> tuple[str, ...]:
     """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
+
+
+# An activation follows its inputs, of which a gated one has two.
+_INPUTS_SHOWN = 3
+
+
+def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
+    """The rows of values just before this one on its rank."""
+    if kind_of(row["tags"]) is not None:
+        return []
+    values = frame[(frame["rank"] == row["rank"]) & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
 
 
 _JUDGED_LAST = place_in_blame("@grad")

@@ -82,6 +82,20 @@ def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None
     assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
 
 
+def gated() -> None:
+    gate = gl.tap("gate", torch.linspace(-3, 3, 64).reshape(4, 16))
+    up = gl.tap("up", torch.linspace(2, 1, 64).reshape(4, 16) * gate.cos())
+    act = torch.nn.functional.gelu if gl.here().side == "target" else torch.nn.functional.silu
+    gl.tap("act", act(gate) * up)
+
+
+def test_an_activation_variant_is_hinted_at(session: gl.Session) -> None:
+    text = session.verdict(gated, gated).text
+    assert (
+        "Hint (act): at act, the target computes gelu of gate, times up, the baseline silu of gate, times up (" in text
+    )
+
+
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
