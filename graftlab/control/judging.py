@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
@@ -15,11 +16,19 @@ from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
+from graftlab.grafting.self_graft import Added, SelfGraft, differences_of_repeat, graft_self
 from graftlab.plan.plan import FILTERS
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
+from graftlab.verdict.added import (
+    added_frame,
+    coarser_dtype,
+    lonely_filter,
+    named_groups,
+    records,
+    roundoff,
+    unseen_of,
+)
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.floor import Floor, pool
@@ -29,8 +38,6 @@ from graftlab.verdict.hints import hint_of
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from graftlab.control.core import SessionCore
 
 
@@ -70,6 +77,7 @@ class _Judging:
         self._args, self._kwargs = args, kwargs
         self._before = session.plan
         self._ours: int | None = None
+        self._lonely: str | None = None
 
     def plan_given_back(self) -> _PlanGivenBack:
         return _PlanGivenBack(self)
@@ -84,6 +92,8 @@ class _Judging:
     ) -> Verdict:
         compared = self._both("without grafts", b2t=None, t2b=None, compare="True")
         grafted = self._both("what each tap adds", b2t="True", t2b=None)
+        # In a swap a side that waits for such a tap could hold up one that waits for it.
+        self._lonely = lonely_filter(pd.concat([compared, grafted]), partial(self._before.rewrite, "target"))
         rows = grafted[grafted["status"].isin(MEASURED)]
         outputs = self._outputs(rows, output)
         selves = self._self_graft(rows, exact, list(outputs))
@@ -105,6 +115,7 @@ class _Judging:
         named = named_groups(frame, threshold)
         following = consequences(frame, named, threshold)
         named = [group for group in named if group not in following]
+        target_not_repeated = self._target_repeats() if explain and named else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
         if explain and named and not not_repeated:
@@ -136,6 +147,7 @@ class _Judging:
                 differing_data(compared, threshold),
                 inputs,
                 following,
+                target_not_repeated,
             ),
             self.runs,
         )
@@ -145,7 +157,8 @@ class _Judging:
     def _both(
         self, why: str, *, b2t: str | None, t2b: str | None, compare: str | None = None, keep: str | None = None
     ) -> pd.DataFrame:
-        b2t, t2b = (each and f"({each}) and not {DATA}" for each in (b2t, t2b))
+        left_alone = " and ".join(f"not {each}" for each in (DATA, self._lonely) if each)
+        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
         version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep).version
         self._ours = version
         run = self._run(why, *self._callees)
@@ -196,6 +209,12 @@ class _Judging:
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
+
+    def _target_repeats(self) -> list[str]:
+        """Taps at which the target differs from itself, on any of its ranks."""
+        call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
+        found = self._run("the target against itself", None, call, args=()).target
+        return list(dict.fromkeys(tap for each in found for tap in each))
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
@@ -436,3 +455,7 @@ def _graft_self_here(
         exact=None if exact is None else call_here(exact, args, kwargs),
         keep=keep,
     )
+
+
+def _repeat_here(target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
+    return differences_of_repeat(call_here(target, args, kwargs), budget=budget)

@@ -104,6 +104,15 @@ def graft_self(
     return found
 
 
+def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
+    """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
+    record = _Recorder(budget)
+    _run(call, record)
+    repeat = _Repeater(record.taps)
+    _run(call, repeat)
+    return repeat.differences()
+
+
 def _run(call: Call, taker: Taker) -> None:
     with taken_by(taker):
         call()

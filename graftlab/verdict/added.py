@@ -14,7 +14,7 @@ import torch
 from graftlab.base.tags import own_tags, tells_taps_apart
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import group_of, place_in_blame
+from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "order", "group", "dtype", "aligned_by"),
@@ -135,6 +135,30 @@ def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
     """The groups with a tap whose ratio is above the threshold, in the order of blame, each kind in execution order."""
     named = dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"])
     return sorted(named, key=place_in_blame)
+
+
+_LONGEST_FILTER = 4_000
+
+
+def lonely_filter(rows: pd.DataFrame, paired_name: Callable[[str], str] = str) -> str | None:
+    """A filter for the groups of taps of which none was measured: those that one side alone has; None without one.
+
+    Of very many groups the last ones are left out.
+    """
+    names: dict[str, set[tuple[str, str | None]]] = {}
+    measured = set()
+    for name, tags, status in zip(rows["name"], rows["tags"], rows["status"], strict=True):
+        group = group_of(paired_name(name), tags)
+        names.setdefault(group, set()).add((name, kind_of(tags)))
+        if status in MEASURED:
+            measured.add(group)
+    lonely = [names[group] for group in names if group not in measured]
+    while lonely:
+        text = filter_of(sorted((each for names in lonely for each in names), key=str))
+        if text is None or len(text) <= _LONGEST_FILTER:
+            return f"({text})" if text else None
+        lonely = lonely[: len(lonely) // 2]
+    return None
 
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:

@@ -34,6 +34,8 @@ class Findings:
     """The groups that show what the model was given, of which the sentences of ``data`` speak."""
     following: Sequence[str] = ()
     """The groups of gradients that are other because the values that are named are."""
+    target_not_repeated: Sequence[str] = ()
+    """Taps at which the target differs from itself; looked for where something is named."""
 
     @property
     def named(self) -> list[str]:
@@ -44,7 +46,9 @@ def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
     lines = []
     if findings.not_repeated:
-        lines.append(_not_repeatable(findings.not_repeated))
+        lines.append(_not_repeatable("baseline", findings.not_repeated))
+    if findings.target_not_repeated:
+        lines.append(_not_repeatable("target", findings.target_not_repeated))
     lines += findings.data
     lines += [f"Not looked at: {line}" for line in findings.unseen]
     lines += _conclusion(findings)
@@ -53,10 +57,10 @@ def text_of(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def _not_repeatable(taps: Sequence[str]) -> str:
+def _not_repeatable(side: str, taps: Sequence[str]) -> str:
     shown = ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")
     return (
-        f"The baseline does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
+        f"The {side} does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
         "state (caches, weights)."
     )

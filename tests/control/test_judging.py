@@ -144,6 +144,28 @@ def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> 
     assert verdict.runs == 3  # nothing is swapped
 
 
+def test_a_target_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
+    text = session.verdict(chain, chain, args=("random",)).text
+    assert text.startswith("The target does not repeat itself: run twice, it differs at layers.0.act, ")
+    assert "layers.*.act is computed otherwise" in text
+
+
+def lonely() -> None:
+    """Each side has a tap that the other lacks, before one that is other."""
+    target = gl.here().side == "target"
+    x = gl.tap("x", torch.linspace(1, 2, 16))
+    if not target:
+        x = gl.tap("only the baseline's", x * 1)
+    y = gl.tap("y", x * (2 if target else 3))
+    gl.tap("out", y + x)
+
+
+def test_a_tap_that_one_side_lacks_does_not_hold_up_a_swap(session: gl.Session) -> None:
+    verdict = session.verdict(lonely, lonely)
+    assert verdict.named == ["y"]
+    assert "With the baseline's y the output out agrees (" in verdict.text
+
+
 def untapped() -> int:
     return 1
 
