@@ -128,6 +128,7 @@ class _Judging:
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
             remarks += self._unexplained(named, causes)
+        unseen += _may_have_passed(grafted, frame, threshold)
         frame = _labelled(frame, named, following, causes, threshold)
         hints: dict[str, str] = {}
         if causes:
@@ -407,6 +408,18 @@ def _unseen(compared: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[Self
             "others stands for theirs (launch with a larger keep_budget)."
         )
     return said
+
+
+def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """Taps that could not be grafted, before one that is named: what is other there goes on with the model."""
+    over = frame.loc[frame["ratio"] > threshold, "order"]
+    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
+    if not len(failed):
+        return []
+    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    return [
+        f"what came through {groups}, where nothing could be grafted. Taps after it may have inherited what is named."
+    ]
 
 
 def _labelled(

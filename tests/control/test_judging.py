@@ -186,6 +186,19 @@ def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
     assert "Nothing was compared" in text
 
 
+def evicts() -> None:
+    """A cache that is a place shorter on the target, before what reads it."""
+    rows = 3 if gl.here().side == "target" else 4
+    cache = gl.tap("cache", torch.arange(20.0).reshape(4, 5)[:rows])
+    gl.tap("read", cache.mean(0))
+
+
+def test_what_may_have_come_through_a_tap_of_another_shape_is_said(session: gl.Session) -> None:
+    verdict = session.verdict(evicts, evicts)
+    assert verdict.named == ["read"]
+    assert "Not looked at: what came through cache, where nothing could be grafted. Taps after it may" in verdict.text
+
+
 def narrow() -> None:
     dtype = torch.float32 if gl.here().side == "baseline" else torch.bfloat16
     x = gl.tap("x", torch.linspace(0, 1, 64).to(dtype))
