@@ -10,8 +10,8 @@ import html
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
@@ -19,6 +19,7 @@ import pandas as pd
 from graftlab.base.html import bundle
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
+from graftlab.control.keeping import how_to_keep
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
@@ -28,7 +29,8 @@ from graftlab.control.run import OnFailure, Run
 from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.works import Callee, Works
+from graftlab.control.uninterrupted import uninterrupted
+from graftlab.control.works import Callee, Works, code_of
 from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
@@ -72,10 +74,12 @@ class SessionCore:
         self._has_ended = False
         self._works = Works()
         self._plans = Plans(self._ranks)
-        self._runs = Runs(self._ranks, rows, self._plans.all)
-        self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
-        self._pairs = PairsOnRanks(self._ranks, self._ask)
+        self._runs = Runs(self._ranks, rows, self._plans.all, self._queries.stack_of)
+        self._taps = SeenTaps()
+        self._pairs = PairsOnRanks(
+            self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
+        )
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
@@ -149,14 +153,16 @@ class SessionCore:
         if baseline is None and target is None:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works: dict[int, Work] = {}
+        code: dict[str, str | CodeType] = {}
         for side, callee in (("baseline", baseline), ("target", target)):
             if callee is None:
                 continue
             # One expression for both sides is one piece of work, so that a mistake in it is reported once.
             if not (works and isinstance(callee, str) and callee == baseline):
                 work = self._works.of(side, callee, tuple(args), kwargs or {})
+            code[side] = code_of(callee)
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
-        return self._begin(works, on_failure)
+        return self._begin(works, on_failure, code)
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
@@ -170,7 +176,7 @@ class SessionCore:
         [6.0]
         """
         work = self._works.of_cell(source)
-        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure).wait()
+        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure, {on: source}).wait()
 
     def select(self, on: str) -> list[RankProcess]:
         """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
@@ -184,12 +190,12 @@ class SessionCore:
             raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
         return chosen
 
-    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure) -> Run:
+    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure, code: Mapping[str, str | CodeType]) -> Run:
         if on_failure not in get_args(OnFailure):
             raise SessionError(f"on_failure={on_failure!r}: a run takes 'stop' or 'continue'")
         with self._lock:
             self._require_open()
-            return self._runs.begin(works, self.plan, on_failure)
+            return self._runs.begin(works, self.plan, on_failure, code)
 
     @property
     def runs(self) -> list[Run]:
@@ -344,7 +350,7 @@ class SessionCore:
         with self._lock:
             self._require_open()
             plan = self.plan.edit(**changes)
-            refuse_overlap(plan, self.taps)
+            refuse_overlap(plan, self._taps.all(plan))
             self._plans.publish(plan)
             return plan
 
@@ -360,10 +366,12 @@ class SessionCore:
     def taps(self) -> list[dict[str, Any]]:
         """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen.
 
+        ``name`` is what the plan in force calls the pair, ``baseline_name`` and ``target_name`` what each side does.
+
         >>> {"hidden", "out"} <= {tags["name"] for tags in session.taps}
         True
         """
-        return self._taps.all()
+        return self._taps.all(self.plan)
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 
@@ -382,7 +390,7 @@ class SessionCore:
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
         """
-        return ranks_frame(self._ranks, self.failing)
+        return ranks_frame(self._ranks, self.failing, self.lost_groups)
 
     @property
     def failing(self) -> dict[str, str]:
@@ -392,6 +400,17 @@ class SessionCore:
         {}
         """
         return self._runs.failing
+
+    @property
+    def lost_groups(self) -> dict[str, str]:
+        """The sides whose process group is gone, and why; :meth:`restart` brings it back.
+
+        A group is gone when one of its ranks is, or when a collective in it has failed or run into its time limit.
+
+        >>> session.lost_groups
+        {}
+        """
+        return self._runs.groups.lost()
 
     def stacks(self) -> dict[str, str]:
         """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits.
@@ -439,39 +458,58 @@ class SessionCore:
         >>> other.closed
         True
         """
-        if self._has_ended:
-            return
-        # On a thread of its own, so that the stop button ends the wait and never the closing half way.
-        ending = Future[None]()
-        thread = threading.Thread(target=self._end, args=(ending,), name="graftlab-close", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is shutting down and starts no threads any more
-            self._end(ending)
-        ending.result()
+        if not self._has_ended:
+            uninterrupted(self._end)
 
-    def _end(self, ending: Future[None]) -> None:
-        try:
-            with self._ending:
-                if not self._has_ended:
-                    self._end_all()
-        except BaseException as error:
-            ending.set_exception(error)
-        else:
-            ending.set_result(None)
+    def _end(self) -> None:
+        with self._ending:
+            if self._has_ended:
+                return
+            with self._lock:
+                self._closed = True
+                self._runs.close("the session was closed")
+            self._end_ranks()
+            open_sessions.remove(self)
+            self._has_ended = True
+            self._rows.close()
 
-    def _end_all(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._runs.close()
+    def _end_ranks(self) -> None:
         end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
         self._hub.stop()
         for rank in self._ranks:
             rank.release()
             self.reports.on_gone(rank)
-        open_sessions.remove(self)
-        self._has_ended = True
-        self._rows.close()
+
+    def restart(self) -> None:
+        """End every rank and start the same ones anew, where a rank or a side's process group is gone, or hangs.
+
+        The session stays: its plan, its rows, its folder and the taps it has seen; runs and steps count on. What was
+        on the ranks is gone: variables of cells, models, kept tensors. Nothing is run again by itself. A run that is
+        going on ends with :class:`RunError`.
+
+        Raises :class:`LaunchError` when the ranks cannot be started; the session can then be restarted again, read
+        and closed. The stop button ends the wait, not the restart.
+
+        >>> other = gl.launch()
+        >>> plan = other.edit(b2t="name == 'hidden'")
+        >>> other.restart()
+        >>> other.plan == plan, other.status()["state"].tolist()
+        (True, ['idle', 'idle'])
+        >>> other.close()
+        """
+        uninterrupted(self._restart)
+
+    def _restart(self) -> None:
+        with self._ending, self._lock:
+            self._require_open()
+            self._runs.close("the session was restarted")
+            self._end_ranks()
+            started = launch_ranks(self.options, self.folder)
+            self._runs.reopen(self._ranks)
+            # In place, because all parts of the session share this list.
+            self._ranks[:] = started
+            self._hub = Hub(self._ranks, self.reports)
+            self._plans.publish_again()
 
     @property
     def closed(self) -> bool:
@@ -490,6 +528,7 @@ class SessionCore:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{sum(rank.alive for rank in self._ranks)} ranks alive"
+        state += "".join(f", the group of the {side} is gone" for side in self.lost_groups if not self._closed)
         return (
             f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self.runs)} runs, "
             f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
@@ -509,6 +548,12 @@ class SessionCore:
 
 def _html(session: SessionCore) -> str:
     """What a notebook shows for a session."""
+    strip = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
+    lost = "".join(
+        f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
+        for side, why in session.lost_groups.items()
+        if not session.closed
+    )
     title = f"session of {session.options.baseline} + {session.options.target} ranks"
     facts = f"{len(session.runs)} runs, {session.row_count:,} rows, plan {session.plan.version}, {session.folder}"
-    return f"<b>{title}</b> {html.escape(facts)}{ranks_table(session.ranks, session.closed, session.failing)}"
+    return f"<b>{title}</b> {html.escape(facts)}{lost}{strip}"

@@ -11,13 +11,14 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tags import own_tags
 from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft, differences_of_repeat, graft_self
-from graftlab.plan.plan import FILTERS
+from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import (
@@ -93,23 +94,18 @@ class _Judging:
         compared = self._both("without grafts", b2t=None, t2b=None, compare="True")
         grafted = self._both("what each tap adds", b2t="True", t2b=None)
         # In a swap a side that waits for such a tap could hold up one that waits for it.
-        self._lonely = lonely_filter(pd.concat([compared, grafted]), partial(self._before.rewrite, "target"))
+        self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
         outputs = self._outputs(rows, output)
         selves = self._self_graft(rows, exact, list(outputs))
         unseen = _unseen(compared, grafted, selves)
-        rewrite = partial(self._before.rewrite, "target")
         given = {*input_names(compared), *input_names(grafted)}
-        inputs = [
-            g for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given for g in [group_of(rewrite(n), t)]
-        ]
+        inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
-        plan = self._before
         frame = added_frame(
             grafted,
             self._floors(selves),
             compared=compared,
-            paired_name=partial(plan.rewrite, "target"),
             constant=constant,
         )
         named = named_groups(frame, threshold)
@@ -187,7 +183,7 @@ class _Judging:
     def _self_graft(self, rows: pd.DataFrame, exact: Callee | None, keep: Sequence[str]) -> list[SelfGraft]:
         dtypes: dict[str, str] = {}
         for row in records(rows):
-            name = self._before.rewrite("target", row["name"])
+            name = row["name"]
             dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
         key = floor_key(
             self.session, self._before, rows, (self._callees[0], exact), self._args, self._kwargs, list(keep)
@@ -202,7 +198,7 @@ class _Judging:
             self._args,
             self._kwargs,
             dtypes,
-            [rule for rule in self._before.rename if rule[0] == "baseline"],
+            self._before,
             self.session.options.keep_budget,
             list(keep),
         )
@@ -220,7 +216,11 @@ class _Judging:
     # ---- the floor ----------------------------------------------------------------------------------------------
 
     def _group(self, added: Added) -> str:
-        return group_of(self._before.rewrite("baseline", added.name), added.tags)
+        return group_of(self._paired(added), added.tags)
+
+    def _paired(self, added: Added) -> str:
+        """What filters call a tap of the baseline's run against itself."""
+        return self._before.pairings("baseline", added.name, own_tags(added.tags))[0].name
 
     def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
         return pool((self._group(each), each.rel_l2, each.rel_max, each.squares) for each in rows)
@@ -247,7 +247,7 @@ class _Judging:
                     )
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
-                group = group_of(self._before.rewrite("target", row["name"]), row["tags"])
+                group = group_of(row["name"], row["tags"])
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"]}
         return found
 
@@ -257,10 +257,10 @@ class _Judging:
         """Under which names the taps of each group are known on either side; what filters see."""
         names: dict[str, set[tuple[str, str | None]]] = {}
         for name, tags in zip(rows["name"], rows["tags"], strict=True):
-            group = group_of(self._before.rewrite("target", name), tags)
+            group = group_of(name, tags)
             names.setdefault(group, set()).add((name, kind_of(tags)))
         for added in (row for each in selves for row in each.added):
-            names.setdefault(self._group(added), set()).add((added.name, kind_of(added.tags)))
+            names.setdefault(self._group(added), set()).add((self._paired(added), kind_of(added.tags)))
         return names
 
     def _causes(
@@ -340,7 +340,7 @@ class _Judging:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
 
-    def _pair(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tags = {tag: value for tag, value in row["tags"].items() if value is not None}
         return self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
 
@@ -453,17 +453,14 @@ def _graft_self_here(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dtypes: dict[str, str],
-    rename: list[tuple[str, str, str]],
+    plan: GraftPlan,
     budget: int,
     keep: list[str],
 ) -> SelfGraft:
-    from graftlab.plan.plan import GraftPlan
-
-    plan = GraftPlan(rename=tuple(rename))  # type: ignore[arg-type]
     return graft_self(
         call_here(baseline, args, kwargs),
         dtypes,
-        paired_name=partial(plan.rewrite, "baseline"),
+        paired_name=lambda name: plan.pairings("baseline", name, {})[0].name,
         budget=budget,
         exact=None if exact is None else call_here(exact, args, kwargs),
         keep=keep,

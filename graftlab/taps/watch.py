@@ -35,6 +35,14 @@ Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
 
+_kinds: dict[str, str] = {}
+
+
+def kinds_of_watched() -> dict[str, str]:
+    """The class of the module behind each tap that some ``watch`` put in, by the tap's name."""
+    return dict(_kinds)
+
+
 class Removable(Protocol):
     """What can be taken out again."""
 
@@ -140,6 +148,7 @@ def watch(
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
+            _kinds[name] = kind
     weights = weights_of(model, prefix, wanted, unwanted) if params else {}
     names = [*weights, *(name for name, _ in chosen)]
     if taps.taker() is None:
@@ -272,18 +281,11 @@ TapOne = Callable[[str, torch.Tensor], Any]
 
 
 def _tap_value(extras: Any, grads: bool, name: str, value: torch.Tensor) -> Any:
-    taker = taps.taker()
-    if taker is None:
-        return value
-    tensor = taker.tap(name, value, extras, {}, replace=True)
-    if grads:
-        taps.tap_gradient(name, tensor, {})
-    return tensor
+    return taps.show(name, value, extras, replace=True, grad=grads)
 
 
 def _tap_input(name: str, value: torch.Tensor) -> Any:
-    taker = taps.taker()
-    return value if taker is None else taker.tap(name, value, None, {"kind": "input"}, replace=True)
+    return taps.show(name, value, None, replace=True, tags={"kind": "input"})
 
 
 def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:

@@ -90,7 +90,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
         "recompute_status",
     ]
     assert not {"step", "side", "rank"} & set(tag_columns(frame.assign(step=0, side="target", rank=0)))
-    assert RESERVED_TAGS & set(COLUMNS) == {"name", "step", "side", "rank"}
+    assert RESERVED_TAGS & set(COLUMNS) == {"name", "step", "side", "rank", "baseline_name", "target_name"}
 
 
 # ---- what diverges --------------------------------------------------------------------------------------------------
