@@ -26,6 +26,7 @@ SUBJECTS = (
     "memory",
     "steps",
     "graphs",
+    "verdicts",
     "cuda",
 )
 
