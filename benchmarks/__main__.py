@@ -27,6 +27,7 @@ SUBJECTS = (
     "memory",
     "steps",
     "graphs",
+    "verdicts",
     "cuda",
 )
 

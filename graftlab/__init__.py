@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from graftlab.session import Session, launch
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
+    from graftlab.taps.training import watch_training
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -72,6 +73,7 @@ _LAZY = {
     "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
+    "watch_training": "graftlab.taps.training",
 }
 
 __all__ = [
@@ -116,6 +118,7 @@ __all__ = [
     "tap",
     "transforms",
     "watch",
+    "watch_training",
 ]
 
 

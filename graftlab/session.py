@@ -16,6 +16,7 @@ from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
+    from graftlab.control.checking import Check
     from graftlab.control.compiling import CompiledComparison
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
@@ -257,6 +258,36 @@ class Session(SessionCore):
         from graftlab.control.compiling import compare_compiled
 
         return compare_compiled(self, function, args, dict(kwargs or {}), options, threshold)
+
+    def check(
+        self,
+        target: Callee | None = None,
+        baseline: Callee | None = None,
+        *,
+        layouts: Mapping[str, str] | None = None,
+        mesh: Mapping[str, int] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Check:
+        """What the ranks of one side should agree on and do not; no other side is needed.
+
+        ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. Told are copies
+        that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients and
+        optimizer state), partial sums that nobody reduced, and inputs that differ. Which taps are copies is read from
+        DTensors' placements. ``layouts`` says it of others: a layout by a filter over ``name``, such as
+        ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
+        dimension). What nothing is said of is inferred, and the text says so: tensors that are near to each other are
+        copies, as are those whose like in another layer are equal, and gradients of weights that are copies.
+
+        Raises what :meth:`run` raises, and :class:`SessionError` for a side of one rank.
+
+        >>> session.check(target=forward, args=(x,))
+        Traceback (most recent call last):
+        graftlab.errors.SessionError: check: the target has one rank, which has nobody to agree with; launch ...
+        """
+        from graftlab.control.checking import check
+
+        return check(self, baseline, target, layouts=layouts, mesh=mesh, args=args, kwargs=kwargs)
 
     @property
     def plot(self) -> SessionPlots:

@@ -116,6 +116,12 @@ class Grafter:
         return self._plan
 
     @property
+    def moment(self) -> tuple[int, int] | None:
+        """The run and the step that go on; None between runs."""
+        run = self._run
+        return None if run is None else (run.run, self._step)
+
+    @property
     def next_step(self) -> int:
         """The first step number that nothing has used yet."""
         return self._step + 1

@@ -170,6 +170,14 @@ def _commands() -> dict[str, Command]:
         "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
     )
 
+    check = command(
+        "check",
+        "Tell what the target's ranks should agree on, and do not; the expression is evaluated on them alone.",
+        raw="EXPR",
+        usage="%%graft check [-h] [-o NAME] EXPR",
+    )
+    check.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"

@@ -187,6 +187,11 @@ class GraftMagics(Magics):
         self._assign(arguments.out, proposal)
         return proposal
 
+    def _check(self, arguments: argparse.Namespace) -> Any:
+        check = self._open().check(target=arguments.expression)
+        self._assign(arguments.out, check)
+        return check
+
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
         # What the notebook does not know is looked for where the %%graft cells of that side ran.

@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     "ui",
     "verdict",
     "match",
+    "check",
 )
 
 DEFINE = """
