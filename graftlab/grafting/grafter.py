@@ -9,12 +9,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
@@ -229,6 +231,15 @@ class Grafter:
             self._run = None
             self._adopt(self._offered)
             self._write_page("idle")
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Wait as long as the other side is there, whatever the time limit: for a side that computes nothing itself."""
+        before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
+        try:
+            yield
+        finally:
+            self._exchange.timeout = before
 
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""

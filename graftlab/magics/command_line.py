@@ -119,6 +119,24 @@ def _commands() -> dict[str, Command]:
     )
     up.add_argument("--replace", action="store_true", help="close the session that is open, with all that it holds")
 
+    listen = command(
+        "listen", "Wait for jobs that something else starts, and show how; the session is also the variable `session`."
+    )
+    listen.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
+    listen.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
+    listen.add_argument("--folder", help="where rows go and jobs look for this session (default: a new one)")
+    listen.add_argument("--append", action="store_true", help="go on in a folder that has rows, and take over its jobs")
+    listen.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=limits.TIMEOUT,
+        help=f"twice what every wait of a tap may take (default {limits.TIMEOUT:g})",
+    )
+    listen.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", default="session", help="name of the session's variable"
+    )
+
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")
     command("interrupt", "Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.")
