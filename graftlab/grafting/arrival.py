@@ -20,6 +20,7 @@ from graftlab.transforms import (
     GraftTransformInput,
     Outcome,
     Transform,
+    TransformSpec,
     compare,
     dtype_name,
     run_transform,
@@ -59,6 +60,7 @@ class Arrival(NamedTuple):
     status: Status
     senders: list[int]
     stats: DiffStats | None = None
+    transform: str | None = None
     aligned_by: str | None = None
     rows_matched: int | None = None
     rows_unmatched: int | None = None
@@ -71,7 +73,7 @@ class Arrival(NamedTuple):
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
     run, step, order, tags, action, place, plan_version, occurrence, own = call
-    status, senders, stats, aligned_by, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    status, senders, stats, transform, aligned_by, rows_matched, rows_unmatched, cast, note, error, _ = arrival
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
         run,
@@ -87,6 +89,7 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         None if own is None else list(own.shape),
         None if own is None else dtype_name(own.dtype),
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
+        transform,
         aligned_by,
         rows_matched,
         rows_unmatched,
@@ -105,11 +108,11 @@ class Arrivals:
     def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
         self._kept = kept
         self._warn_once = warn_once
-        self._transform: Transform | None = None
+        self._transforms: list[tuple[str, Transform]] = []
 
     def adopt(self, plan: GraftPlan) -> None:
-        """This plan's transform is in force from now on."""
-        self._transform = _load(plan)
+        """This plan's transforms are in force from now on."""
+        self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
 
     def take(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None = None) -> Arrival:
         """What comes of a call that this rank receives at. The receipt is not released here.
@@ -123,16 +126,18 @@ class Arrivals:
             return _unreadable(call, receipt)
         graft_input = _input(call, extras, receipt)
         note = _absent(receipt) if receipt.absent else None
+        which = call.action.transform
+        label, transform = (None, None) if which is None else self._transforms[which]
         try:
-            outcome = run_transform(self._transform, graft_input)
+            outcome = run_transform(transform, graft_input)
             stats = compare(outcome, graft_input)
         except (Exception, SystemExit) as error:
-            return self._transform_failed(call, graft_input, note, error)
+            return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
-                return _no_rows_came(graft_input, outcome, note)
+                return _no_rows_came(graft_input, outcome, label, note)
         if call.action.keep:
             note = _joined(note, self._kept.add(graft_input, outcome.value))
         status: Status = "compared"
@@ -144,17 +149,22 @@ class Arrivals:
             if logger.isEnabledFor(logging.INFO):
                 _log_graft(call, outcome.value, stats, graft_input.senders)
         senders, aligned_by, cast = graft_input.senders, outcome.aligned_by, outcome.cast
-        return Arrival(status, senders, stats, aligned_by, matched, unmatched, cast, note, None, result)
+        return Arrival(status, senders, stats, label, aligned_by, matched, unmatched, cast, note, None, result)
 
     def _transform_failed(
-        self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
+        self,
+        call: TapCall,
+        graft_input: GraftTransformInput,
+        transform: str | None,
+        note: str | None,
+        error: BaseException,
     ) -> Arrival:
         text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
             # To try a better transform on.
             note = _joined(note, self._kept.add(graft_input, None))
-        return Arrival("failed", graft_input.senders, note=note, error=text)
+        return Arrival("failed", graft_input.senders, transform=transform, note=note, error=text)
 
     def _overwrite(
         self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
@@ -168,15 +178,15 @@ class Arrivals:
         return result, note
 
 
-def _load(plan: GraftPlan) -> Transform | None:
-    """The plan's transform. One that loads in the notebook but not here fails each tap, not the whole run."""
+def _load(spec: TransformSpec) -> Transform:
+    """A transform of the plan. One that loads in the notebook but not here fails each tap, not the whole run."""
     try:
-        return plan.load_transform()
+        return spec.load()
     except (Exception, SystemExit) as error:
         cause = error
 
         def fails(graft_input: GraftTransformInput) -> torch.Tensor:
-            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
+            raise TransformError(f"the plan's transform {spec.label} cannot be loaded on this rank: {cause}") from cause
 
         return fails
 
@@ -221,11 +231,14 @@ def _unreadable(call: TapCall, receipt: Receipt) -> Arrival:
     return Arrival("failed", _senders(receipt), note=_absent(receipt), error=error)
 
 
-def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str | None) -> Arrival:
+def _no_rows_came(
+    graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
+) -> Arrival:
     """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
     return Arrival(
         "missing",
         graft_input.senders,
+        transform=transform,
         aligned_by=outcome.aligned_by,
         rows_matched=0,
         rows_unmatched=outcome.rows_unmatched,

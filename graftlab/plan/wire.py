@@ -14,6 +14,7 @@ from graftlab.base.world import Side
 from graftlab.errors import PlanError
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import specs_of
 
 
 class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +23,7 @@ class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["path", "source", "function"]
     text: str
     blob: bytes
+    where: str | None
 
 
 class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +33,7 @@ class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     t2b: str | None
     compare: str | None
     keep: str | None
-    transform: WireTransform | None
+    transform: tuple[WireTransform, ...]
     rename: tuple[tuple[Side, str, str], ...]
     version: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -41,8 +43,7 @@ _decoder = wire.Decoder(WirePlan)
 
 def to_wire(plan: GraftPlan) -> WirePlan:
     """What :func:`from_wire` makes an equal plan of."""
-    made = plan.transform
-    transform = None if made is None else WireTransform(made.kind, made.text, made.blob)
+    transform = tuple(WireTransform(made.kind, made.text, made.blob, made.where) for made in plan.transforms)
     return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, plan.version)
 
 
@@ -52,12 +53,11 @@ def from_wire(received: WirePlan) -> GraftPlan:
     Raises :class:`FilterError` or :class:`PlanError` where it is not usable. Whether its transform loads is only seen
     when somebody loads it.
     """
-    sent = received.transform
-    transform = None
-    if sent is not None:
+    transforms = []
+    for sent in received.transform:
         if (sent.kind == "function") != bool(sent.blob):
             raise PlanError(f"a transform of kind {sent.kind!r} came with {len(sent.blob)} bytes of a function")
-        transform = TransformSpec(sent.kind, sent.text, sent.blob)
+        transforms.append(TransformSpec(sent.kind, sent.text, sent.blob, sent.where))
     # As unpickling does, without what there is to say of a new plan: whoever made it was told.
     plan = GraftPlan.__new__(GraftPlan)
     plan.__setstate__(
@@ -66,13 +66,13 @@ def from_wire(received: WirePlan) -> GraftPlan:
             "t2b": received.t2b,
             "compare": received.compare,
             "keep": received.keep,
-            "transform": transform,
+            "transform": specs_of(transforms, TransformSpec.draft),
             "rename": received.rename,
             "version": received.version,
         }
     )
     # Compiles all there is, so that what is not usable is refused now.
-    _ = plan.mentions, plan.rewrite("baseline", "")
+    _ = plan.looks_at, plan.rewrite("baseline", "")
     return plan
 
 

@@ -80,6 +80,8 @@ class Row(NamedTuple):
     min_target: Statistic[float] = None
     max_target: Statistic[float] = None
 
+    transform: str | None = None
+    """Which of the plan's transforms made what the tap's own tensor was measured against; None: the default one."""
     aligned_by: str | None = None
     rows_matched: int | None = None
     rows_unmatched: int | None = None

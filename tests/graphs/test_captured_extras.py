@@ -223,7 +223,7 @@ def serve(runner: Any, order: tuple[int, ...]) -> list[list[int]]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_the_engines_own_taps_are_aligned_by_request_in_padded_graphs(session: gl.Session, runner: str) -> None:
-    session.edit(b2t="name == 'mlp_out'", transform="graftlab.transforms.align_by_request")
+    session.edit(b2t="name == 'mlp_out'", transform=("True", "graftlab.transforms.align_by_request"))
     run = session.run(partial(serve, EagerRunner, (0, 1, 2)), partial(serve, RUNNERS[runner], (2, 0, 1)))
     frame = run.frame
     assert set(frame["status"]) == {"compared", "grafted"}, frame["error"].dropna().tolist()[:1]
