@@ -23,6 +23,7 @@ SUBJECTS = (
     "launch",
     "edit",
     "rows",
+    "dumps",
     "memory",
     "steps",
     "graphs",
