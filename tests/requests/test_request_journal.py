@@ -252,3 +252,17 @@ def test_the_requests_of_a_folder_are_each_read_once_from_files_crashes_and_jour
     # A crash is read on its own.
     assert [each.record.rid for each in _read(path, trusted=False)] == ["a", "b"]
     dumper.close()
+
+
+def test_a_segment_goes_when_the_lowest_request_in_memory_is_beyond_it(tmp_path: Path) -> None:
+    journal = Journal("token", lambda: {"requests": [], "server_args": None, "dropped": []})
+    for _ in range(2):
+        journal.accept(tmp_path, b"", id)
+    journal.tidy(lambda: 1, force=True)
+    journal.accept(tmp_path, b"", id)
+    journal.tidy(lambda: 2, force=True)
+    assert len(list(tmp_path.iterdir())) == 2
+    journal.tidy(lambda: 3)
+    assert [path.name[-14:] for path in tmp_path.iterdir()] == ["000002.journal"]
+    journal.tidy(lambda: None)
+    assert list(tmp_path.iterdir()) == []
