@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.shown import Shown
+from graftlab.layouts import RankLayout
+from graftlab.plan.pairs import Pairing
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row, Status, statistics_of
 from graftlab.transforms import (
@@ -47,6 +51,7 @@ class TapCall(NamedTuple):
     plan_version: int
     occurrence: int
     tensor: torch.Tensor | None
+    pairing: Pairing | None = None
 
     @property
     def name(self) -> str:
@@ -62,6 +67,7 @@ class Arrival(NamedTuple):
     stats: DiffStats | None = None
     transform: str | None = None
     aligned_by: str | None = None
+    layout: str | None = None
     rows_matched: int | None = None
     rows_unmatched: int | None = None
     cast: str | None = None
@@ -72,8 +78,9 @@ class Arrival(NamedTuple):
 
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
-    run, step, order, tags, action, place, plan_version, occurrence, own = call
-    status, senders, stats, transform, aligned_by, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
+    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    rule = None if pairing is None else pairing.rule
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
         run,
@@ -89,8 +96,13 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         None if own is None else list(own.shape),
         None if own is None else dtype_name(own.dtype),
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
+        tags["name"] if pairing is None else pairing.baseline_name,
+        tags["name"] if pairing is None else pairing.target_name,
         transform,
         aligned_by,
+        layout,
+        None if rule is None else rule.matched_by,
+        None if rule is None else rule.rel,
         rows_matched,
         rows_unmatched,
         cast,
@@ -114,17 +126,47 @@ class Arrivals:
         """This plan's transforms are in force from now on."""
         self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
 
-    def take(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None = None) -> Arrival:
+    def take_named(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None,
+        layout: RankLayout | None,
+        reduced: torch.Tensor | str | None,
+    ) -> tuple[TapCall, Arrival]:
+        """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
+        sent = [each.extras for each in receipt.contributions if isinstance(each.extras, Shown)]
+        name = next((each.name for each in sent if each.name), None)
+        pairing = call.pairing
+        if name is not None and pairing is not None and pairing.rule is None:
+            if call.place.side == "target":
+                pairing = replace(pairing, baseline_name=name)
+            else:
+                pairing = replace(pairing, target_name=name)
+            call = call._replace(pairing=pairing)
+        return call, self.take(call, extras, receipt, replaced, layout, reduced)
+
+    def take(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None = None,
+        layout: RankLayout | None = None,
+        reduced: torch.Tensor | str | None = None,
+    ) -> Arrival:
         """What comes of a call that this rank receives at. The receipt is not released here.
 
         A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
-        in its place.
+        in its place. ``layout`` is that of the call's tensor on the ranks, ``reduced`` the tensor with its partial sums
+        taken, or why they cannot be.
         """
         if not receipt.contributions:
             return _nothing_came(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
-        graft_input = _input(call, extras, receipt)
+        graft_input = _input(call, extras, receipt, layout, reduced)
         note = _absent(receipt) if receipt.absent else None
         which = call.action.transform
         label, transform = (None, None) if which is None else self._transforms[which]
@@ -134,22 +176,31 @@ class Arrivals:
         except (Exception, SystemExit) as error:
             return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
+        note = _joined(note, outcome.note)
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
                 return _no_rows_came(graft_input, outcome, label, note)
         if call.action.keep:
-            note = _joined(note, self._kept.add(graft_input, outcome.value))
+            note = _joined(note, self._keep(graft_input, outcome))
         status: Status = "compared"
         result = None
         if call.action.graft:
             status = "grafted"
+            note = _joined(note, outcome.caveat)
             result, overwrite_note = self._overwrite(call, outcome.value, replaced)
             note = _joined(note, overwrite_note)
             if logger.isEnabledFor(logging.INFO):
                 _log_graft(call, outcome.value, stats, graft_input.senders)
         senders, aligned_by, cast = graft_input.senders, outcome.aligned_by, outcome.cast
-        return Arrival(status, senders, stats, label, aligned_by, matched, unmatched, cast, note, None, result)
+        counts = matched, unmatched
+        return Arrival(status, senders, stats, label, aligned_by, outcome.layout, *counts, cast, note, None, result)
+
+    def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
+        if outcome.measured is None:
+            return self._kept.add(graft_input, outcome.value)
+        theirs, mine = outcome.measured
+        return self._kept.add(replace(graft_input, target=mine), theirs)
 
     def _transform_failed(
         self,
@@ -191,13 +242,24 @@ def _load(spec: TransformSpec) -> Transform:
         return fails
 
 
-def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
+def _input(
+    call: TapCall,
+    extras: Any,
+    receipt: Receipt,
+    layout: RankLayout | None,
+    reduced: torch.Tensor | str | None,
+) -> GraftTransformInput:
     assert call.action.direction is not None
     assert call.tensor is not None
+    pairing = call.pairing
+    rule = None if pairing is None else pairing.rule
+    tags = call.tags
+    if pairing is not None:
+        tags = {**tags, "baseline_name": pairing.baseline_name, "target_name": pairing.target_name}
     return GraftTransformInput(
-        tags=call.tags,
+        tags=tags,
         received_list=[contribution.tensor for contribution in receipt.contributions],
-        received_extras_list=[contribution.extras for contribution in receipt.contributions],
+        received_extras_list=[_extras(contribution.extras) for contribution in receipt.contributions],
         target=call.tensor.detach(),
         direction=call.action.direction,
         recv_rank=call.place.rank,
@@ -205,7 +267,20 @@ def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
         senders=_senders(receipt),
         send_world_size=call.place.other_world_size,
         target_extras=extras,
+        layout=layout,
+        received_layouts=[_layout(contribution.extras) for contribution in receipt.contributions],
+        pair=None if rule is None or rule.layout == "same" else rule.parsed,
+        whole="target" if rule is not None and rule.whole == call.place.side else "received",
+        target_reduced=reduced,
     )
+
+
+def _extras(sent: Any) -> Any:
+    return sent.extras if isinstance(sent, Shown) else sent
+
+
+def _layout(sent: Any) -> RankLayout | None:
+    return sent.layout if isinstance(sent, Shown) else None
 
 
 def _senders(receipt: Receipt) -> list[int]:
@@ -240,6 +315,7 @@ def _no_rows_came(
         graft_input.senders,
         transform=transform,
         aligned_by=outcome.aligned_by,
+        layout=outcome.layout,
         rows_matched=0,
         rows_unmatched=outcome.rows_unmatched,
         note=note,
