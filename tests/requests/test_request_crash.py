@@ -288,6 +288,35 @@ def test_without_a_folder_the_window_alone_is_kept_for_a_crash(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_crash_names_the_files_of_its_window_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumper = RequestDumper(tmp_path, crash_window=100.0)
+    moment = [1_000.0]
+    monkeypatch.setattr("graftlab.requests.writing.time.time", lambda: moment[0])
+    for rid, at in (("long ago", 1_000.0), ("just now", 1_150.0)):
+        moment[0] = at
+        assert dumper.add({"rid": rid}, None, at, at)
+        assert dumper.flush()
+    moment[0] = 1_200.0
+    path = dumper.dump_before_crash()
+    assert path is not None
+    assert rids([path]) == [("just now", True)]
+    crash = load_dump(path)["crash"]  # type: ignore[typeddict-item]
+    (file,) = crash["files"]
+    assert rids([Path(file)]) == [("just now", True)]
+    assert crash["marks"] == [file]
+    dumper.close()
+
+
+def test_requests_that_are_over_make_room_for_others_to_begin(tmp_path: Path) -> None:
+    dumper = RequestDumper(tmp_path, threshold=2, max_waiting=1)
+    for index in range(50):
+        request = {"rid": str(index)}
+        assert dumper.begin(request, 1.0), index
+        assert dumper.add(request, None, 1.0, 2.0)
+        assert dumper.flush()
+    dumper.close()
+
+
 def test_without_any_folder_nothing_is_recorded() -> None:
     dumper = RequestDumper(None)
     assert not dumper.add({}, None, 0.0, time.time())

@@ -254,6 +254,23 @@ def test_the_requests_of_a_folder_are_each_read_once_from_files_crashes_and_jour
     dumper.close()
 
 
+def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("2026-01-01", "2026-01-02", "2026-01-03"):
+        content = {
+            "requests": [({"rid": name}, None, 1.0, 2.0)],
+            "server_args": None,
+            "launch_command": "",
+            "dropped": [],
+        }
+        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(content))
+    glob = Path.glob
+    # A disk may give them in any order.
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: sorted(glob(self, pattern), reverse=True))
+    assert [each.record.rid for each in _read(tmp_path, trusted=False)] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+
+
 def test_a_segment_goes_when_the_lowest_request_in_memory_is_beyond_it(tmp_path: Path) -> None:
     journal = Journal("token", lambda: {"requests": [], "server_args": None, "dropped": []})
     for _ in range(2):
