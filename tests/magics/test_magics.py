@@ -387,6 +387,15 @@ def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
     assert "image/png" in reply.shown[-1], reply.stderr
 
 
+@pytest.mark.ranks
+def test_the_noise_floor_that_is_given_is_the_one_in_the_picture(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4, 4))")
+    typed(notebook, "figure = get_ipython().run_line_magic('graft', 'plot --noise-floor 0.125')")
+    heights = "{float(y) for axes in figure.axes for line in axes.lines for y in line.get_ydata()}"
+    assert value(notebook, f"0.125 in {heights}") == "True"
+
+
 # ---- cells ----------------------------------------------------------------------------------------------------------
 
 

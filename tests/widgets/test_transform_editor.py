@@ -444,6 +444,19 @@ def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(s
 
 
 @pytest.mark.ranks
+def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_it_on(
+    session: gl.Session, show: Show
+) -> None:
+    screen = show(session)
+    before = session.plan
+    screen.choose("tap", "nothing: only load it")
+    message = screen.applies(f"{DOUBLES}\nraise ValueError('as it loads')")
+    assert message == "Not applied, because it failed."
+    assert "as it loads" in screen.result
+    assert session.plan is before
+
+
+@pytest.mark.ranks
 def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
