@@ -15,6 +15,7 @@ from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
+    from graftlab.control.compiling import CompiledComparison
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
@@ -224,6 +225,34 @@ class Session(SessionCore):
         from graftlab.control.matching_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
+
+    def compare_compiled(
+        self,
+        function: Callee,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        threshold: float = 5.0,
+        **options: Any,
+    ) -> CompiledComparison:
+        """Does this function compute the same when it is compiled, and where not?
+
+        The baseline calls it as it is and the target as ``torch.compile(function, **options)``: ``backend``,
+        ``fullgraph``, ``dynamic``, ``mode``. It is a function or an expression, as for :meth:`run`; both sides need
+        the same state, and each call has to be repeatable. A :meth:`verdict` says which computation is other, with the
+        taps in the graph. Since a tap keeps the compiler from fusing across it, the results without any tap are
+        compared too; where they part only without taps, the tap that makes the difference is found by leaving taps out
+        of the graph, which compiles the function a few times more.
+
+        Raises what :meth:`verdict` raises.
+
+        >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
+        Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00.
+        No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
+        """
+        from graftlab.control.compiling import compare_compiled
+
+        return compare_compiled(self, function, args, dict(kwargs or {}), options, threshold)
 
     @property
     def plot(self) -> SessionPlots:

@@ -115,6 +115,9 @@ def _commands() -> dict[str, Command]:
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")
     command("interrupt", "Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.")
+    command(
+        "restart", "Start the same ranks anew, with the same plan; what was on them is gone, and nothing is run again."
+    )
     command("down", "End the ranks; rows and logs stay.")
 
     log = command("log", "Show the end of a rank's log.")
@@ -137,6 +140,17 @@ def _commands() -> dict[str, Command]:
         usage="%%graft verdict [-h] [-o NAME] EXPR",
     )
     verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
+    compiled = command(
+        "compiled",
+        "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
+        "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+    )
+    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+    compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
 
     replay = command(
         "replay",

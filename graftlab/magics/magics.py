@@ -146,6 +146,14 @@ class GraftMagics(Magics):
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         self._open().interrupt()
 
+    def _restart(self, arguments: argparse.Namespace) -> Session:
+        session = self._open()
+        session.restart()
+        sys.stdout.write(
+            "the same ranks and plan are back; what cells had defined on the ranks is gone, and nothing was run again\n"
+        )
+        return session
+
     def _down(self, arguments: argparse.Namespace) -> None:
         session = self._open()
         session.close()
@@ -164,6 +172,14 @@ class GraftMagics(Magics):
         verdict = self._open().verdict(arguments.expression, arguments.expression)
         self._assign(arguments.out, verdict)
         return verdict
+
+    def _compiled(self, arguments: argparse.Namespace) -> Any:
+        options = {"fullgraph": arguments.fullgraph}
+        if arguments.backend is not None:
+            options["backend"] = arguments.backend
+        comparison = self._open().compare_compiled(arguments.expression, **options)
+        self._assign(arguments.out, comparison)
+        return comparison
 
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
