@@ -264,7 +264,7 @@ class Grafter:
         decisions = self._decisions
         if others.isdisjoint(run.participants):
             self._decisions = None
-        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.mentions:
+        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.looks_at:
             self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
         else:
             decisions.step = self._step

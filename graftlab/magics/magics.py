@@ -80,8 +80,9 @@ class GraftMagics(Magics):
         if where in ("", "-h", "--help"):
             raise command_line.HelpShown(command_line.overview())
         session = self._open()
-        if where == "transform":
-            session.edit(transform=cell)
+        place, option = command_line.split_where(where)
+        if place.strip() == "transform":
+            session.edit(transform=(option[0].partition("=")[2], cell) if option else cell)
             return
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
@@ -237,7 +238,12 @@ class GraftMagics(Magics):
                 f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
                 f"package.module.function"
             )
-        return session.edit(transform=None if name == "default" else self._names().get(name, name))
+        if name == "default":
+            if arguments.where is not None:
+                raise UsageError("%graft transform default: it applies where no other does; leave --where out")
+            return session.edit(transform=None)
+        transform = self._names().get(name, name)
+        return session.edit(transform=transform if arguments.where is None else (arguments.where, transform))
 
     def _rename(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
