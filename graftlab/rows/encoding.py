@@ -107,3 +107,28 @@ def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[lis
         else:
             columns = tuple(row["columns"])
     return rows, columns
+
+
+# What JSON makes of each kind of column; None stands for what a row, or an earlier version, does not have.
+_KINDS: dict[str, frozenset[type]] = {
+    "integer": frozenset({int, type(None)}),
+    "float": frozenset({int, float, type(None)}),
+    "text": frozenset({str, type(None)}),
+    "list": frozenset({list, type(None)}),
+    "index": frozenset({list, type(None)}),
+    "tags": frozenset({dict}),
+}
+_INT64 = 1 << 63
+
+
+def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
+    """The first value that its column cannot have, with the index of its row and the column's name; None usually."""
+    for column, cells in zip(TABLE, zip(*rows, strict=True), strict=True):
+        kinds = _KINDS[column.storage] - ({type(None)} if column.name in ("name", "step", "status") else set())
+        is_integer = column.storage == "integer"
+        if not is_integer and kinds.issuperset(map(type, cells)):
+            continue
+        for index, cell in enumerate(cells):
+            if type(cell) not in kinds or (is_integer and not -_INT64 <= (cell or 0) < _INT64):
+                return index, column.name, cell
+    return None

@@ -480,3 +480,20 @@ def test_a_session_whose_file_was_deleted_says_which(tmp_path: Path) -> None:
 def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(gl.SessionError, match=r"no rows can be read from .*session.folder"):
         gl.load_run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("step", "x"), ("step", 1.5), ("tags", 5), ("shape", "no"), ("rel_l2", [1]), ("max_abs_index", 3)),
+        *(("name", None), ("rank", 1 << 80), ("status", {})),
+    ],
+)
+def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path, column: str, value: Any) -> None:
+    good = json.loads(encode(row()))
+    bad = list(good)
+    bad[COLUMNS.index(column)] = value
+    lines = [json.dumps(each) for each in ({"columns": COLUMNS}, good, bad)]
+    (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
+    with pytest.raises(gl.SessionError, match=rf"rows.jsonl: row 1 has {re.escape(repr(value))} as its {column}, "):
+        gl.load_run(tmp_path)
