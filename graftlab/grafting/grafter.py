@@ -46,6 +46,7 @@ from graftlab.taps.extras import Laid, resolved, unpicklable_part
 logger = logging.getLogger(__name__)
 
 _UNMATCHED = Arrival("unmatched", [])
+_RECOMPUTED = Arrival("recomputed", [])
 
 
 def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
@@ -113,6 +114,12 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The run and the step that go on; None between runs."""
+        run = self._run
+        return None if run is None else (run.run, self._step)
 
     @property
     def next_step(self) -> int:
@@ -417,7 +424,9 @@ class Grafter:
 
     def _publish(self, key: TapKey, call: TapCall, extras: Any, told: Shown | None, began: float) -> None:
         assert call.tensor is not None
-        row = row_of(call, _UNMATCHED, time.perf_counter() - began)
+        # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+        unasked = _RECOMPUTED if key.recompute_status == "recompute" else _UNMATCHED
+        row = row_of(call, unasked, time.perf_counter() - began)
         sent = extras if told is None else dataclasses.replace(told, extras=extras)
         try:
             self._exchange.publish(key, call.tensor.detach(), sent, memo=row)
@@ -455,6 +464,8 @@ class Grafter:
             call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
+        if arrival.status == "missing" and key.recompute_status == "recompute":
+            arrival = arrival._replace(status="recomputed", note=arrival.error, error=None)
         self._emit(row_of(call, arrival, time.perf_counter() - began))
         return arrival.result
 

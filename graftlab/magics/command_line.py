@@ -148,6 +148,36 @@ def _commands() -> dict[str, Command]:
     )
     verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
 
+    compiled = command(
+        "compiled",
+        "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
+        "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+    )
+    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+    compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
+
+    match = command(
+        "match",
+        "Find out by value which tap of the target is which of the baseline, whatever their names.\n\n"
+        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft match [-h] [-o NAME] EXPR",
+    )
+    match.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
+    )
+
+    check = command(
+        "check",
+        "Tell what the target's ranks should agree on, and do not; the expression is evaluated on them alone.",
+        raw="EXPR",
+        usage="%%graft check [-h] [-o NAME] EXPR",
+    )
+    check.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"

@@ -174,6 +174,24 @@ class GraftMagics(Magics):
         self._assign(arguments.out, verdict)
         return verdict
 
+    def _compiled(self, arguments: argparse.Namespace) -> Any:
+        options = {"fullgraph": arguments.fullgraph}
+        if arguments.backend is not None:
+            options["backend"] = arguments.backend
+        comparison = self._open().compare_compiled(arguments.expression, **options)
+        self._assign(arguments.out, comparison)
+        return comparison
+
+    def _match(self, arguments: argparse.Namespace) -> Any:
+        proposal = self._open().match(arguments.expression, arguments.expression)
+        self._assign(arguments.out, proposal)
+        return proposal
+
+    def _check(self, arguments: argparse.Namespace) -> Any:
+        check = self._open().check(target=arguments.expression)
+        self._assign(arguments.out, check)
+        return check
+
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
         # What the notebook does not know is looked for where the %%graft cells of that side ran.

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched"]
+Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched", "recomputed"]
 """What became of a tap: measured; measured and overwritten; the transform failed; nobody sent it; the wait for it took
-too long; or (on the sender) nobody asked for it."""
+too long; (on the sender) nobody asked for it; or activation checkpointing runs a forward again on this side alone, so
+that nothing is absent."""
 
 MEASURED: tuple[Status, ...] = ("compared", "grafted")
 """The statuses of rows that have statistics."""

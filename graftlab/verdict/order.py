@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import tells_taps_apart
 from graftlab.rows.schema import COLUMNS, MEASURED
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
 # What the other side has no tap for.
 _ALONE = ("missing", "unmatched")
@@ -219,8 +220,21 @@ def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
     return merged
 
 
+def _floor_by_dtype(frame: pd.DataFrame, value: str) -> float:
+    """What rounding to the coarsest dtype of these rows comes to, those that were converted included."""
+    if value != "rel_l2" or "dtype" not in frame.columns:
+        return DEFAULT_NOISE_FLOOR
+    names = [str(name) for name in frame["dtype"].dropna().unique()]
+    casts = frame["cast"].dropna().unique() if "cast" in frame.columns else ()
+    found = [match.groups() for cast in casts if (match := re.match(r"(\w+) -> (\w+)", str(cast)))]
+    if any("int8" in one or "int8" in other for one, other in found):
+        # Of 8-bit integers that stand for fractions a unit is about as coarse as of this one.
+        names.append("bfloat16")
+    return assumed_floor([*names, *(name for pair in found for name in pair)])[0]
+
+
 def first_divergent(
-    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = DEFAULT_NOISE_FLOOR
+    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | Literal["dtype"] | None = "dtype"
 ) -> pd.Series[Any] | None:
     """The first row, in execution order, that a noise floor does not explain: where to start looking.
 
@@ -228,8 +242,9 @@ def first_divergent(
     ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
     nothing. ``noise_floor=None`` leaves the value out of it. Taps are ordered by step, then by the smallest
     ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
-    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; about 2e-2 suits
-    bfloat16 against float32.
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``. ``"dtype"`` is for
+    ``rel_l2`` what rounding to the coarsest dtype in the frame comes to, 1e-5 for float32 and 2e-2 for bfloat16, so
+    that no tap is named because it casts; for other values it is 1e-5.
 
     Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
     ValueError naming a column (name, order, status, ``value``) that the frame lacks.
@@ -241,9 +256,8 @@ def first_divergent(
         return None
     taps = group(frame, value)
     status = frame["status"].astype(str).to_numpy()
-    mask = divergent(
-        np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), noise_floor
-    )
+    floor = _floor_by_dtype(frame, value) if noise_floor == "dtype" else noise_floor
+    mask = divergent(np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), floor)
     if not mask.any():
         return None
     sequence = np.lexsort((taps.row_order, taps.row_tap))

@@ -19,6 +19,7 @@ from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.panel import Panel, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
+from graftlab.widgets.verdict_view import VerdictView
 
 ROWS_A_TICK = 3000
 """Rows that are read at once: what 50,000 rows a second leave for the rest of the kernel."""
@@ -75,7 +76,7 @@ class Dashboard(Panel):
             titles=_TITLES,
         ).add_class("graftlab-parts")
         self.add_class("graftlab-dashboard")
-        self._open([self._verdict, self._ranks, self._message_line, self._parts])
+        self._open([self._verdict, VerdictView(self), self._ranks, self._message_line, self._parts])
 
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session

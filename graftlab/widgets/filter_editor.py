@@ -46,6 +46,8 @@ class FilterEditor(Panel):
         self._plan = session.plan
         self._taps: list[dict[str, Any]] = []
         self._tags_seen: set[str] = set()
+        # What the plan calls the taps by; see _follow.
+        self._names: tuple[object, ...] = (session.plan.pairs, session.plan.rename)
         self._shown: object = None
         self._judged_run: Run | None = None
 
@@ -166,6 +168,11 @@ class FilterEditor(Panel):
             for line in self._lines.values():
                 line.follow(plan)
         taps = self.session.taps
+        if self._names != (plan.pairs, plan.rename):
+            # Taps are called otherwise now, so what a text matches is to be looked at anew.
+            self._names, self._taps, self._tags_seen = (plan.pairs, plan.rename), [], set()
+            for line in self._lines.values():
+                line.forget()
         if len(taps) > len(self._taps):
             self._tags_seen.update(*taps[len(self._taps) : TAP_LIMIT])
             self._taps = taps

@@ -31,6 +31,8 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "match",
+    "check",
 )
 
 DEFINE = """
@@ -219,6 +221,13 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     assert "No tap adds more than rounding does" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
     assert value(notebook, "judged.named") == "[]"
     assert "hidden" in value(notebook, "session.plan.b2t")
+
+
+@pytest.mark.ranks
+def test_a_match_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    assert "2 of 2 target taps have a partner" in value(notebook, "%graft match -o found forward(torch.randn(4))")
+    assert value(notebook, "found.pairs[0].baseline + found.pairs[0].target") == "'hidden[layer=3]hidden[layer=3]'"
 
 
 @pytest.mark.ranks
