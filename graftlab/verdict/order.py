@@ -17,7 +17,7 @@ from graftlab.rows.schema import COLUMNS, MEASURED
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
 # What the other side has no tap for.
-_ALONE = ("missing", "unmatched")
+_ALONE = ("missing", "unmatched", "recomputed")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Key = tuple[Hashable, ...]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import html
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +23,10 @@ from graftlab.widgets.snapshot import Snapshot
 from graftlab.widgets.style import PANEL_STYLE
 
 logger = logging.getLogger(__name__)
+
+# What stays in the notebook is made anew this often at the most, in seconds, and takes this part of one core.
+_SNAPSHOT_INTERVAL = 2.0
+_SNAPSHOT_SHARE = 0.1
 
 STATUSES = ("quiet", "good", "bad", "overtaken")
 
@@ -65,6 +71,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._inputs: Inputs | None = None
         self._snapshot = Snapshot()
         self._snapshot_state: object = None
+        self._next_snapshot = 0.0
         self._message_line: widgets.HTML = widgets.HTML() if host is None else host._message_line
         self._message_line.add_class("graftlab-message")
         super().__init__()
@@ -101,12 +108,23 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             return
         runs, session = self.session.runs, self.session
         state = (len(runs), bool(runs) and runs[-1].done, session.closed, session.plan.version)
-        if state != self._snapshot_state:
+        if state == self._snapshot_state:
+            return
+        if session.closed:
             self._snapshot_state = state
-            if session.closed:
-                self._snapshot.update(self.static_html(with_figures=True))
-            else:
-                self.in_background(lambda: self._snapshot.update(self.static_html(with_figures=True)))
+            self._snapshot.update(self.static_html(with_figures=True))
+        elif time.monotonic() >= self._next_snapshot:
+            self._snapshot_state = state
+            # Not again before this one is done.
+            self._next_snapshot = math.inf
+            self.in_background(self._take_snapshot)
+
+    def _take_snapshot(self) -> None:
+        began = time.monotonic()
+        try:
+            self._snapshot.update(self.static_html(with_figures=True))
+        finally:
+            self._next_snapshot = began + max(_SNAPSHOT_INTERVAL, (time.monotonic() - began) / _SNAPSHOT_SHARE)
 
     def show_error(self, text: str) -> None:
         """Show why a refresh failed; the empty text says that it works again."""
