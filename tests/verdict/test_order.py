@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab import demo, plots
+from graftlab import demo
 from graftlab.base.tags import RESERVED_TAGS, identity
 from graftlab.control import replay
 from graftlab.rows.encoding import encode
@@ -141,8 +141,6 @@ def test_a_pair_of_which_one_alone_is_not_finite_diverges_whatever_the_value() -
     assert found["name"] == "odd"
 
 
-@pytest.mark.parametrize(
-    "function", [replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__
-)
+@pytest.mark.parametrize("function", [replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__)
 def test_the_noise_floor_is_one_number(function: Any) -> None:
     assert inspect.signature(function).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
