@@ -38,6 +38,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
@@ -67,6 +68,7 @@ _LAZY = {
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "runs": "graftlab.control.past_runs",
     "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
@@ -107,6 +109,7 @@ __all__ = [
     "make_converter",
     "match_weights",
     "plots",
+    "runs",
     "step",
     "strip",
     "tags",

@@ -98,6 +98,7 @@ class Grafter:
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
+        self._before_step = 0
         self._last_tap = ""
         # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
         self._at_work = False
@@ -173,6 +174,7 @@ class Grafter:
             self._run = run
             self._last_tap = ""
             self._step = run.first_step
+            self._before_step = self._order
             if plan.version >= self._offered.version:
                 self._offered = plan
             self._adopt(plan)
@@ -189,6 +191,7 @@ class Grafter:
                 return
             self._end_step()
             self._step += 1
+            self._before_step = self._order
             if self.place.world_rank == run.leader:
                 self._announce_plan()
                 self._begin_step(run)
@@ -263,7 +266,17 @@ class Grafter:
         )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
-        call = TapCall(run.run, self._step, self._order, tags, Action(), self.place, self._plan.version, 0, None)
+        call = TapCall(
+            run.run,
+            self._step,
+            self._order - self._before_step,
+            tags,
+            Action(),
+            self.place,
+            self._plan.version,
+            0,
+            None,
+        )
         self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
@@ -388,7 +401,7 @@ class Grafter:
         return TapCall(
             run.run,
             self._step,
-            self._order,
+            self._order - self._before_step,
             decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
             decision.action,
             self.place,

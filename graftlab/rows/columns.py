@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
 _STORAGE = {column.name: column.storage for column in TABLE}
@@ -88,7 +89,7 @@ class Columns:
                 while column in columns:
                     column = f"tag_{column}"
                 columns[column] = self._cells(name, cells)
-        return pd.DataFrame(columns, copy=False)
+        return RowsFrame(columns, copy=False)
 
     def _cells(self, name: str, cells: Array) -> Any:
         storage = _STORAGE.get(name)

@@ -49,7 +49,7 @@ class Row(NamedTuple):
     run: int
     step: int
     order: int
-    """Counts the taps of this rank that some filter wanted."""
+    """Counts the taps of this rank in this step that some filter wanted, from 1 on, also those without a row here."""
     name: str
     """What both sides call the tap: its name, or that of its pair under the plan's pairs and rename."""
     tags: dict[str, Any]

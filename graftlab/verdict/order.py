@@ -16,6 +16,9 @@ from graftlab.base.tags import tells_taps_apart
 from graftlab.rows.schema import COLUMNS, MEASURED
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
+# What the other side has no tap for.
+_ALONE = ("missing", "unmatched")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Key = tuple[Hashable, ...]
 
@@ -147,9 +150,10 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     count = int(ids.max()) + 1 if rows else 0
     first_row = np.full(count, rows)
     np.minimum.at(first_row, ids, np.arange(rows))
-    tap_order = np.full(count, np.inf)
+    tap_order, tap_shared = np.full(count, np.inf), np.full(count, np.inf)
     np.minimum.at(tap_order, ids, order)
-    sequence = np.lexsort((first_row, tap_order, step[first_row])) if rows else np.zeros(0, dtype=np.int64)
+    np.minimum.at(tap_shared, ids, _shared_before(frame, step, order))
+    sequence = np.lexsort((first_row, tap_order, tap_shared, step[first_row])) if rows else np.zeros(0, dtype=np.int64)
     rank_of = np.empty(count, dtype=np.int64)
     rank_of[sequence] = np.arange(count)
     row_tap = rank_of[ids]
@@ -171,6 +175,26 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     columns += [frame[column].iloc[at].tolist() for column in tags]
     keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
     return Taps(keys, tags, steps, worst, nonfinite, statuses, row_tap, order)
+
+
+def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
+    """How many taps that both sides have came before each row on its rank in its step.
+
+    A rank counts all its taps, but what it sends has its row on the receiver. So what a rank counts less its own taps
+    that the other side does not have is a place that both sides share.
+    """
+    if "side" not in frame.columns or "rank" not in frame.columns:
+        return order
+    alone = frame["status"].astype(str).isin(_ALONE).to_numpy()
+    if not alone.any():
+        return order
+    table = pd.DataFrame({"step": step, "side": _codes(frame["side"]), "rank": _codes(frame["rank"])})
+    table["order"], table["alone"] = order, alone.astype(np.float64)
+    in_order = table.sort_values(["step", "side", "rank", "order"], kind="stable")
+    before = in_order.groupby(["step", "side", "rank"], sort=False)["alone"].cumsum() - in_order["alone"]
+    # A tap of one side alone comes before the shared one that would have its number.
+    shared: Array = order - before.reindex(table.index).to_numpy() - np.where(alone, 0.5, 0.0)
+    return shared
 
 
 def _nonfinite(frame: pd.DataFrame) -> Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from graftlab.base.html import cell, table
 from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run
@@ -109,6 +110,11 @@ class FilterEditor(Panel):
             )
             self.revert()
             self.say(f"Version {plan.version} is restored, as version {new.version}.")
+
+    def static_html(self, with_figures: bool = False) -> str:
+        plan = self.session.plan
+        lines = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
+        return f"<p>Filters of plan {plan.version}</p>{table(('filter', 'taps'), lines)}"
 
     # ---- what the browser says ----------------------------------------------------------------------------------
 
