@@ -65,7 +65,9 @@ def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_writte
     world.baseline.grafter.end_run()
     world.target.tap("missing", 1.0)
     world.end()
-    assert {row.status for row in world.rows} == set(get_args(Status)) == {*map(str, (row.name for row in world.rows))}
+    # What is recomputed takes a backward pass; see tests/grafting/test_paired_names.py.
+    statuses = set(get_args(Status)) - {"recomputed"}
+    assert {row.status for row in world.rows} == statuses == {*map(str, (row.name for row in world.rows))}
     for row in world.rows:
         for made in (row, decode(encode(row))):
             wrong = [c.name for c in TABLE if not holds(c, getattr(made, c.name))]
