@@ -20,6 +20,7 @@ SUBJECTS = (
     "diff_statistics",
     "taps",
     "minilm",
+    "matching",
     "launch",
     "edit",
     "rows",

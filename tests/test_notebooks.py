@@ -43,6 +43,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "cuda_graphs.ipynb",
+        "porting.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
         "replay.ipynb",
@@ -120,6 +121,21 @@ def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repai
     before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
     assert before == after
     assert "(0, ['compared'], True)" in text, "mended, nothing differs"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path: Path) -> None:
+    outputs = execute("porting.ipynb", tmp_path)
+    said = texts(outputs)
+    assert "24 problems" in said
+    assert "in_proj_weight holds encoder.layer.0.attention.self.key.weight where its v belongs" in said
+    assert "True ()" in said
+    assert "60 of 60 target taps have a partner" in said
+    added = [line.split()[:2] for line in said.splitlines() if line.strip().startswith("encoder.layer.")]
+    assert added == [[f"encoder.layer.{n}.intermediate", f"encoder.layers.{n}.dropout"] for n in range(6)]
+    assert "60 taps compared" in said
+    assert "equal outputs: True" in said
 
 
 @pytest.mark.ranks

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
 _NULLABLE = frozenset(column.name for column in TABLE if column.is_nullable)
@@ -91,7 +92,7 @@ class Columns:
                 while column in columns:
                     column = f"tag_{column}"
                 columns[column] = self._cells(name, cells)
-        return pd.DataFrame(columns, copy=False)
+        return RowsFrame(columns, copy=False)
 
     def _became(self, block: Block) -> Any:
         status, direction, side = (self._table(name).values(block[name]) for name in ("status", "direction", "side"))

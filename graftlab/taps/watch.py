@@ -13,6 +13,7 @@ import torch
 
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
+from graftlab.taps.functions import FunctionTaps, named_functions
 
 _latest_change = 0
 
@@ -102,6 +103,7 @@ def watch(
     *,
     extras: Extras | None = None,
     grads: bool = False,
+    functions: Sequence[str] = (),
     params: bool = False,
     inputs: bool = False,
 ) -> Watch:
@@ -124,6 +126,10 @@ def watch(
     With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: of the same name,
     with the tag ``kind="grad"``, in the order of the backward pass.
 
+    ``functions`` are names of torch functions, such as ``"scaled_dot_product_attention"``: each call inside the model
+    shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
+    implementations that are cut into other modules share taps. The calls of a step are told apart by their occurrence.
+
     With ``params`` each weight and buffer is a tap too, once a step, when the model is first called: of its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
     the type of the module that owns them. A graft of such a tap overwrites the weight, which stays so; a verdict only
@@ -133,7 +139,8 @@ def watch(
     Outside a session no hook is put in, and the handle has the names alone. ``names`` has no inputs, which are not
     known before a call.
 
-    Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch has not, and TypeError when
+    ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
@@ -142,6 +149,7 @@ def watch(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
+    called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
     for path, (module, kind) in _unwrapped_modules(model).items():
@@ -162,7 +170,13 @@ def watch(
     if inputs:
         handles.append(model.register_forward_pre_hook(_Inputs(model, f"{prefix}input"), with_kwargs=True))
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    if called:
+        handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
+
+
+def _show_call(grads: bool, name: str, value: Any) -> Any:
+    return value if taps.taker() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
 
 
 Chosen = Callable[[str, str], bool]
@@ -203,6 +217,9 @@ class _Weights:
         self._shown_at = grafter.moment
         for name, tensor in self._find().items():
             taker.tap(name, tensor, None, {"kind": "param"})
+        # The first of them may have made this process a rank, with another count of steps.
+        grafter = taps.grafter()
+        self._shown_at = None if grafter is None else grafter.moment
 
 
 class _Inputs:
