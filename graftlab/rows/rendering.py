@@ -91,7 +91,7 @@ def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
         cell(row["order"]),
         cell(row["name"]),
         *(cell(own.get(tag, "")) for tag in tags),
-        cell(f"not finite ({differ})") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
+        cell(f"not finite ({int(differ)})") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
         cell(number(_float(row["max_abs"]))),
         cell(row["status"]),
         cell(f"{row['side']}[{row['rank']}]"),
