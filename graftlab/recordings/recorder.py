@@ -56,8 +56,8 @@ class Recorder:
 
     @property
     def moment(self) -> object:
-        """See :class:`graftlab.taps.calls.StepTaker`."""
-        return self._step if self._inner is None else self._inner.moment
+        """Another value in each step, and in each run of a session."""
+        return self._step, None if self._inner is None else self._inner.moment
 
     def step(self) -> None:
         """See :func:`graftlab.step`."""
