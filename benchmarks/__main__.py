@@ -20,6 +20,7 @@ SUBJECTS = (
     "diff_statistics",
     "taps",
     "minilm",
+    "matching",
     "launch",
     "edit",
     "rows",
@@ -27,6 +28,7 @@ SUBJECTS = (
     "memory",
     "steps",
     "graphs",
+    "verdicts",
     "cuda",
 )
 

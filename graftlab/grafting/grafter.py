@@ -9,12 +9,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
@@ -46,6 +48,7 @@ from graftlab.taps.extras import Laid, resolved, unpicklable_part
 logger = logging.getLogger(__name__)
 
 _UNMATCHED = Arrival("unmatched", [])
+_RECOMPUTED = Arrival("recomputed", [])
 
 
 def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
@@ -97,6 +100,7 @@ class Grafter:
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
+        self._before_step = 0
         self._last_tap = ""
         # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
         self._at_work = False
@@ -112,6 +116,12 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The run and the step that go on; None between runs."""
+        run = self._run
+        return None if run is None else (run.run, self._step)
 
     @property
     def next_step(self) -> int:
@@ -172,6 +182,7 @@ class Grafter:
             self._run = run
             self._last_tap = ""
             self._step = run.first_step
+            self._before_step = self._order
             if plan.version >= self._offered.version:
                 self._offered = plan
             self._adopt(plan)
@@ -188,6 +199,7 @@ class Grafter:
                 return
             self._end_step()
             self._step += 1
+            self._before_step = self._order
             if self.place.world_rank == run.leader:
                 self._announce_plan()
                 self._begin_step(run)
@@ -219,6 +231,15 @@ class Grafter:
             self._run = None
             self._adopt(self._offered)
             self._write_page("idle")
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Wait as long as the other side is there, whatever the time limit: for a side that computes nothing itself."""
+        before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
+        try:
+            yield
+        finally:
+            self._exchange.timeout = before
 
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""
@@ -262,7 +283,17 @@ class Grafter:
         )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
-        call = TapCall(run.run, self._step, self._order, tags, Action(), self.place, self._plan.version, 0, None)
+        call = TapCall(
+            run.run,
+            self._step,
+            self._order - self._before_step,
+            tags,
+            Action(),
+            self.place,
+            self._plan.version,
+            0,
+            None,
+        )
         self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
@@ -387,7 +418,7 @@ class Grafter:
         return TapCall(
             run.run,
             self._step,
-            self._order,
+            self._order - self._before_step,
             decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
             decision.action,
             self.place,
@@ -404,7 +435,9 @@ class Grafter:
 
     def _publish(self, key: TapKey, call: TapCall, extras: Any, told: Shown | None, began: float) -> None:
         assert call.tensor is not None
-        row = row_of(call, _UNMATCHED, time.perf_counter() - began)
+        # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+        unasked = _RECOMPUTED if key.recompute_status == "recompute" else _UNMATCHED
+        row = row_of(call, unasked, time.perf_counter() - began)
         sent = extras if told is None else dataclasses.replace(told, extras=extras)
         try:
             self._exchange.publish(key, call.tensor.detach(), sent, memo=row)
@@ -442,6 +475,8 @@ class Grafter:
             call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
+        if arrival.status == "missing" and key.recompute_status == "recompute":
+            arrival = arrival._replace(status="recomputed", note=arrival.error, error=None)
         self._emit(row_of(call, arrival, time.perf_counter() - began))
         return arrival.result
 
