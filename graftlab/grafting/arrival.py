@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place
-from graftlab.diffs.measure import DiffStats
+from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
@@ -21,7 +23,6 @@ from graftlab.transforms import (
     Outcome,
     Transform,
     compare,
-    dtype_name,
     run_transform,
     user_traceback,
 )
@@ -34,7 +35,7 @@ _NO_STATISTICS = (None,) * len(STATISTICS)
 class TapCall(NamedTuple):
     """One call of a tap that some filter wants: all that its row says before anything was sent or received.
 
-    ``tensor`` is the rank's own; None where there is none to speak of.
+    ``tensor`` is the rank's own; None where there is none to speak of, or where nobody needs more than the row.
     """
 
     run: int
@@ -68,6 +69,19 @@ class Arrival(NamedTuple):
     result: torch.Tensor | None = None
 
 
+class Unasked(NamedTuple):
+    """A tensor that was sent, from which a row is made only if nobody asks for it."""
+
+    call: TapCall
+    shape: list[int]
+    dtype: str
+    seconds: float
+
+    def row(self, status: Status = "unmatched", error: str | None = None) -> Row:
+        row = row_of(self.call, Arrival(status, [], error=error), self.seconds)
+        return row._replace(shape=self.shape, dtype=self.dtype)
+
+
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
     run, step, order, tags, action, place, plan_version, occurrence, own = call
@@ -85,7 +99,7 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         status,
         senders,
         None if own is None else list(own.shape),
-        None if own is None else dtype_name(own.dtype),
+        None if own is None else DTYPE_NAMES[own.dtype],
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
         aligned_by,
         rows_matched,
@@ -121,6 +135,20 @@ class Arrivals:
             return _nothing_came(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
+        theirs = _sent_as_it_is(call, receipt) if self._transform is None else None
+        if theirs is None:
+            return self._take_transformed(call, extras, receipt, replaced)
+        # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
+        mine = call.tensor
+        assert mine is not None
+        try:
+            stats = measure(theirs, mine) if call.action.direction == "b2t" else measure(mine, theirs)
+        except Exception as error:
+            return self._transform_failed(call, _input(call, extras, receipt), None, error)
+        note = self._kept.add(_input(call, extras, receipt), theirs) if call.action.keep else None
+        return self._done(call, theirs, stats, _senders(receipt), note, replaced)
+
+    def _take_transformed(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None) -> Arrival:
         graft_input = _input(call, extras, receipt)
         note = _absent(receipt) if receipt.absent else None
         try:
@@ -135,16 +163,27 @@ class Arrivals:
                 return _no_rows_came(graft_input, outcome, note)
         if call.action.keep:
             note = _joined(note, self._kept.add(graft_input, outcome.value))
-        status: Status = "compared"
-        result = None
-        if call.action.graft:
-            status = "grafted"
-            result, overwrite_note = self._overwrite(call, outcome.value, replaced)
-            note = _joined(note, overwrite_note)
-            if logger.isEnabledFor(logging.INFO):
-                _log_graft(call, outcome.value, stats, graft_input.senders)
-        senders, aligned_by, cast = graft_input.senders, outcome.aligned_by, outcome.cast
-        return Arrival(status, senders, stats, aligned_by, matched, unmatched, cast, note, None, result)
+        done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
+        return done._replace(
+            aligned_by=outcome.aligned_by, rows_matched=matched, rows_unmatched=unmatched, cast=outcome.cast
+        )
+
+    def _done(
+        self,
+        call: TapCall,
+        theirs: torch.Tensor,
+        stats: DiffStats,
+        senders: list[int],
+        note: str | None,
+        replaced: torch.Tensor | None,
+    ) -> Arrival:
+        """What comes of a call that was measured: its tensor is overwritten, if the plan says so."""
+        if not call.action.graft:
+            return Arrival("compared", senders, stats, note=note)
+        result, overwrite_note = self._overwrite(call, theirs, replaced)
+        if logger.isEnabledFor(logging.INFO):
+            _log_graft(call, theirs, stats, senders)
+        return Arrival("grafted", senders, stats, note=_joined(note, overwrite_note), result=result)
 
     def _transform_failed(
         self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
@@ -179,6 +218,23 @@ def _load(plan: GraftPlan) -> Transform | None:
             raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
 
         return fails
+
+
+def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
+    """The tensor that the default transform would hand on as it came; None where there is more to do, or to say."""
+    own = call.tensor
+    assert own is not None
+    place = call.place
+    senders = place.other_world_size
+    contributions = receipt.contributions
+    if len(contributions) != senders or senders not in (1, place.world_size):
+        return None
+    shape = own.shape
+    for contribution in contributions:
+        if contribution.tensor.shape != shape:
+            return None
+    theirs = contributions[place.rank if senders > 1 else 0].tensor
+    return theirs if theirs.dtype == own.dtype and theirs.device == own.device else None
 
 
 def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
@@ -236,10 +292,10 @@ def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str 
 
 def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
     assert call.tensor is not None
-    direction = call.action.direction
+    place, direction = call.place, call.action.direction
     ours, others = ("target", "baseline") if direction == "b2t" else ("baseline", "target")
     line = (
-        f"{call.place.label} grafted {direction} at tap {call.name!r} step {call.step}: "
+        f"{place.side}[{place.rank}] grafted {direction} at tap {call.name!r} step {call.step}: "
         f"{_described(call.tensor, stats, ours)} overridden by {_described(theirs, stats, others)} from ranks "
         f"{senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
     )
@@ -247,12 +303,15 @@ def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: l
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
 
 
+_of_side = {
+    side: attrgetter(*(f"{what}_{side}" for what in ("mean", "std", "min", "max", "nonfinite")))
+    for side in ("baseline", "target")
+}
+
+
 def _described(tensor: torch.Tensor, stats: DiffStats, side: str) -> str:
     """Shape, dtype, device and what was measured of it, for the log."""
-    nonfinite, mean, std, low, high = (
-        getattr(stats, f"{what}_{side}") for what in ("nonfinite", "mean", "std", "min", "max")
-    )
-    return (
-        f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} (mean={mean:.4g} std={std:.4g} "
-        f"min={low:.4g} max={high:.4g}{f' nonfinite={nonfinite}' if nonfinite else ''})"
-    )
+    mean, std, low, high, nonfinite = _of_side[side](stats)
+    kind, shape, device = DTYPE_NAMES[tensor.dtype], list(tensor.shape), "cpu" if tensor.is_cpu else tensor.device
+    counted = f" nonfinite={nonfinite}" if nonfinite else ""
+    return f"{kind}{shape} {device} (mean={mean:.4g} std={std:.4g} min={low:.4g} max={high:.4g}{counted})"

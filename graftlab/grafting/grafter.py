@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, warn
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
+from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, Unasked, row_of
 from graftlab.grafting.decisions import (
     Addresses,
     Asked,
@@ -36,11 +37,10 @@ from graftlab.grafting.tensors import plain_tensor
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row
+from graftlab.taps.compiled import outside_compiled_code
 from graftlab.taps.extras import resolved, unpicklable_part
 
 logger = logging.getLogger(__name__)
-
-_UNMATCHED = Arrival("unmatched", [])
 
 
 class Reporter(Protocol):
@@ -66,7 +66,7 @@ class Grafter:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Row],
+        exchange: LiveExchange[Unasked],
         page: WhereaboutsPage,
         ambient: ContextVar[TagItems],
         reporter: Reporter,
@@ -202,9 +202,8 @@ class Grafter:
 
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""
-        for row in self._exchange.take_unmatched():
-            if isinstance(row, Row):
-                self._emit(row)
+        for unasked in self._exchange.take_unmatched():
+            self._emit(unasked.row())
 
     def _announce_plan(self) -> None:
         plan = self._offered
@@ -262,7 +261,7 @@ class Grafter:
             return value
         return self._wanted(decision, name, value, extras, replace)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         if decision.action.overlap:
             raise self._overlap(decision, name)
@@ -281,7 +280,8 @@ class Grafter:
         began = time.perf_counter()
         self._order += 1
         key = self._addresses.next(decision)
-        if decision.action.direction is None:
+        action = decision.action
+        if action.direction is None:
             self._decline_for_other_ranks(key)
             return value
         self._last_tap = name
@@ -291,10 +291,16 @@ class Grafter:
             self._exchange.decline(key)
             return value
         extras = resolved(extras)
-        self._write_page("running")
-        call = self._call(decision, key, own)
-        if decision.sends:
-            self._publish(key, call, extras, began)
+        plan, run = self._plan, self._run
+        assert run is not None
+        self._page.pass_tap(self._step, plan.version, self._order, name)
+        sends = decision.sends
+        tags = decision.tags_at(key.step, key.recompute_status)
+        # A sender's note must not keep the model's tensor alive.
+        of_row = None if sends else own
+        call = TapCall(run.run, key.step, self._order, tags, action, self.place, plan.version, key.occurrence, of_row)
+        if sends:
+            self._publish(key, call, own, extras, began)
             return value
         # A DTensor can only be overwritten through its local shard, in place.
         replaced = shown if replace and not hasattr(shown, "to_local") else None
@@ -317,43 +323,27 @@ class Grafter:
             f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
         )
 
-    def _call(self, decision: Decision, key: TapKey, own: torch.Tensor) -> TapCall:
-        run = self._run
-        assert run is not None
-        return TapCall(
-            run.run,
-            key.step,
-            self._order,
-            decision.tags_at(key.step, key.recompute_status),
-            decision.action,
-            self.place,
-            self._plan.version,
-            key.occurrence,
-            own,
-        )
-
     def _decline_for_other_ranks(self, key: TapKey) -> None:
         """Where the plan may have said otherwise on a rank of the other side, it must not wait for this one."""
         if self._plan.rank_dependent:
             self._exchange.decline(key)
 
-    def _publish(self, key: TapKey, call: TapCall, extras: Any, began: float) -> None:
-        assert call.tensor is not None
-        row = row_of(call, _UNMATCHED, time.perf_counter() - began)
+    def _publish(self, key: TapKey, call: TapCall, own: torch.Tensor, extras: Any, began: float) -> None:
+        memo = Unasked(call, list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began)
         try:
-            self._exchange.publish(key, call.tensor.detach(), extras, memo=row)
+            self._exchange.publish(key, own.detach() if own.requires_grad else own, extras, memo)
         except BufferFullError as full:
             logger.warning("%s", full)
             self._exchange.decline(key)
-            self._emit(row._replace(status="timeout", error=str(full)))
+            self._emit(memo.row("timeout", str(full)))
         except ShippingError as error:
             failure = (
-                f"{unpicklable_part(extras)} of gl.tap({row.name!r}) on {self.place.label} cannot be pickled: "
+                f"{unpicklable_part(extras)} of gl.tap({call.name!r}) on {self.place.label} cannot be pickled: "
                 f"{error.__cause__}; pass tensors, numbers, strings, or containers of them"
             )
             logger.error("%s", failure)
             self._exchange.decline(key)
-            self._emit(row._replace(status="failed", error=failure))
+            self._emit(memo.row("failed", failure))
 
     def _receive(
         self,

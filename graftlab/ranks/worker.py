@@ -24,6 +24,7 @@ from graftlab.exchange.interrupts import may_raise_at
 from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
+from graftlab.grafting.arrival import Unasked
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
@@ -35,7 +36,6 @@ from graftlab.ranks.settling import receive_descriptors, settle_in
 from graftlab.ranks.spec import RankSpec
 from graftlab.ranks.streams import LabelledStream
 from graftlab.ranks.workplace import Workplace, failure_of
-from graftlab.rows.schema import Row
 from graftlab.taps import calls as taps
 
 # Seconds until an interrupt that came at a bad moment is tried again.
@@ -78,7 +78,7 @@ class Rank:
         own = arenas.pop(place.world_rank)
         channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
         links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
-        self._exchange: LiveExchange[Row] = SharedMemoryExchange(
+        self._exchange: LiveExchange[Unasked] = SharedMemoryExchange(
             place, own, links, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
