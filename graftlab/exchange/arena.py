@@ -79,7 +79,10 @@ class Arena:
                 segment = self._seen_as[dtype] = self._bytes.view(dtype)
         # Offsets are multiples of ALIGNMENT, so of any dtype's size too. One call: each one of torch's takes as long as
         # the copy of a small tensor.
-        return torch.as_strided(segment, shape, _strides(shape), offset // dtype.itemsize)
+        strides, numel = _contiguous(shape)
+        if numel * dtype.itemsize != nbytes:
+            raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {list(shape)}")
+        return torch.as_strided(segment, shape, strides, offset // dtype.itemsize)
 
 
 def _lies_as_it_is(tensor: torch.Tensor) -> bool:
@@ -88,13 +91,13 @@ def _lies_as_it_is(tensor: torch.Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, reach = [], 1
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of a contiguous tensor of this shape, which has no extent of 0, and how many elements it has."""
+    strides, numel = [], 1
     for extent in reversed(shape):
-        strides.append(reach)
-        reach *= max(extent, 1)
-    return tuple(reversed(strides))
+        strides.append(numel)
+        numel *= extent
+    return tuple(reversed(strides)), numel
 
 
 class Allocator:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+
 from graftlab.taps.compiled import outside_compiled_code
 
 
