@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 p
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then command -v $$p; break; fi; done)
 
 PYTEST_ARGS ?=
+# Worker processes of pytest; 0 for none, as --pdb and -s need it.
+PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=
@@ -31,10 +33,10 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
-	$(run) -m pytest $(PYTEST_ARGS)
+	$(run) -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-test-fast: $(test_ready) ## run the tests that start no process
-	$(run) -m pytest -m "not ranks and not browser and not soak" $(PYTEST_ARGS)
+test-fast: $(test_ready) ## run the tests that start no process and take no seconds; under a minute
+	$(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 	$(run) -m ruff check .

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from graftlab.plan.plan import GraftPlan
     from graftlab.rows.store import load_run
     from graftlab.session import Session, launch
+    from graftlab.taps.compiled import compile_taps
+    from graftlab.taps.exported import export_taps, strip
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -58,11 +60,14 @@ _LAZY = {
     "Run": "graftlab.control.run",
     "Session": "graftlab.session",
     "Watch": "graftlab.taps.watch",
+    "compile_taps": "graftlab.taps.compiled",
+    "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
     "load_run": "graftlab.rows.store",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
 }
@@ -93,6 +98,8 @@ __all__ = [
     "TagError",
     "TransformError",
     "Watch",
+    "compile_taps",
+    "export_taps",
     "here",
     "launch",
     "load_ipython_extension",
@@ -101,6 +108,7 @@ __all__ = [
     "match_weights",
     "plots",
     "step",
+    "strip",
     "tags",
     "tap",
     "transforms",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
     from graftlab.control.works import Callee
+    from graftlab.matching.proposal import Proposal
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.transform_editor import TransformEditor
@@ -71,6 +72,8 @@ class Session(SessionCore):
     >>> session
     <Session 1+1: 2 ranks alive, ... runs, ... rows, plan ...>
     """
+
+    _verdict: Verdict | None = None
 
     def replay(
         self,
@@ -154,7 +157,7 @@ class Session(SessionCore):
         """
         from graftlab.control.judging import judge
 
-        return judge(
+        self._verdict = judge(
             self,
             baseline,
             target,
@@ -166,6 +169,61 @@ class Session(SessionCore):
             args=args,
             kwargs=kwargs,
         )
+        return self._verdict
+
+    def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
+        """Write what this session did and found as one page, to attach to an issue; returns its path.
+
+        It has the conclusion and the newest verdict, the taps of the newest run as a figure and a table that can be
+        sorted and searched, the worst taps with their figures, failed transforms and notes, the plan, the code that was
+        run, and the versions of what it ran on. It opens from disk and loads nothing. Values of tensors are only in it,
+        as pictures of the kept pairs, when ``tensors`` says so; messages of exceptions and the code are there as they
+        are.
+
+        Raises :class:`SessionError` when it cannot be written.
+
+        >>> session.report(session.folder / "report.html").name
+        'report.html'
+        """
+        from graftlab.control.report import write_report
+
+        return write_report(self, path, self._verdict, tensors)
+
+    def match(
+        self,
+        baseline: Callee,
+        target: Callee,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        rounds: int = 12,
+        budget: int = 1 << 30,
+    ) -> Proposal:
+        """Find out by value which tap of the target is which of the baseline, in which layout, whatever their names.
+
+        ``baseline`` and ``target`` are what :meth:`run` takes. Both sides run once and record what their taps show, up
+        to ``budget`` bytes a rank, beyond it sketches alone. What matches is grafted into the target, which runs again,
+        until nothing changes, or ``rounds`` are over: behind a fault no value matches until it is grafted away. So the
+        target's code has to begin from the same state each time. The plan plays no part in it, and no rows are made.
+
+        The :class:`Proposal` shows the pairs, how sure each is, and what has no partner and why. To apply it:
+        ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
+
+        >>> def mine(x):
+        ...     return gl.tap("h.scaled", x * 2)
+        >>> def theirs(x):
+        ...     return gl.tap("layers.out", (x * 2).T)
+        >>> proposal = session.match(mine, theirs, args=(torch.randn(4, 6),))
+        >>> [(pair.baseline, pair.target, pair.layout.text) for pair in proposal.pairs]
+        [('h.scaled', 'layers.out', 'a b -> b a')]
+        >>> plan = session.edit(pairs=proposal)
+        >>> session.run(mine, theirs, args=(torch.randn(4, 6),)).frame["rel_l2"].tolist()
+        [0.0]
+        >>> plan = session.edit(pairs=None)
+        """
+        from graftlab.control.matching_runs import match
+
+        return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
 
     @property
     def plot(self) -> SessionPlots:

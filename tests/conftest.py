@@ -1,10 +1,13 @@
-"""What every test shares: run folders in a temporary place, no network, and where the browser is."""
+"""What every test shares: run folders in a temporary place, no network, the browser, and who may start processes."""
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,3 +53,49 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
     if os.geteuid() == 0:
         args.append("--no-sandbox")  # Chromium refuses to run as root with its sandbox
     return {**browser_type_launch_args, "executable_path": chromium, "args": args}
+
+
+# ---- who starts processes -------------------------------------------------------------------------------------------
+
+MAY_START_PROCESSES = ("ranks", "browser", "soak")
+_running: list[pytest.Item] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n 2 --dist loadgroup``, tests that start processes run one after the other, beside all others."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in MAY_START_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_configure() -> None:
+    """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
+    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+
+    def guarded_start(self: Any) -> None:
+        _require_marker(f"the process {self.name}")
+        start(self)
+
+    def guarded_popen(self: Any, args: Any, *more: Any, **options: Any) -> None:
+        # Libraries look for fonts and the like by small programs, once; only another Python is what takes its time.
+        if sys.executable in str(args):
+            _require_marker(f"{args}")
+        popen(self, args, *more, **options)
+
+    multiprocessing.process.BaseProcess.start = guarded_start  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = guarded_popen  # type: ignore[method-assign]
+
+
+def _require_marker(what: str) -> None:
+    if _running and not any(_running[-1].get_closest_marker(name) for name in MAY_START_PROCESSES):
+        raise AssertionError(f"{_running[-1].nodeid} starts {what}: mark it with @pytest.mark.ranks")

@@ -155,6 +155,7 @@ def graft_on(seat: Seat, b2t: str | None, t2b: str | None, name: str) -> list[fl
     return tensor.tolist()
 
 
+@pytest.mark.ranks
 def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> None:
     with ReferenceWorld(2, 2) as world:
         expression = "search('attn', name) and layer < 4 and side in ('baseline', 'target')"
@@ -169,6 +170,7 @@ def fail_on_target(seat: Seat) -> None:
     ReferenceGrafter(seat, "True").tap("x", torch.zeros(1))
 
 
+@pytest.mark.ranks
 def test_a_failing_rank_of_the_reference_ends_the_measurement() -> None:
     with (
         pytest.raises(RuntimeError, match=r"target\[0\] failed.*\n.*\n(.*\n)*ValueError"),

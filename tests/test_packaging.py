@@ -270,6 +270,7 @@ def test_the_demo_names_the_missing_package_and_the_command_that_brings_it(
     assert "pip install 'graftlab[demo]'" in said
 
 
+@pytest.mark.ranks
 def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell("21 * 2"), nbformat.v4.new_code_cell("1 / 0")]
     broken = tmp_path / "broken.ipynb"
@@ -280,6 +281,7 @@ def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
     assert kept.cells[0].outputs[0].data["text/plain"] == "42"
 
 
+@pytest.mark.ranks
 def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def shared() -> Iterator[dict[str, Any]]:
     exec(last, names)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: dict[str, Any]) -> None:
     value = EXAMPLES[name]

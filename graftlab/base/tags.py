@@ -1,11 +1,13 @@
 """Tags: what describes one call of a tap, and which of them say which tap it is.
 
-Every tag is of one of four kinds:
+Every tag is of one of six kinds:
 
 * ``name``, and the **own tags** that the caller gave (``layer=3``, or :func:`graftlab.tags` around the tap);
+* ``baseline_name`` and ``target_name``, what each side itself calls the tap that ``name`` is on both;
 * ``recompute_status``, which tells a forward that activation checkpointing runs again from the original;
 * **place tags** (``step``, ``side``, ``rank``): when and where the tap was reached;
-* **rank tags**, own tags that end in ``_rank``: they differ between the ranks that hold parts of one value.
+* **rank tags**, own tags that end in ``_rank``: they differ between the ranks that hold parts of one value;
+* ``compiled``, which is true of a tap inside code that ``torch.compile`` has compiled.
 
 :func:`identity` is the one definition of "the same tap", on every rank, on both sides, in rows and in what is shown.
 """
@@ -29,8 +31,13 @@ RecomputeStatus = Literal["original", "recompute"]
 
 PLACE_TAGS = frozenset({"step", "side", "rank"})
 
+COMPILED = "compiled"
+
+# What the two sides call the tap themselves; ``name`` is what both call it, see graftlab.plan.pairs.
+SIDE_NAMES = ("baseline_name", "target_name")
+
 # Tags that graftlab sets itself; a caller's tag cannot have these names.
-RESERVED_TAGS = PLACE_TAGS | {"name", "recompute_status"}
+RESERVED_TAGS = PLACE_TAGS | {"name", "recompute_status", *SIDE_NAMES}
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _USUAL = frozenset({str, int, bool})
@@ -102,12 +109,13 @@ def identity(tags: Mapping[str, Any]) -> TapIdentity:
     * ``recompute_status`` is part of it. A recomputed forward may differ from the original (other random numbers, other
       kernels) and can be grafted by itself, so neither may hide what the other shows.
     * A tag that is None, or NaN, counts as one that was not given, as it does for filters and in a frame.
+    * ``compiled`` is left out: a compiled model is compared with one that is not.
     * The order in which tags were given does not matter, nor whether a value is 1 or 1.0.
     * Values count as rows have them: a tuple is a list, and any other object is its repr; see :func:`plain`.
     """
     own = []
     for name, value in tags.items():
-        if name in RESERVED_TAGS or name.endswith("_rank"):
+        if name in RESERVED_TAGS or name.endswith("_rank") or name == COMPILED:
             continue
         if type(value) not in _USUAL:
             value = _comparable(value)
@@ -118,9 +126,20 @@ def identity(tags: Mapping[str, Any]) -> TapIdentity:
     return TapIdentity(tags["name"], tuple(own), tags.get("recompute_status", "original"))
 
 
+def name_with(name: str, tags: Mapping[str, Any]) -> str:
+    """A tap's name with the tags that tell its calls apart, as pairs write it: ``q[layer=3]``."""
+    told = ",".join(f"{key}={_whole(value)}" for key, value in sorted(tags.items()) if not is_rank_tag(key))
+    return f"{name}[{told}]" if told else name
+
+
+def _whole(value: object) -> object:
+    """Tags count as equal whether they are 1 or 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def tells_taps_apart(tag: str) -> bool:
     """Whether :func:`identity` looks at the tag of this name, beside the ``name`` itself."""
-    return tag not in PLACE_TAGS and tag != "name" and not is_rank_tag(tag)
+    return tag not in PLACE_TAGS and tag not in ("name", COMPILED, *SIDE_NAMES) and not is_rank_tag(tag)
 
 
 def _first(pair: tuple[str, Any]) -> str:
@@ -149,8 +168,8 @@ def is_no_tag(name: str, value: object) -> bool:
 class TapKey(NamedTuple):
     """The address of one tensor: equal on both sides exactly when the two taps mean the same value.
 
-    Its ``tags`` and ``recompute_status`` are those of the tap's :func:`identity`, and ``name`` is that which the plan's
-    rename gives it; the same tap is reached once for each ``step`` and ``occurrence`` in it.
+    Its ``tags`` and ``recompute_status`` are those of the tap's :func:`identity`, and ``name`` is that which the plan
+    gives to its pair; the same tap is reached once for each ``step`` and ``occurrence`` in it.
     """
 
     step: int

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
@@ -19,6 +20,7 @@ import pandas as pd
 from graftlab.base.html import bundle
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
+from graftlab.control.keeping import how_to_keep
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
@@ -28,7 +30,7 @@ from graftlab.control.run import OnFailure, Run
 from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.works import Callee, Works
+from graftlab.control.works import Callee, Works, code_of
 from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
@@ -75,7 +77,9 @@ class SessionCore:
         self._runs = Runs(self._ranks, rows, self._plans.all)
         self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
-        self._pairs = PairsOnRanks(self._ranks, self._ask)
+        self._pairs = PairsOnRanks(
+            self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
+        )
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
@@ -149,14 +153,16 @@ class SessionCore:
         if baseline is None and target is None:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works: dict[int, Work] = {}
+        code: dict[str, str | CodeType] = {}
         for side, callee in (("baseline", baseline), ("target", target)):
             if callee is None:
                 continue
             # One expression for both sides is one piece of work, so that a mistake in it is reported once.
             if not (works and isinstance(callee, str) and callee == baseline):
                 work = self._works.of(side, callee, tuple(args), kwargs or {})
+            code[side] = code_of(callee)
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
-        return self._begin(works, on_failure)
+        return self._begin(works, on_failure, code)
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
@@ -170,7 +176,7 @@ class SessionCore:
         [6.0]
         """
         work = self._works.of_cell(source)
-        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure).wait()
+        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure, {on: source}).wait()
 
     def select(self, on: str) -> list[RankProcess]:
         """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
@@ -184,12 +190,12 @@ class SessionCore:
             raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
         return chosen
 
-    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure) -> Run:
+    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure, code: Mapping[str, str | CodeType]) -> Run:
         if on_failure not in get_args(OnFailure):
             raise SessionError(f"on_failure={on_failure!r}: a run takes 'stop' or 'continue'")
         with self._lock:
             self._require_open()
-            return self._runs.begin(works, self.plan, on_failure)
+            return self._runs.begin(works, self.plan, on_failure, code)
 
     @property
     def runs(self) -> list[Run]:
@@ -344,7 +350,7 @@ class SessionCore:
         with self._lock:
             self._require_open()
             plan = self.plan.edit(**changes)
-            refuse_overlap(plan, self.taps)
+            refuse_overlap(plan, self._taps.all(plan))
             self._plans.publish(plan)
             return plan
 
@@ -360,10 +366,12 @@ class SessionCore:
     def taps(self) -> list[dict[str, Any]]:
         """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen.
 
+        ``name`` is what the plan in force calls the pair, ``baseline_name`` and ``target_name`` what each side does.
+
         >>> {"hidden", "out"} <= {tags["name"] for tags in session.taps}
         True
         """
-        return self._taps.all()
+        return self._taps.all(self.plan)
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 

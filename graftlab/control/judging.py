@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tags import own_tags
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
-from graftlab.plan.plan import FILTERS
+from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.calls import here
 from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
@@ -86,12 +87,10 @@ class _Judging:
         selves = self._self_graft(rows, exact, list(outputs))
         unseen = _unseen(compared, grafted, selves)
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
-        plan = self._before
         frame = added_frame(
             grafted,
             self._floors(selves),
             compared=compared,
-            paired_name=partial(plan.rewrite, "target"),
             constant=constant,
         )
         named = named_groups(frame, threshold)
@@ -156,7 +155,7 @@ class _Judging:
     def _self_graft(self, rows: pd.DataFrame, exact: Callee | None, keep: Sequence[str]) -> list[SelfGraft]:
         dtypes: dict[str, str] = {}
         for row in records(rows):
-            name = self._before.rewrite("target", row["name"])
+            name = row["name"]
             dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
         call = partial(
             _graft_self_here,
@@ -165,7 +164,7 @@ class _Judging:
             self._args,
             self._kwargs,
             dtypes,
-            [rule for rule in self._before.rename if rule[0] == "baseline"],
+            self._before,
             self.session.options.keep_budget,
             list(keep),
         )
@@ -175,7 +174,11 @@ class _Judging:
     # ---- the floor ----------------------------------------------------------------------------------------------
 
     def _group(self, added: Added) -> str:
-        return group_of(self._before.rewrite("baseline", added.name), added.tags)
+        return group_of(self._paired(added), added.tags)
+
+    def _paired(self, added: Added) -> str:
+        """What filters call a tap of the baseline's run against itself."""
+        return self._before.pairings("baseline", added.name, own_tags(added.tags))[0].name
 
     def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
         return pool((self._group(each), each.rel_l2, each.rel_max, each.squares) for each in rows)
@@ -202,7 +205,7 @@ class _Judging:
                     )
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
-                group = group_of(self._before.rewrite("target", row["name"]), row["tags"])
+                group = group_of(row["name"], row["tags"])
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"]}
         return found
 
@@ -213,10 +216,10 @@ class _Judging:
         """Under which names the taps of each group are known on either side; what filters see."""
         names: dict[str, set[tuple[str, bool]]] = {}
         for name, tags in zip(rows["name"], rows["tags"], strict=True):
-            group = group_of(self._before.rewrite("target", name), tags)
+            group = group_of(name, tags)
             names.setdefault(group, set()).add((name, is_gradient(tags)))
         for added in (row for each in selves for row in each.added):
-            names.setdefault(self._group(added), set()).add((added.name, is_gradient(added.tags)))
+            names.setdefault(self._group(added), set()).add((self._paired(added), is_gradient(added.tags)))
         return names
 
     def _causes(
@@ -357,17 +360,14 @@ def _graft_self_here(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dtypes: dict[str, str],
-    rename: list[tuple[str, str, str]],
+    plan: GraftPlan,
     budget: int,
     keep: list[str],
 ) -> SelfGraft:
-    from graftlab.plan.plan import GraftPlan
-
-    plan = GraftPlan(rename=tuple(rename))  # type: ignore[arg-type]
     return graft_self(
         _call(baseline, args, kwargs),
         dtypes,
-        paired_name=partial(plan.rewrite, "baseline"),
+        paired_name=lambda name: plan.pairings("baseline", name, {})[0].name,
         budget=budget,
         exact=None if exact is None else _call(exact, args, kwargs),
         keep=keep,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from graftlab.base.tags import plain
@@ -32,12 +32,13 @@ class PairsOnRanks:
     """Looks through what the ``keep`` filter held.
 
     ``name``, ``rank`` (the receiving rank's) and ``tags`` choose the newest pair that has them. Methods raise
-    :class:`SessionError` that lists what is kept when there is none.
+    :class:`SessionError` that lists what is kept when there is none; ``advise(name, tags)`` says what to do then.
     """
 
-    def __init__(self, ranks: Sequence[RankProcess], ask: Ask) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], ask: Ask, advise: Callable[[str, Mapping[str, Any]], str]) -> None:
         self._ranks = ranks
         self._ask = ask
+        self._advise = advise
 
     def tags(self, failed: bool) -> list[dict[str, Any]]:
         """Of every pair, oldest first, rank by rank; with ``failed`` of those without a value too."""
@@ -66,15 +67,16 @@ class PairsOnRanks:
                     if found["name"] == name and all(found.get(k) == v for k, v in tags.items()):
                         steps[process] = found["step"]
         # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
-        for process in sorted(steps, key=lambda process: -steps[process]):
+        # One that has none may know why.
+        asked = sorted(steps, key=lambda process: -steps[process])
+        for process in asked or [each for each in self._receivers() if rank in (None, each.place.rank)]:
             packed = self._ask(process, question, Kept).packed
             if packed is not None:
                 return process, packed
         kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
         raise SessionError(
-            f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. "
-            f"Set session.edit(keep=...) to a filter that matches the tap, and run again"
+            f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. {self._advise(name, tags)}"
         )
 
     def _tags_on(self, rank: RankProcess, failed: bool) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ import html
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
@@ -56,7 +57,10 @@ class Run:
         on_failure: OnFailure = "stop",
         unwritten: Callable[[int], str | None] = lambda since: None,
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
+        code: Mapping[str, str | CodeType] | None = None,
     ) -> None:
+        # Text, or the code of a function, by where it was run; not the function, which may hold a model.
+        self.code = dict(code or {})
         self._plans = plans
         self._first_plan = len(plans()) - 1
         self.number = number

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 
 from graftlab.base.world import RunInfo
 from graftlab.control.run import OnFailure, Run
@@ -45,8 +46,14 @@ class Runs:
         """What went wrong so far in the run that goes on, by rank."""
         return self._runs[-1].failing if self.busy else {}
 
-    def begin(self, works: Mapping[int, Work], plan: GraftPlan, on_failure: OnFailure = "stop") -> Run:
-        """Have ranks, by world rank, do their works as one run under this plan.
+    def begin(
+        self,
+        works: Mapping[int, Work],
+        plan: GraftPlan,
+        on_failure: OnFailure = "stop",
+        code: Mapping[str, str | CodeType] | None = None,
+    ) -> Run:
+        """Have ranks, by world rank, do their works as one run under this plan. ``code`` is what :attr:`Run.code` is.
 
         Raises :class:`SessionBusyError` while another run goes on, :class:`SessionClosedError` where a rank is gone.
         """
@@ -72,6 +79,7 @@ class Runs:
             on_failure=on_failure,
             unwritten=self._rows.unwritten,
             plans=self._plans,
+            code=code or {},
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from graftlab.base.tags import identity, rank_tags
+from graftlab.base.tags import SIDE_NAMES, identity, rank_tags
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import TapSeen
 from graftlab.ranks.rank_process import RankProcess
 
@@ -16,10 +17,17 @@ class SeenTaps:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def note(self, seen: TapSeen, rank: RankProcess) -> None:
-        # Filters can tell apart what differs in a rank tag alone.
+        # Filters can tell apart what differs in a rank tag alone. A name may be another tap's on the other side.
         tags = seen.tags
-        self._tags.setdefault((*identity(tags), rank_tags(tags)), tags)
+        self._tags.setdefault((*identity(tags), rank_tags(tags), rank.place.side), tags)
 
-    def all(self) -> list[dict[str, Any]]:
-        """The tags of each, as they were when it was first seen."""
-        return list(self._tags.values())
+    def all(self, plan: GraftPlan) -> list[dict[str, Any]]:
+        """The tags of each as a plan's filters see them, as they were when it was first seen; a pair is one tap."""
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for seen in list(self._tags.values()):
+            for tags in plan.paired_tags(seen):
+                known = found.setdefault((*identity(tags), rank_tags(tags)), tags)
+                for name in SIDE_NAMES:
+                    # What one side cannot know of the other's name the other has said.
+                    known[name] = known[name] if known[name] is not None else tags[name]
+        return list(found.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graftlab import plots
 
@@ -12,12 +14,32 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _like(function: Callable[..., Any], leaving_out: str) -> Callable[[F], F]:
+    """Let help and completion show the options of a function that a method hands its ``options`` to, and its text."""
+
+    def show(method: F) -> F:
+        own = inspect.signature(method).parameters.values()
+        first = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        given = {each.name for each in first}
+        signature = inspect.signature(function)
+        options = [each for name, each in signature.parameters.items() if name != leaving_out and name not in given]
+        method.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{inspect.cleandoc(function.__doc__ or '')}"
+        return method
+
+    return show
+
+
 class SessionPlots:
     """``session.plot``. Each method takes the keywords of the function of the same name in :mod:`graftlab.plots`."""
 
     def __init__(self, session: SessionCore) -> None:
         self._session = session
 
+    @_like(plots.divergence, leaving_out="frames")
     def divergence(self, **options: Any) -> Figure:
         """The newest run that has rows: each tap's difference, in execution order.
 
@@ -27,6 +49,7 @@ class SessionPlots:
         newest = frame["run"].max() if len(frame) else None
         return plots.divergence(frame[frame["run"] == newest] if newest is not None else frame, **options)
 
+    @_like(plots.history, leaving_out="frame")
     def history(self, name: str, **options: Any) -> Figure:
         """One tap over all steps so far.
 
@@ -34,6 +57,7 @@ class SessionPlots:
         """
         return plots.history(self._session.frame, name, **options)
 
+    @_like(plots.ranks, leaving_out="frame")
     def ranks(self, name: str, **options: Any) -> Figure:
         """One tap over the receiving ranks: which shard is wrong.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, Literal
 
 from graftlab.base import shipping
@@ -48,3 +50,21 @@ class Works:
             shown = "".join(traceback.format_exception_only(error)).rstrip()
             raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
         return filename
+
+
+def code_of(callee: Callee) -> str | CodeType:
+    """What tells later what was run, and holds nothing else of it: the text, or the code of a function."""
+    if isinstance(callee, str):
+        return callee
+    code = getattr(inspect.unwrap(callee), "__code__", None)
+    return code if isinstance(code, CodeType) else f"# {type(callee).__qualname__}"
+
+
+def source_of(code: str | CodeType) -> str:
+    """The source of :func:`code_of`, as far as it is known."""
+    if isinstance(code, str):
+        return code
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return f"# {code.co_name}: its source is not known"

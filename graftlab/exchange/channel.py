@@ -164,7 +164,7 @@ class Channel:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
-    def _leave_to_parent(self) -> None:
+    def _release_in_child(self) -> None:
         self.closed = True
         self._waiting = deque()
         self._sending = threading.Lock()  # some thread of the parent may have held it
@@ -175,7 +175,7 @@ class Channel:
 def _after_fork_in_child() -> None:
     # The stream ends when the last process that holds it is gone: a data loader's workers must not outlive its rank.
     for channel in list(_channels):
-        channel._leave_to_parent()
+        channel._release_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from graftlab.grafting.grafter import Grafter
-from graftlab.taps import calls
+from graftlab.taps import calls, compiled
 
 _grafter: Grafter | None = None
 
@@ -14,7 +16,7 @@ def activate(grafter: Grafter, where: calls.Here) -> None:
     """Make this process a rank: from now on its taps go to this grafter. Called once, by whatever makes ranks."""
     global _grafter
     _grafter = grafter
-    calls.activate(grafter, where)
+    calls.activate(grafter, where, compiled, torch.compiler.is_dynamo_compiling)
     # Forked children are no ranks; see there.
     os.register_at_fork(after_in_child=_deactivate)
 

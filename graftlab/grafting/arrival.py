@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.shown import Shown
+from graftlab.layouts import RankLayout
+from graftlab.plan.pairs import Pairing
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row, Status, statistics_of
 from graftlab.transforms import (
@@ -47,6 +51,7 @@ class TapCall(NamedTuple):
     plan_version: int
     occurrence: int
     tensor: torch.Tensor | None
+    pairing: Pairing | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +66,7 @@ class Arrival(NamedTuple):
     senders: list[int]
     stats: DiffStats | None = None
     aligned_by: str | None = None
+    layout: str | None = None
     rows_matched: int | None = None
     rows_unmatched: int | None = None
     cast: str | None = None
@@ -84,8 +90,9 @@ class Unasked(NamedTuple):
 
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
-    run, step, order, tags, action, place, plan_version, occurrence, own = call
-    status, senders, stats, aligned_by, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
+    status, senders, stats, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    rule = None if pairing is None else pairing.rule
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
         run,
@@ -101,7 +108,12 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         None if own is None else list(own.shape),
         None if own is None else DTYPE_NAMES[own.dtype],
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
+        tags["name"] if pairing is None else pairing.baseline_name,
+        tags["name"] if pairing is None else pairing.target_name,
         aligned_by,
+        layout,
+        None if rule is None else rule.matched_by,
+        None if rule is None else rule.rel,
         rows_matched,
         rows_unmatched,
         cast,
@@ -125,31 +137,67 @@ class Arrivals:
         """This plan's transform is in force from now on."""
         self._transform = _load(plan)
 
-    def take(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None = None) -> Arrival:
+    def take_named(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None,
+        layout: RankLayout | None,
+        reduced: torch.Tensor | str | None,
+    ) -> tuple[TapCall, Arrival]:
+        """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
+        name = None
+        for each in receipt.contributions:
+            if type(each.extras) is Shown and each.extras.name:
+                name = each.extras.name
+                break
+        pairing = call.pairing
+        if name is not None and pairing is not None and pairing.rule is None:
+            if call.place.side == "target":
+                pairing = replace(pairing, baseline_name=name)
+            else:
+                pairing = replace(pairing, target_name=name)
+            call = call._replace(pairing=pairing)
+        return call, self.take(call, extras, receipt, replaced, layout, reduced)
+
+    def take(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None = None,
+        layout: RankLayout | None = None,
+        reduced: torch.Tensor | str | None = None,
+    ) -> Arrival:
         """What comes of a call that this rank receives at. The receipt is not released here.
 
         A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
-        in its place.
+        in its place. ``layout`` is that of the call's tensor on the ranks, ``reduced`` the tensor with its partial sums
+        taken, or why they cannot be.
         """
         if not receipt.contributions:
             return _nothing_came(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
-        theirs = _sent_as_it_is(call, receipt) if self._transform is None else None
+        theirs = _sent_as_it_is(call, receipt) if self._transform is None and layout is None else None
         if theirs is None:
-            return self._take_transformed(call, extras, receipt, replaced)
+            return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
         # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
         mine = call.tensor
         assert mine is not None
         try:
             stats = measure(theirs, mine) if call.action.direction == "b2t" else measure(mine, theirs)
         except Exception as error:
-            return self._transform_failed(call, _input(call, extras, receipt), None, error)
-        note = self._kept.add(_input(call, extras, receipt), theirs) if call.action.keep else None
+            return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, error)
+        note = None
+        if call.action.keep:
+            note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs)
         return self._done(call, theirs, stats, _senders(receipt), note, replaced)
 
-    def _take_transformed(self, call: TapCall, extras: Any, receipt: Receipt, replaced: torch.Tensor | None) -> Arrival:
-        graft_input = _input(call, extras, receipt)
+    def _take_transformed(
+        self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
+    ) -> Arrival:
         note = _absent(receipt) if receipt.absent else None
         try:
             outcome = run_transform(self._transform, graft_input)
@@ -157,15 +205,22 @@ class Arrivals:
         except (Exception, SystemExit) as error:
             return self._transform_failed(call, graft_input, note, error)
         matched, unmatched = None, None
+        note = _joined(note, outcome.note)
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
                 return _no_rows_came(graft_input, outcome, note)
         if call.action.keep:
-            note = _joined(note, self._kept.add(graft_input, outcome.value))
+            note = _joined(note, self._keep(graft_input, outcome))
+        if call.action.graft:
+            note = _joined(note, outcome.caveat)
         done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
         return done._replace(
-            aligned_by=outcome.aligned_by, rows_matched=matched, rows_unmatched=unmatched, cast=outcome.cast
+            aligned_by=outcome.aligned_by,
+            layout=outcome.layout,
+            rows_matched=matched,
+            rows_unmatched=unmatched,
+            cast=outcome.cast,
         )
 
     def _done(
@@ -184,6 +239,12 @@ class Arrivals:
         if logger.isEnabledFor(logging.INFO):
             _log_graft(call, theirs, stats, senders)
         return Arrival("grafted", senders, stats, note=_joined(note, overwrite_note), result=result)
+
+    def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
+        if outcome.measured is None:
+            return self._kept.add(graft_input, outcome.value)
+        theirs, mine = outcome.measured
+        return self._kept.add(replace(graft_input, target=mine), theirs)
 
     def _transform_failed(
         self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
@@ -222,28 +283,39 @@ def _load(plan: GraftPlan) -> Transform | None:
 
 def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
     """The tensor that the default transform would hand on as it came; None where there is more to do, or to say."""
-    own = call.tensor
+    own, place, pairing = call.tensor, call.place, call.pairing
     assert own is not None
-    place = call.place
-    senders = place.other_world_size
-    contributions = receipt.contributions
+    contributions, senders = receipt.contributions, place.other_world_size
     if len(contributions) != senders or senders not in (1, place.world_size):
+        return None
+    if pairing is not None and pairing.rule is not None:
         return None
     shape = own.shape
     for contribution in contributions:
-        if contribution.tensor.shape != shape:
+        if contribution.tensor.shape != shape or _layout(contribution.extras) is not None:
             return None
     theirs = contributions[place.rank if senders > 1 else 0].tensor
     return theirs if theirs.dtype == own.dtype and theirs.device == own.device else None
 
 
-def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
+def _input(
+    call: TapCall,
+    extras: Any,
+    receipt: Receipt,
+    layout: RankLayout | None,
+    reduced: torch.Tensor | str | None,
+) -> GraftTransformInput:
     assert call.action.direction is not None
     assert call.tensor is not None
+    pairing = call.pairing
+    rule = None if pairing is None else pairing.rule
+    tags = call.tags
+    if pairing is not None:
+        tags = {**tags, "baseline_name": pairing.baseline_name, "target_name": pairing.target_name}
     return GraftTransformInput(
-        tags=call.tags,
+        tags=tags,
         received_list=[contribution.tensor for contribution in receipt.contributions],
-        received_extras_list=[contribution.extras for contribution in receipt.contributions],
+        received_extras_list=[_extras(contribution.extras) for contribution in receipt.contributions],
         target=call.tensor.detach(),
         direction=call.action.direction,
         recv_rank=call.place.rank,
@@ -251,7 +323,20 @@ def _input(call: TapCall, extras: Any, receipt: Receipt) -> GraftTransformInput:
         senders=_senders(receipt),
         send_world_size=call.place.other_world_size,
         target_extras=extras,
+        layout=layout,
+        received_layouts=[_layout(contribution.extras) for contribution in receipt.contributions],
+        pair=None if rule is None or rule.layout == "same" else rule.parsed,
+        whole="target" if rule is not None and rule.whole == call.place.side else "received",
+        target_reduced=reduced,
     )
+
+
+def _extras(sent: Any) -> Any:
+    return sent.extras if isinstance(sent, Shown) else sent
+
+
+def _layout(sent: Any) -> RankLayout | None:
+    return sent.layout if isinstance(sent, Shown) else None
 
 
 def _senders(receipt: Receipt) -> list[int]:
@@ -283,6 +368,7 @@ def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str 
         "missing",
         graft_input.senders,
         aligned_by=outcome.aligned_by,
+        layout=outcome.layout,
         rows_matched=0,
         rows_unmatched=outcome.rows_unmatched,
         note=note,

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.module_tracker import ModuleTracker
 
-from graftlab.base.tags import RESERVED_TAGS, Plain, RecomputeStatus, TagItems, TapKey, identity, is_no_tag, plain
+from graftlab.base.tags import (
+    RESERVED_TAGS,
+    SIDE_NAMES,
+    Plain,
+    RecomputeStatus,
+    TagItems,
+    TapKey,
+    identity,
+    is_no_tag,
+    plain,
+)
 from graftlab.base.world import Direction, Place
 from graftlab.errors import TagError
+from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
+from graftlab.taps.backward import is_backward
 
 # Tag sets that never repeat (a request id, say) must not fill the memory.
 _DECISIONS_LIMIT = 100_000
 _SEEN_LIMIT = 10_000
-
-# Used only to ask whether a backward pass is going on. It installs hooks when it is entered, which never happens.
-_tracker = ModuleTracker()
 
 
 def recompute_status() -> RecomputeStatus:
@@ -28,7 +36,7 @@ def recompute_status() -> RecomputeStatus:
 
     Hooks and custom backward functions run there too, but without grad mode.
     """
-    return "recompute" if _tracker.is_bw and torch.is_grad_enabled() else "original"
+    return "recompute" if is_backward() and torch.is_grad_enabled() else "original"
 
 
 def sends(place: Place, direction: Direction | None) -> bool:
@@ -67,12 +75,19 @@ def all_tags(name: str, given: Mapping[str, Any], place: Place, step: int) -> di
     }
 
 
+def paired_tags(tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> dict[str, Any]:
+    """The tags of a tap as one of its pairs has them, which are the same on both sides but for its place."""
+    own = given if pairing.tags is not None else ()
+    return {**{tag: value for tag, value in tags.items() if tag not in own}, **as_tags(pairing)}
+
+
 @dataclass(frozen=True)
 class Decision:
-    """What the plan says of one distinct tag set, worked out once: what is done, and under which address.
+    """What the plan says of one pair of a distinct tag set, worked out once: what is done, and under which address.
 
-    ``tags`` are those that the filters saw; of a later call its step and ``recompute_status`` may be others. ``name``
-    is that under which the tap is paired.
+    ``tags`` are those that the filters saw, but for the names that ``pairing`` has; of a later call its step and
+    ``recompute_status`` may be others. ``name`` is that in the pair's address. ``others`` are those of the tap's
+    further pairs.
     """
 
     action: Action
@@ -80,6 +95,9 @@ class Decision:
     tags: dict[str, Any]
     name: str
     key_tags: tuple[tuple[str, Plain], ...]
+    pairing: Pairing | None = None
+    others: tuple[Decision, ...] = ()
+    own_name: str = ""
 
     def tags_at(self, step: int, status: str) -> dict[str, Any]:
         """The tags of a call in this step."""
@@ -155,12 +173,21 @@ class Decisions:
             )
         tags = all_tags(name, given, self._place, self.step)
         self._seen.note(tags, tuple(given.items()))
-        action = self.plan.action_for(tags)
+        decisions = [self._of_pair(tags, given, each) for each in self.plan.pairings(self._place.side, name, given)]
+        first, *others = decisions
         # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
-        if action == Action() and not self.plan.rank_dependent:
+        if all(each.action == Action() for each in decisions) and not self.plan.rank_dependent:
             return None
-        key_name = self.plan.rewrite(self._place.side, name)
-        return Decision(action, sends(self._place, action.direction), tags, key_name, identity(tags).tags)
+        return replace(first, others=tuple(others)) if others else first
+
+    def _of_pair(self, tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> Decision:
+        seen = paired_tags(tags, given, pairing)
+        action = self.plan.action_for(seen)
+        own = identity(seen).tags
+        for tag in SIDE_NAMES:
+            # Rows have columns for them.
+            del seen[tag]
+        return Decision(action, sends(self._place, action.direction), seen, pairing.key, own, pairing, (), tags["name"])
 
 
 class Addresses:
@@ -177,3 +204,16 @@ class Addresses:
         occurrence = self._reached.get(tap, 0)
         self._reached[tap] = occurrence + 1
         return TapKey(self._step, *tap, occurrence)
+
+    def of_pairs(self, decision: Decision) -> list[tuple[Decision, TapKey | None]]:
+        """The same for each pair that the call is in; None in place of an address for a call that is in none."""
+        found: list[tuple[Decision, TapKey | None]] = []
+        for each in (decision, *decision.others):
+            key = self.next(each)
+            wanted = None if each.pairing is None else each.pairing.occurrence
+            if wanted is None:
+                found.append((each, key))
+            elif wanted == key.occurrence:
+                # Which call it is on the other side, the pair says.
+                found.append((each, key._replace(occurrence=0)))
+        return found or [(decision, None)]

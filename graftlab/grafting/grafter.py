@@ -5,6 +5,7 @@ It is the only user of the exchange.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
-from graftlab.errors import BufferFullError, GraftOverlapError, ShippingError, warn
+from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, Unasked, row_of
@@ -29,18 +30,29 @@ from graftlab.grafting.decisions import (
     SeenTags,
     all_tags,
     given_tags,
+    paired_tags,
     recompute_status,
     sends,
 )
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.shown import Shown, whole_of_partial
 from graftlab.grafting.tensors import plain_tensor
+from graftlab.layouts import RankLayout, rank_layout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
-from graftlab.rows.schema import Row
-from graftlab.taps.compiled import outside_compiled_code
-from graftlab.taps.extras import resolved, unpicklable_part
+from graftlab.rows.schema import Row, Status
+from graftlab.taps.compiled import forget_open_tags
+from graftlab.taps.extras import Laid, resolved, unpicklable_part
+from graftlab.taps.untraced import outside_compiled_code
 
 logger = logging.getLogger(__name__)
+
+# These have no placements; asking a tensor for an attribute that it lacks is slow.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
+    return not pair[0].sends
 
 
 class Reporter(Protocol):
@@ -122,13 +134,23 @@ class Grafter:
         if self._decisions is None:
             return None
         decision = self._decisions.of((name, self._ambient.get(), *tags.items()))
-        return None if decision is None else decision.action
+        return None if decision is None else self._combined([decision.action, *(o.action for o in decision.others)])
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
         given, _ = given_tags(name, dict(self._ambient.get()), tags, self._warn_once)
         full = all_tags(name, given, self.place, self._step)
-        return [self._plan.action_for({**full, "rank": rank}) for rank in range(self.place.world_size)]
+        pairs = [paired_tags(full, given, each) for each in self._plan.pairings(self.place.side, name, given)]
+        return [
+            self._combined([self._plan.action_for({**seen, "rank": rank}) for seen in pairs])
+            for rank in range(self.place.world_size)
+        ]
+
+    def _combined(self, actions: list[Action]) -> Action:
+        """What becomes of a tap that is in several pairs: of what is done at it, what changes the most."""
+        if len(actions) == 1:
+            return actions[0]
+        return max(actions, key=lambda a: (a.overlap, a.graft and not self.sends(a), a.direction is not None))
 
     def sends(self, action: Action) -> bool:
         """Whether this side is the one that gives its tensor away."""
@@ -148,6 +170,7 @@ class Grafter:
     def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
         """The first step of a run begins, under this plan on every rank."""
         with self._lock:
+            forget_open_tags()
             self._exchange.begin_run(run)
             self._run = run
             self._last_tap = ""
@@ -263,7 +286,7 @@ class Grafter:
 
     @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
-        if decision.action.overlap:
+        if decision.action.overlap or any(other.action.overlap for other in decision.others):
             raise self._overlap(decision, name)
         with self._lock:
             if self._at_work:
@@ -279,34 +302,72 @@ class Grafter:
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         began = time.perf_counter()
         self._order += 1
-        key = self._addresses.next(decision)
-        action = decision.action
-        if action.direction is None:
-            self._decline_for_other_ranks(key)
+        pairs = []
+        for each, key in self._addresses.of_pairs(decision):
+            if each.action.direction is not None:
+                pairs.append((each, key))
+            elif key is not None:
+                self._decline_for_other_ranks(key)
+        if not pairs:
             return value
         self._last_tap = name
         shown = self._computed(value) if callable(value) and not isinstance(value, torch.Tensor) else value
         own = self.tensor_of(name, shown)
         if own is None:
-            self._exchange.decline(key)
+            for _, key in pairs:
+                if key is not None:
+                    self._exchange.decline(key)
             return value
+        told = self._told(decision, shown, extras)
         extras = resolved(extras)
-        plan, run = self._plan, self._run
-        assert run is not None
-        self._page.pass_tap(self._step, plan.version, self._order, name)
-        sends = decision.sends
-        tags = decision.tags_at(key.step, key.recompute_status)
-        # A sender's note must not keep the model's tensor alive.
-        of_row = None if sends else own
-        call = TapCall(run.run, key.step, self._order, tags, action, self.place, plan.version, key.occurrence, of_row)
-        if sends:
-            self._publish(key, call, own, extras, began)
-            return value
-        # A DTensor can only be overwritten through its local shard, in place.
-        replaced = shown if replace and not hasattr(shown, "to_local") else None
-        result = self._receive(key, call, own, extras, replaced, began)
-        goes_on = result is not None and result is not own and (own is value or replaced is not None)
-        return result if goes_on else value
+        self._page.pass_tap(self._step, self._plan.version, self._order, name)
+        # What is sent is sent as it was before anything was received.
+        if len(pairs) > 1:
+            pairs.sort(key=_received_after)
+        for each, key in pairs:
+            call = self._call(each, key, own)
+            if key is None or (each.pairing is not None and each.pairing.alone):
+                self._leave_alone(key, call, each, began)
+            elif isinstance(told, LayoutError):
+                self._refuse_layout(key, call, told, began)
+            elif each.sends:
+                self._publish(key, call, extras, told, began)
+            else:
+                # A DTensor can only be overwritten through its local shard, in place.
+                replaced = shown if replace and not hasattr(shown, "to_local") else None
+                result = self._receive(key, call, own, shown, extras, told, replaced, began)
+                if result is not None and result is not own and (own is value or replaced is not None):
+                    value = shown = own = result
+        return value
+
+    def _told(self, decision: Decision, shown: Any, extras: Any) -> Shown | LayoutError | None:
+        """What there is to say of the tensor beside the extras, or why it cannot be said."""
+        is_laid = type(extras) is Laid or (type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements"))
+        name = decision.own_name if self._plan.rename else None
+        if not is_laid and name is None:
+            return None
+        try:
+            given = extras.layout if isinstance(extras, Laid) else None
+            return Shown(None, rank_layout(shown, given, self.place.world_size) if is_laid else None, name)
+        except LayoutError as error:
+            return error
+
+    def _leave_alone(self, key: TapKey | None, call: TapCall, decision: Decision, began: float) -> None:
+        """A tap that no tap of the other side belongs to: said, and not waited for."""
+        pairing = decision.pairing
+        assert pairing is not None
+        if key is not None:
+            self._exchange.decline(key)
+            error = f"{pairing.alone}, so this tap has no partner"
+        else:
+            error = f"no pair of the plan is about this call of {decision.own_name!r} in the step"
+        status: Status = "unmatched" if decision.sends else "missing"
+        self._emit(row_of(call, Arrival(status, [], error=error), time.perf_counter() - began))
+
+    def _refuse_layout(self, key: TapKey, call: TapCall, error: LayoutError, began: float) -> None:
+        self._exchange.decline(key)
+        logger.error("%s: tap %r: %s", self.place.label, call.name, error)
+        self._emit(row_of(call, Arrival("failed", [], error=str(error)), time.perf_counter() - began))
 
     def _computed(self, value: Any) -> Any:
         """What the user's function shows, which may reach taps itself."""
@@ -323,15 +384,35 @@ class Grafter:
             f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
         )
 
+    def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor) -> TapCall:
+        run = self._run
+        assert run is not None
+        return TapCall(
+            run.run,
+            self._step,
+            self._order,
+            decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
+            decision.action,
+            self.place,
+            self._plan.version,
+            0 if key is None else key.occurrence,
+            own,
+            decision.pairing,
+        )
+
     def _decline_for_other_ranks(self, key: TapKey) -> None:
         """Where the plan may have said otherwise on a rank of the other side, it must not wait for this one."""
         if self._plan.rank_dependent:
             self._exchange.decline(key)
 
-    def _publish(self, key: TapKey, call: TapCall, own: torch.Tensor, extras: Any, began: float) -> None:
-        memo = Unasked(call, list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began)
+    def _publish(self, key: TapKey, call: TapCall, extras: Any, told: Shown | None, began: float) -> None:
+        own = call.tensor
+        assert own is not None
+        # The note must not keep the model's tensor alive.
+        memo = Unasked(call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began)
+        sent = extras if told is None else dataclasses.replace(told, extras=extras)
         try:
-            self._exchange.publish(key, own.detach() if own.requires_grad else own, extras, memo)
+            self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
         except BufferFullError as full:
             logger.warning("%s", full)
             self._exchange.decline(key)
@@ -350,18 +431,36 @@ class Grafter:
         key: TapKey,
         call: TapCall,
         own: torch.Tensor,
+        shown: Any,
         extras: Any,
+        told: Shown | None,
         replaced: torch.Tensor | None,
         began: float,
     ) -> torch.Tensor | None:
         self._decline_for_other_ranks(key)
+        layout = None if told is None else told.layout
+        reduced: torch.Tensor | str | None = None
+        if layout is not None and layout.is_partial:
+            reduced = self._reduced(shown, own, layout)
         receipt = self._exchange.receive(key, own)
         try:
-            arrival = self._arrivals.take(call, extras, receipt, replaced)
+            call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
         self._emit(row_of(call, arrival, time.perf_counter() - began))
         return arrival.result
+
+    def _reduced(self, shown: Any, own: torch.Tensor, layout: RankLayout) -> torch.Tensor | str:
+        """The receiver's own tensor with its partial sums taken; or, in words, why they cannot be."""
+        if self._plan.rank_dependent:
+            return (
+                f"{layout.layout}: the sums are taken by all ranks together, and the plan's filters may choose this "
+                "tap on some of them only; leave rank and tags that end in _rank out of the filters"
+            )
+        try:
+            return whole_of_partial(shown, own, layout, self.place.world_size)
+        except LayoutError as error:
+            return str(error)
 
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from graftlab.base import limits
-from graftlab.base.tags import plain
+from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, plain
 from graftlab.base.tensor_bytes import copyable
+from graftlab.errors import SessionError
 from graftlab.transforms import GraftTransformInput
+
+# Taps of which it is known that their newest pair is not held.
+_MISSING_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,25 @@ class KeptPair:
         return sum({id(tensor): _nbytes(tensor) for tensor in tensors if tensor is not None}.values())
 
 
+@dataclass(frozen=True)
+class _Missing:
+    """The newest pair of a tap, where that is not held any more or never was; ``number`` counts what was added."""
+
+    number: int
+    tags: dict[str, Any]
+    why: str
+
+
 class KeptPairs:
     """Holds pairs until ``budget`` bytes are full, then lets the oldest go. Any thread may ask."""
 
     def __init__(self, budget: int = limits.KEEP_BUDGET) -> None:
         self._budget = budget
         self._bytes = 0
-        self._pairs: deque[KeptPair] = deque()
+        # With the number of each among all that were added.
+        self._pairs: deque[tuple[int, KeptPair]] = deque()
+        self._added = 0
+        self._missing: dict[Any, _Missing] = {}
         self._lock = threading.Lock()
 
     def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
@@ -67,6 +83,14 @@ class KeptPairs:
         held = [graft_input.target, *graft_input.received_list]
         size = sum(map(_nbytes, held if value is None or same is not None else [*held, value]))
         if size > self._budget:
+            with self._lock:
+                self._added += 1
+                self._miss(
+                    self._added,
+                    graft_input.tags,
+                    f"was not kept: its tensors have {size >> 20} MiB and the budget of a rank is {self._budget >> 20} "
+                    f"MiB; gl.launch(..., keep_budget={-(-size >> 20)} << 20) or more keeps it",
+                )
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
         note: str | None = None
         received = [_copy(tensor) for tensor in graft_input.received_list]
@@ -87,26 +111,68 @@ class KeptPairs:
             value = _copy(value) if same is None else received[same]
         pair = KeptPair(own, value)
         with self._lock:
-            self._pairs.append(pair)
+            self._added += 1
+            if value is None:
+                self._miss(self._added, own.tags, "was not kept: its transform failed")
+            else:
+                self._missing.pop(_tap(own.tags), None)
+            self._pairs.append((self._added, pair))
             self._bytes += pair.nbytes
             while self._bytes > self._budget:
-                self._bytes -= self._pairs.popleft().nbytes
+                number, gone = self._pairs.popleft()
+                self._bytes -= gone.nbytes
+                known = self._missing.get(_tap(gone.tags))
+                if known is None or known.number < number:
+                    self._miss(
+                        number,
+                        gone.tags,
+                        "is not kept any more: it had to go for newer ones, as the budget of a rank is "
+                        f"{self._budget >> 20} MiB; gl.launch(..., keep_budget=...) takes more, in bytes",
+                    )
         return note
 
+    def _miss(self, number: int, tags: Mapping[str, Any], why: str) -> None:
+        if len(self._missing) >= _MISSING_LIMIT:
+            self._missing.pop(next(iter(self._missing)))
+        self._missing[_tap(tags)] = _Missing(number, dict(tags), why)
+
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
-        """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too."""
+        """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too.
+
+        Raises :class:`SessionError` that says why, where that pair is older than one of the same tap that is not held;
+        and where there is none, because it is not held.
+        """
+
+        def fits(tags_of: Mapping[str, Any]) -> bool:
+            return tags_of.get("name") == name and all(plain(tags_of.get(k)) == v for k, v in tags.items())
+
         with self._lock:
-            for pair in reversed(self._pairs):
-                fits = pair.tags.get("name") == name and all(plain(pair.tags.get(k)) == v for k, v in tags.items())
-                if fits and (failed or pair.value is not None):
-                    return pair
-        return None
+            pairs = [(n, pair) for n, pair in self._pairs if fits(pair.tags) and (failed or pair.value is not None)]
+            if pairs:
+                number, newest = pairs[-1]
+                missing = self._missing.get(_tap(newest.tags))
+                if missing is None or missing.number <= number or not fits(missing.tags):
+                    return newest
+            else:
+                missing = max((m for m in self._missing.values() if fits(m.tags)), key=lambda m: m.number, default=None)
+                if missing is None:
+                    return None
+        own = [f"{tag}={plain(value)}" for tag, value in missing.tags.items() if tag not in RESERVED_TAGS]
+        which = f"{' '.join([name, *own])} at step {missing.tags.get('step')}"
+        older = f". An older one is kept: step={newest.tags.get('step')}" if pairs else ""
+        raise SessionError(f"the pair of {which} {missing.why}{older}")
 
     def tags(self, failed: bool = False) -> list[dict[str, Any]]:
         """The tags of every pair here as plain values, oldest first; with ``failed``, of those without a value too."""
         with self._lock:
-            pairs = [pair for pair in self._pairs if failed or pair.value is not None]
+            pairs = [pair for _, pair in self._pairs if failed or pair.value is not None]
         return [{tag: plain(value) for tag, value in pair.tags.items()} for pair in pairs]
+
+
+def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which tap it is, of this rank."""
+    own = ((tag, plain(value)) for tag, value in tags.items() if tag not in PLACE_TAGS)
+    return tuple(sorted(own, key=lambda pair: pair[0]))
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from graftlab.layouts.dims import Dims, layouts_of_pair, parse_dims
 from graftlab.layouts.layout import Joined, Layout, Relaid, join_parts, relayout
 from graftlab.layouts.mesh import Mesh
+from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.layouts.placements import layout_of_dtensor
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
@@ -22,6 +23,7 @@ __all__ = [
     "Pad",
     "Part",
     "Partial",
+    "RankLayout",
     "Rearrange",
     "Relaid",
     "Replicate",
@@ -36,5 +38,6 @@ __all__ = [
     "layouts_of_pair",
     "parse_dims",
     "parse_layout",
+    "rank_layout",
     "relayout",
 ]

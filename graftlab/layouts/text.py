@@ -51,12 +51,17 @@ def parse_layout(text: str, mesh: Mesh | Mapping[str, int] | int | None = None) 
         raise LayoutError(f"a layout is written as text, not {type(text).__name__}")
     layout = Layout()
     if text.strip() not in ("", SAME):
-        pieces = _split(text)
-        if len(pieces) == 1 and "->" not in text and _CALL.match(text) is None:
+        if names_dimensions(text):
             layout = parse_dims(text).layout()
         else:
-            layout = Layout(tuple(_step(text, piece, offset) for offset, piece in pieces))
+            layout = Layout(tuple(_step(text, piece, offset) for offset, piece in _split(text)))
     return layout if mesh is None else layout.on(mesh)
+
+
+def names_dimensions(text: str) -> bool:
+    """Whether it is an annotation of dimensions, ``"b s h[tp] d"``, and no steps."""
+    is_one = len(_split(text)) == 1 and "->" not in text and _CALL.match(text) is None
+    return is_one and text.strip() not in ("", SAME)
 
 
 def _split(text: str) -> list[tuple[int, str]]:

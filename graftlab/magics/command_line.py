@@ -178,6 +178,9 @@ def _commands() -> dict[str, Command]:
         help="default: divergence, or history when a tap is given; heatmap, histogram and scatter need a kept pair",
     )
     plot.add_argument("--noise-floor", type=float, help="draws the line below which differences are rounding")
+    report = command("report", "Write what the session did and found as one page, to attach to an issue.")
+    report.add_argument("file", nargs="?", metavar="FILE", default="report.html", help="default: report.html")
+    report.add_argument("--tensors", action="store_true", help="with pictures of the kept pairs, which show values")
     command("ui", "Show the dashboard: every rank and tap live, the plan's editors, and the logs.")
     return {name: _with_completion(command) for name, command in found.items()}
 

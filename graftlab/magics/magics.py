@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,21 @@ class GraftMagics(Magics):
             return plot.divergence(**options)
         if not arguments.tag:
             raise UsageError(f"%graft plot --kind {kind}: name a tap")
+        names = list(dict.fromkeys(str(tap["name"]) for tap in self._open().taps))
+        if names and arguments.tag not in names:
+            close = ", ".join(repr(name) for name in get_close_matches(arguments.tag, names, n=3, cutoff=0.4))
+            hint = (
+                f"did you mean {close}?"
+                if close
+                else f"there are {', '.join(map(repr, names[:5]))}"
+                + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+            )
+            raise UsageError(f"%graft plot: no tap is called {arguments.tag!r}; {hint}")
         return getattr(plot, kind)(arguments.tag)
+
+    def _report(self, arguments: argparse.Namespace) -> None:
+        path = self._open().report(arguments.file, tensors=arguments.tensors)
+        sys.stdout.write(f"{path} ({path.stat().st_size / 1024:,.0f} KiB)\n")
 
     def _ui(self, arguments: argparse.Namespace) -> Any:
         return self._open().dashboard()

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlab.base.tags import identity, name_with
 from graftlab.matching.sketch import Sketch, Values, flat_values, sketch_of
 from graftlab.matching.strides import Lookup
+from graftlab.taps.calls import ambient
 
 Fetch = Callable[[str], "Tensor | None"]
 """Brings the value of one side's tap with this name; None where it cannot."""
@@ -88,7 +90,8 @@ class Recorder:
         if not isinstance(shown, Tensor) or not shown.numel():
             self.skipped[name] = "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, no tensor"
             return value
-        full = name_with(name, tags)
+        given = {**dict(ambient.get()), **tags}
+        full = name_with(name, dict(identity({**given, "name": name}).tags))
         count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0
         full = f"{full}#{count}" if count else full
         size = shown.numel() * shown.element_size()
@@ -96,16 +99,10 @@ class Recorder:
         # A copy: what was shown may be written over before the run is at its end.
         seen = shown.detach().clone() if keep else shown
         recorded = RecordedTap.of(full, seen, kind=self._kinds.get(name, ""), order=len(self._taps), keep=keep)
-        recorded.tags = dict(tags)
+        recorded.tags = given
         self._left -= size if keep else 0
         self._taps[full] = recorded
         return value
-
-
-def name_with(name: str, tags: Mapping[str, Any]) -> str:
-    """A tap's name with the tags that tell its calls apart: ``q[layer=3]``."""
-    told = ",".join(f"{key}={value}" for key, value in sorted(tags.items()) if not key.endswith("_rank"))
-    return f"{name}[{told}]" if told else name
 
 
 def relative_l2(expected: Values, found: Values) -> float:

@@ -12,6 +12,7 @@ from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.world import Side
 from graftlab.layouts import Layout, parse_layout
 from graftlab.matching.names import numbers_of, pattern_of
+from graftlab.plan.pairs import PairRule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,6 +143,31 @@ class Proposal:
                 rule |= {"layout": group[0].layout.text, "whole": group[0].whole}
             written.append(rule)
         return written
+
+    def plan_pairs(self) -> tuple[PairRule, ...]:
+        """The pairs as a plan takes them, each by itself; guesses are left out, since they must never be grafted."""
+        names = {
+            "baseline": [*(pair.baseline for pair in self.pairs), *self.unmatched_baseline],
+            "target": [*(pair.target for pair in self.pairs), *self.unmatched_target],
+        }
+        # Where a tap was reached several times, its plain name is the first call alone.
+        several = {side: {name.rpartition("#")[0] for name in known if "#" in name} for side, known in names.items()}
+
+        def call(side: Side, name: str) -> str:
+            return f"{name}#0" if name in several[side] else name
+
+        return tuple(
+            PairRule(
+                call("baseline", pair.baseline),
+                call("target", pair.target),
+                pair.layout.text,
+                pair.whole,
+                pair.sureness,
+                pair.rel,
+            )
+            for pair in self.pairs
+            if pair.sureness != "guess"
+        )
 
     @property
     def summary(self) -> str:

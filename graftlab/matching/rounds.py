@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from graftlab.matching.items import RecordedTap
+from graftlab.matching.items import Fetch, RecordedTap
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal
 
@@ -17,19 +18,28 @@ ROUNDS = 12
 GUESSES = 6
 
 
-def match_in_rounds(record: Record, rounds: int = ROUNDS, guesses: int = GUESSES) -> Proposal:
+def match_in_rounds(
+    record: Record,
+    rounds: int = ROUNDS,
+    guesses: int = GUESSES,
+    *,
+    fetch_baseline: Fetch | None = None,
+    fetch_target: Fetch | None = None,
+) -> Proposal:
     """Match, graft what is matched by value or by rule, run again, until nothing changes.
 
     Behind a fault no value matches; grafted away, what comes after it does. What a rule proposed and the values then
     say too is ``confirmed``; a fault itself stays by rule, with how far it is off. Where no rule helps on, the first
-    guess by name is tried by itself, and kept only if more taps match by value with it than without.
+    guess by name is tried by itself, and kept only if more taps match by value with it than without. The fetches are
+    as in :func:`match_taps`.
     """
-    proposal = match_taps(*record(()))
+    match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
+    proposal = match(*record(()))
     trusted: dict[tuple[str, str], Pair] = {}
     tried: set[tuple[str, str]] = set()
     for _ in range(rounds):
         grafts = _grafts(proposal, trusted)
-        following = match_taps(*record(grafts), before=proposal)
+        following = match(*record(grafts), before=proposal)
         if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
             proposal = _keep(following, proposal)
             continue
@@ -38,7 +48,7 @@ def match_in_rounds(record: Record, rounds: int = ROUNDS, guesses: int = GUESSES
         if guess is None or len(tried) >= guesses:
             break
         tried.add(_key(guess))
-        with_guess = match_taps(*record((*_grafts(proposal, trusted), guess)), before=proposal)
+        with_guess = match(*record((*_grafts(proposal, trusted), guess)), before=proposal)
         if _matched(with_guess) > _matched(proposal):
             trusted[_key(guess)] = guess
             proposal = _keep(with_guess, proposal)

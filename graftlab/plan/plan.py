@@ -11,9 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from graftlab.base.html import bundle, cell, table
+from graftlab.base.tags import own_tags
 from graftlab.base.world import Direction, Side
 from graftlab.errors import PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
+from graftlab.plan.pairs import Pairing, PairRule, PairTable, as_tags, rules_from
 from graftlab.transforms import Transform, TransformSpec
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class PlanEdit(TypedDict, total=False):
     keep: str | None
     transform: str | Transform | TransformSpec | None
     rename: Mapping[Side, Mapping[str, str]] | None
+    pairs: Any
 
 
 class _Unchanged:
@@ -80,7 +83,12 @@ class GraftPlan:
     of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
     nothing. ``transform`` is what :meth:`TransformSpec.of` takes. ``rename`` is ``{side: {regex: replacement}}`` or a
     tuple of ``(side, regex, replacement)`` for the names of that side before taps are paired: the first rule that
-    matches a name rewrites it with ``re.sub``, and no other looks at what it made.
+    matches a name rewrites it with ``re.sub``, and no other looks at what it made. ``pairs`` says which taps are one
+    whatever their names, and in which layout: what ``session.match`` proposes, or rules such as
+    ``{"baseline": "h.{n}.attn.qkv", "target": "layers.{n}.q_proj", "layout": "part(...)"}``; see :class:`PairRule`.
+    It goes before ``rename``.
+
+    Filters see a pair's common ``name``, and what each side itself calls it as ``baseline_name`` and ``target_name``.
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
     where no filter is left.
@@ -96,6 +104,7 @@ class GraftPlan:
     keep: str | None = None
     transform: TransformSpec | None = None
     rename: Rename = field(default=())
+    pairs: tuple[PairRule, ...] = field(default=())
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -103,8 +112,11 @@ class GraftPlan:
             object.__setattr__(self, "transform", TransformSpec.of(self.transform))
         if not isinstance(self.rename, tuple):
             object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
+        if not isinstance(self.pairs, tuple) or not all(isinstance(rule, PairRule) for rule in self.pairs):
+            object.__setattr__(self, "pairs", rules_from(self.pairs))
         # Compiled now, so that what cannot be compiled is refused here and not on a rank.
-        _ = self._filters, self._renames
+        _ = self._filters, self._renames, self._pair_table
+        self._refuse_what_a_side_cannot_know()
         if not any(text and text.strip() for text in (self.b2t, self.t2b, self.compare, self.keep)):
             warn(
                 "this plan does nothing: each of b2t, t2b, compare and keep is blank or None, which matches no tap. "
@@ -151,6 +163,22 @@ class GraftPlan:
         return compiled
 
     @cached_property
+    def _pair_table(self) -> PairTable:
+        return PairTable(self.pairs)
+
+    def _refuse_what_a_side_cannot_know(self) -> None:
+        """A filter must say the same of a pair on both sides."""
+        for side, tag in (("baseline", "baseline_name"), ("target", "target_name")):
+            asking = [name for name in FILTERS if tag in self._filters[name].names]
+            if asking and any(rule[0] == side for rule in self.rename):
+                other = "target" if side == "baseline" else "baseline"
+                raise PlanError(
+                    f"{asking[0]} asks for {tag}, which the {other}'s ranks cannot know where rename rewrites the "
+                    f"{side}'s names. Ask for name, which is the name after the rename, or write pairs=[...] in place "
+                    "of the rename"
+                )
+
+    @cached_property
     def mentions(self) -> frozenset[str]:
         """Every tag that some filter looks at."""
         return frozenset().union(*(filter_.names for filter_ in self._filters.values()))
@@ -171,6 +199,36 @@ class GraftPlan:
             return Action("b2t", keep=hit["keep"])
         return Action()
 
+    def pairings(self, side: Side, name: str, given: Mapping[str, object]) -> list[Pairing]:
+        """The pairs that the tap with this name and these own tags is in, on this side; at least one.
+
+        A tap that no pair is about is paired by its name, as ``rename`` makes it.
+        """
+        found = self._pair_table.of(side, name, given) if self.pairs else []
+        if found:
+            return found
+        paired = self.rewrite(side, name)
+        other: Side = "target" if side == "baseline" else "baseline"
+        theirs = None if self._renames[other] else paired
+        alone = None
+        if self.pairs and theirs is not None and self._pair_table.has(other, theirs):
+            taken = ", ".join(each.key for each in self._pair_table.of(other, theirs, {})) or f"{theirs!r} with others"
+            alone = f"the {other}'s {theirs!r} is another tap's partner (the plan pairs {taken})"
+            theirs = None
+            # By its plain name it would be taken for the pair that has it.
+            paired = f"{paired} ({side} only)"
+        mine, others = (name, theirs) if side == "baseline" else (theirs, name)
+        return [Pairing(paired, mine, others, key=paired, alone=alone)]
+
+    def paired_tags(self, tags: Mapping[str, object]) -> list[dict[str, object]]:
+        """A tap's tags as filters see them, once for each pair; ``tags`` has its own ``name``, and its ``side``."""
+        side: Side = "target" if tags.get("side") == "target" else "baseline"
+        own = own_tags(tags)
+        return [
+            {**{tag: value for tag, value in tags.items() if each.tags is None or tag not in own}, **as_tags(each)}
+            for each in self.pairings(side, str(tags["name"]), own)
+        ]
+
     def rewrite(self, side: Side, name: str) -> str:
         """The name under which this side's tap is paired."""
         for pattern, replacement in self._renames[side]:
@@ -186,7 +244,7 @@ class GraftPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled parts are not sent; the other end compiles the text again.
-        fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "version")
+        fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "pairs", "version")
         return {name: self.__dict__[name] for name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,4 +268,8 @@ def _html(plan: GraftPlan) -> str:
     lines.append(f"<tr>{cell('transform')}{cell(transform)}{cell('')}</tr>")
     for side, pattern, replacement in plan.rename:
         lines.append(f"<tr>{cell('rename')}{cell(f'{pattern} -> {replacement}')}{cell(f'names of the {side}')}</tr>")
+    for rule in plan.pairs:
+        layout = "" if rule.layout == "same" else f", {rule.layout} of the {rule.whole}'s"
+        both = cell(f"{rule.baseline} = {rule.target}")
+        lines.append(f"<tr>{cell('pair')}{both}{cell(rule.matched_by + layout)}</tr>")
     return f"<b>plan {plan.version}</b>{table(('', '', ''), lines)}"

@@ -12,6 +12,7 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import Side
 from graftlab.errors import PlanError
+from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
 
@@ -24,6 +25,17 @@ class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blob: bytes
 
 
+class WirePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See :class:`graftlab.plan.pairs.PairRule`."""
+
+    baseline: str
+    target: str
+    layout: str
+    whole: Side
+    matched_by: str
+    rel: float | None
+
+
 class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See :class:`graftlab.plan.plan.GraftPlan`. Nothing has a default: a plan says all that it is."""
 
@@ -33,6 +45,7 @@ class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: str | None
     transform: WireTransform | None
     rename: tuple[tuple[Side, str, str], ...]
+    pairs: tuple[WirePair, ...]
     version: Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -43,7 +56,8 @@ def to_wire(plan: GraftPlan) -> WirePlan:
     """What :func:`from_wire` makes an equal plan of."""
     made = plan.transform
     transform = None if made is None else WireTransform(made.kind, made.text, made.blob)
-    return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, plan.version)
+    pairs = tuple(WirePair(p.baseline, p.target, p.layout, p.whole, p.matched_by, p.rel) for p in plan.pairs)
+    return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, pairs, plan.version)
 
 
 def from_wire(received: WirePlan) -> GraftPlan:
@@ -68,11 +82,14 @@ def from_wire(received: WirePlan) -> GraftPlan:
             "keep": received.keep,
             "transform": transform,
             "rename": received.rename,
+            "pairs": tuple(
+                PairRule(p.baseline, p.target, p.layout, p.whole, p.matched_by, p.rel) for p in received.pairs
+            ),
             "version": received.version,
         }
     )
     # Compiles all there is, so that what is not usable is refused now.
-    _ = plan.mentions, plan.rewrite("baseline", "")
+    _ = plan.mentions, plan.pairings("baseline", " ", {})
     return plan
 
 

@@ -13,6 +13,7 @@ import torch
 import graftlab
 from graftlab.base import shipping
 from graftlab.base.sources import install_source
+from graftlab.ranks.large_values import unless_large
 from graftlab.ranks.messages import Call, Dispatch, Evaluate, Execute, Failure, Work
 from graftlab.transforms import user_traceback
 
@@ -52,7 +53,8 @@ class Workplace:
         exec(compile(tree, work.filename, "exec", dont_inherit=True), self.namespace)
         if not isinstance(last, ast.Expr):
             return None
-        return eval(compile(ast.Expression(last.value), work.filename, "eval", dont_inherit=True), self.namespace)
+        value = eval(compile(ast.Expression(last.value), work.filename, "eval", dont_inherit=True), self.namespace)
+        return unless_large(value)
 
 
 def failure_of(error: BaseException) -> Failure:

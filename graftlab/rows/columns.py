@@ -93,10 +93,7 @@ class Columns:
         low, high = 0, len(ordered["step"])
         for name, value in zip(EXECUTION_ORDER, row, strict=True):
             cells = self._sortable(name, ordered[name][low:high])
-            low, high = (
-                low + int(np.searchsorted(cells, value, side))
-                for side in ("left", "right")  # type: ignore[arg-type]
-            )
+            low, high = (low + int(np.searchsorted(cells, value, side)) for side in ("left", "right"))
         return high
 
     def frame(self, block: Block) -> pd.DataFrame:

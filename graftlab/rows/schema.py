@@ -50,7 +50,7 @@ class Row(NamedTuple):
     order: int
     """Counts the taps of this rank that some filter wanted."""
     name: str
-    """The tap's name on this side, before the plan's rename."""
+    """What both sides call the tap: its name, or that of its pair under the plan's pairs and rename."""
     tags: dict[str, Any]
     direction: Direction | None
     side: Side
@@ -80,7 +80,17 @@ class Row(NamedTuple):
     min_target: Statistic[float] = None
     max_target: Statistic[float] = None
 
+    baseline_name: str | None = None
+    """What the baseline itself calls the tap; None where it has no such tap, or this rank cannot know."""
+    target_name: str | None = None
+    """The same on the target."""
     aligned_by: str | None = None
+    layout: str | None = None
+    """How both tensors were brought to one layout: the pair's, and those of the ranks; ``inferred`` from shapes."""
+    matched_by: str | None = None
+    """How the plan's pair was found: ``given``, or what ``session.match`` says."""
+    match_rel: float | None = None
+    """The relative L2 between the two when the pair was matched."""
     rows_matched: int | None = None
     rows_unmatched: int | None = None
     cast: str | None = None

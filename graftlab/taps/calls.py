@@ -9,7 +9,8 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from graftlab.base.tags import RESERVED_TAGS, TagItems
 from graftlab.base.world import Side
 from graftlab.errors import TagError
+from graftlab.taps.extras import Laid
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +48,35 @@ class StepTaker(Taker, Protocol):
         """See :func:`graftlab.step`."""
 
 
+class Traced(Protocol):
+    """What stands for these calls in code that ``torch.compile`` traces; see :mod:`graftlab.taps.compiled`."""
+
+    def tap(
+        self,
+        name: Any,
+        value: Any,
+        extras: Any,
+        tags: Mapping[str, Any],
+        *,
+        layout: Any = None,
+        replace: bool = False,
+        grad: bool = False,
+    ) -> Any: ...
+
+    def open_tags(self, tags: Mapping[str, Any]) -> None: ...
+
+    def close_tags(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
 # The grafter, except while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
 _taker: Taker | None = None
 _grafter: StepTaker | None = None
 _here: Here | None = None
+_traced: Traced | None = None
+# torch.compiler's own function, which a tracer takes for a constant; torch is not imported before there is a grafter.
+_is_tracing: Callable[[], bool] = bool
 # Whom a thread's taps go to; None while all go to the grafter.
 _route: Callable[[int], Taker | None] | None = None
 
@@ -69,13 +96,17 @@ class Here:
     vars: dict[str, Any] = field(repr=False)
 
 
-def tap(name: str, value: T, /, *, extras: Any = None, grad: bool = False, **tags: Any) -> T:
+def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad: bool = False, **tags: Any) -> T:
     """Show a tensor to graftlab under a name; returns the tensor to go on with.
 
     Where the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
     ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
     the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
     and is itself returned. A value that is not a tensor is skipped, with one warning a tap.
+
+    ``layout`` says how what this rank holds is made from the whole tensor: as text, ``"shard(dim=-1, mesh='tp')"`` or
+    ``"b s h[tp] d"``, or a :class:`graftlab.layouts.Layout`. The other side then gets what it holds itself, made from
+    all ranks. A DTensor needs none; without one the shapes have to tell.
 
     With ``grad`` the gradient of what is returned is a tap too, in the backward pass, of the same name and tags and
     with ``kind="grad"``. A graft replaces the gradient that flows on; nothing is written into the tensor that autograd
@@ -92,10 +123,41 @@ def tap(name: str, value: T, /, *, extras: Any = None, grad: bool = False, **tag
     """
     if _taker is None:
         return value
+    if _is_tracing():
+        return show_traced(name, value, extras, tags, layout=layout, grad=grad)  # type: ignore[no-any-return]
+    if layout is not None:
+        extras = Laid(layout, extras)
     grafted: T = _taker.tap(name, value, extras, tags)
     if grad:
         tap_gradient(name, grafted, tags)
     return grafted
+
+
+def show(name: str, value: Any, extras: Any, *, replace: bool = False, grad: bool = False) -> Any:
+    """A tap without tags of its own. With ``replace`` a grafted value comes back as a new tensor."""
+    if _taker is None:
+        return value
+    if _is_tracing():
+        return show_traced(name, value, extras, {}, replace=replace, grad=grad)
+    shown = _taker.tap(name, value, extras, {}, replace=replace)
+    if grad:
+        tap_gradient(name, shown, {})
+    return shown
+
+
+def show_traced(
+    name: str,
+    value: Any,
+    extras: Any,
+    tags: Mapping[str, Any],
+    *,
+    layout: Any = None,
+    replace: bool = False,
+    grad: bool = False,
+) -> Any:
+    """A tap in code that is traced now."""
+    assert _traced is not None
+    return _traced.tap(name, value, extras, tags, layout=layout, replace=replace, grad=grad)
 
 
 def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:
@@ -107,7 +169,7 @@ def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:
     thread, shown = threading.get_ident(), {**dict(ambient.get()), **tags, "kind": "grad"}
 
     def hook(gradient: Any) -> Any:
-        taker = _grafter if _route is None else _route(thread)
+        taker = taker_of(thread)
         if taker is None:
             return None
         # A DTensor is written in place, which autograd's own tensor must not be.
@@ -128,8 +190,13 @@ def step() -> None:
     >>> session.run(loop, loop).steps >= 3
     True
     """
-    if _grafter is not None:
-        _grafter.step()
+    if _grafter is None:
+        return
+    if _is_tracing():
+        assert _traced is not None
+        _traced.step()
+        return
+    _grafter.step()
 
 
 def here() -> Here | None:
@@ -170,12 +237,20 @@ class tags:
             raise TagError("gl.tags(function) needs the arguments of a call: use it as a decorator")
         # Without a session nothing is touched, which also keeps a compiled graph whole.
         if _grafter is not None:
+            if _is_tracing():
+                assert _traced is not None
+                _traced.open_tags(self._given)
+                return self
             before = ambient.get()
             _outside.set((*_outside.get(), before))
             ambient.set(tuple({**dict(before), **self._given}.items()))
         return self
 
     def __exit__(self, *_: object) -> None:
+        if _grafter is not None and _is_tracing():
+            assert _traced is not None
+            _traced.close_tags()
+            return
         # Empty if this process became a rank after the block was entered.
         if _grafter is not None and (outside := _outside.get()):
             _outside.set(outside[:-1])
@@ -226,13 +301,40 @@ def _refuse_reserved(given: dict[str, Any]) -> None:
         raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
 
 
-def activate(grafter: StepTaker, where: Here) -> None:
-    """Make this process a rank. Called once, by whatever makes ranks."""
-    global _grafter, _taker, _here
+def activate(grafter: StepTaker, where: Here, traced: Traced, is_tracing: Callable[[], bool]) -> None:
+    """Make this process a rank. Called once, by whatever makes ranks.
+
+    ``traced`` stands for these calls where ``is_tracing``, a function that a tracer takes for a constant, says so.
+    """
+    global _grafter, _taker, _here, _traced, _is_tracing
+    _traced, _is_tracing = traced, is_tracing
     _grafter = _taker = grafter
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
     os.register_at_fork(after_in_child=_deactivate)
+
+
+@contextmanager
+def tracing(traced: Traced, is_tracing: Callable[[], bool]) -> Iterator[None]:
+    """Let these calls be traced inside, outside of a session too; see :func:`activate`."""
+    global _grafter, _taker, _traced, _is_tracing
+    before = _grafter, _taker, _traced, _is_tracing
+    nobody = _Nobody()
+    _grafter, _taker, _traced, _is_tracing = _grafter or nobody, _taker or nobody, traced, is_tracing
+    try:
+        yield
+    finally:
+        _grafter, _taker, _traced, _is_tracing = before
+
+
+class _Nobody:
+    """Takes what taps show outside of a session, and does nothing with it."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        return value
+
+    def step(self) -> None:
+        return None
 
 
 def _deactivate() -> None:
@@ -243,6 +345,11 @@ def _deactivate() -> None:
 def taker() -> Taker | None:
     """Who takes what taps show; None outside a session."""
     return _taker
+
+
+def taker_of(thread: int) -> Taker | None:
+    """Who takes what the taps of this thread show; None outside a session."""
+    return _grafter if _route is None else _route(thread)
 
 
 def grafter() -> StepTaker | None:

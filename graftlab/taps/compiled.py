@@ -1,34 +1,363 @@
-"""What must not become part of a graph that ``torch.compile`` traces."""
+"""Taps inside code that ``torch.compile`` or ``torch.export`` traces: operators of our own, which break no graph.
+
+What a tap shows must still be there when the graph runs, and in the order in which the code is written. So
+each operator writes into a clock, one tensor that outlives all graphs: no compiler drops or reorders what changes its
+inputs. The clock's number also says which ``with gl.tags(...)`` of the graph are open. It flows through the graph as
+any other tensor does, so a part that activation checkpointing runs again still sees the tags of the first time.
+
+Names and tags travel as text, not as places in a table of this process: a compiled graph that comes from a cache, or an
+exported program in a file, keeps its meaning.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
-import sys
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-P = ParamSpec("P")
-R = TypeVar("R")
+import torch
 
-_DYNAMO = "torch._dynamo"
+from graftlab.base.tags import COMPILED
+from graftlab.errors import TagError, warn
+from graftlab.filters.expressions import compile_filter
+from graftlab.taps import calls
+from graftlab.taps.backward import is_backward
+from graftlab.taps.extras import Laid
+
+logger = logging.getLogger(__name__)
+
+# Of the extras' form: that the tap has none.
+_NO_EXTRAS: list[str] = []
+# Of other objects a tracer can tell whether they can be called.
+_NO_FUNCTIONS = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
+# In the place of a tensor among extras.
+_TENSOR = "*"
 
 
-def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable``, but without its import of ``torch._dynamo``, which takes seconds.
+class _Open(NamedTuple):
+    """The tags of the graph that are open where the clock has some number."""
 
-    Nothing traces before somebody else has imported that, so until then the function is called as it is.
+    outer: int
+    tags: tuple[tuple[str, Any], ...]
+    thread: int
+
+
+class _Shown(NamedTuple):
+    """Where a forward pass showed a tensor whose gradient is to be shown: its tags, and its thread."""
+
+    tags: dict[str, Any]
+    thread: int
+
+
+# Which taps are traced; None for all.
+_choice: str | None = None
+_is_chosen: Callable[[str, tuple[str, ...], str], bool]
+
+_lock = threading.Lock()
+_open: list[_Open] = [_Open(0, (), 0)]
+_numbers: dict[_Open, int] = {}
+_shown: list[_Shown] = []
+_shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
+_said: set[str] = set()
+
+clock = torch.zeros((), dtype=torch.int64)
+
+
+# ---- what is traced -------------------------------------------------------------------------------------------------
+
+
+def tap(
+    name: Any,
+    value: Any,
+    extras: Any,
+    tags: Mapping[str, Any],
+    *,
+    layout: Any = None,
+    replace: bool = False,
+    grad: bool = False,
+) -> Any:
+    """:func:`graftlab.tap`, as a graph has it. With ``replace`` nothing is written into ``value`` itself.
+
+    Raises :class:`TagError` for what a graph cannot hold: a tag that is no text, number, bool or None,
+    extras that are no tensor and no dict of tensors and such values, and a layout that is not given as text.
     """
-    disabled: Callable[P, R] | None = None
+    if not isinstance(name, str):
+        raise TagError("gl.tap: the name must be a string")
+    if layout is not None and not isinstance(layout, str):
+        raise TagError(f"layout of gl.tap({name!r}): in compiled code a layout is given as text")
+    if _choice is not None and not _is_chosen(name, tuple(as_text(f"gl.tap({name!r})", tags)), _choice):
+        return value
+    is_computed = not isinstance(value, _NO_FUNCTIONS) and callable(value)
+    shown = value() if is_computed else value
+    if not isinstance(shown, torch.Tensor):
+        torch.ops.graftlab.skip_(clock, name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
+        return value
+    if replace:
+        # A clone of which nothing else is made costs nothing once it is compiled.
+        shown = shown.clone()
+    text = as_text(f"gl.tap({name!r})", tags)
+    # Without autograd's notice, as a graft outside of graphs: the gradient goes straight through.
+    alias = shown.detach()
+    local = alias
+    if hasattr(alias, "to_local"):
+        torch.ops.graftlab.skip_(clock, name, "a DTensor is shown without its placements; give layout= to the tap")
+        local = alias.to_local()
+    tensors, form = _taken_apart(
+        name, extras if isinstance(extras, _NO_FUNCTIONS) or not callable(extras) else extras()
+    )
+    torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "")
+    if grad and shown.requires_grad:
+        shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
+    return value if is_computed else shown
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:
-            if _DYNAMO not in sys.modules:
-                return function(*args, **kwargs)
-            import torch
 
-            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*args, **kwargs)
+def compile_taps(choice: str | None) -> None:
+    """Choose which taps are in what is compiled from now on, by a filter over ``name`` and a tap's own tags.
 
-    return call
+    The others are not in the graph at all: they cost nothing, and change nothing of what the compiler fuses. None
+    chooses all of them again. Call it where the model runs, on a rank; code that is compiled already is compiled again
+    when it is called next. Tags that ``gl.tags`` sets are not known while code is compiled, so they count as absent.
+
+    Raises :class:`FilterError` for a bad expression.
+
+    >>> gl.compile_taps("name == 'hidden'")
+    >>> gl.compile_taps(None)
+    """
+    global _choice, _is_chosen
+    if choice is not None:
+        compile_filter(choice)
+        # Only here, as it loads the compiler. A tracer calls such a function, and takes its result for a constant.
+        _is_chosen = torch.compiler.assume_constant_result(_matches)  # type: ignore[no-untyped-call]
+    _choice = choice
+
+
+def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
+    return compile_filter(choice).matches({"name": name, **from_text(tags)})
+
+
+def open_tags(tags: Mapping[str, Any]) -> None:
+    """The beginning of ``with gl.tags(...)`` in a graph."""
+    torch.ops.graftlab.open_(clock, as_text("gl.tags", tags))
+
+
+def close_tags() -> None:
+    """Its end."""
+    torch.ops.graftlab.close_(clock)
+
+
+def step() -> None:
+    """:func:`graftlab.step` in a graph."""
+    torch.ops.graftlab.step_(clock)
+
+
+class _ShownGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, place: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.name, ctx.tags = name, tags
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        [place] = ctx.saved_tensors
+        return torch.ops.graftlab.show_gradient(gradient, place, ctx.name, ctx.tags), None, None, None
+
+
+def as_text(name: str, tags: Mapping[str, Any]) -> list[str]:
+    """Tags as text. What is traced knows no more of an object than its class, which could not tell two apart."""
+    written = []
+    for tag, value in tags.items():
+        if value is not None and not isinstance(value, (str, int, float)):
+            raise TagError(
+                f"tag {tag!r} of {name} has the type {type(value).__name__}; in compiled code a tag is text, a number, "
+                f"a bool or None"
+            )
+        written.append(f"{tag}={value!r}")
+    return written
+
+
+def _taken_apart(name: str, extras: Any) -> tuple[list[torch.Tensor], list[str]]:
+    if extras is None:
+        return [], _NO_EXTRAS
+    if isinstance(extras, torch.Tensor):
+        return [extras], [_TENSOR]
+    tensors: list[torch.Tensor] = []
+    form = []
+    if not isinstance(extras, dict):
+        raise TagError(
+            f"extras of gl.tap({name!r}): in compiled code they are a tensor, or a dict of tensors and values"
+        )
+    for key, value in extras.items():
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            form.append(f"{key}={_TENSOR}")
+        elif value is None or isinstance(value, (str, int, float)):
+            form.append(f"{key}={value!r}")
+        else:
+            raise TagError(
+                f"extras[{key!r}] of gl.tap({name!r}) has the type {type(value).__name__}; in compiled code extras "
+                f"hold tensors, text, numbers, bools and None"
+            )
+    return tensors, form
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+def _show(
+    value: torch.Tensor,
+    time: torch.Tensor,
+    name: str,
+    tags: list[str],
+    tensors: list[torch.Tensor],
+    form: list[str],
+    layout: str,
+) -> None:
+    taker = calls.taker()
+    if taker is None:
+        return
+    _say_once()
+    number = int(time)
+    around = _open[number]
+    if number and around.thread != threading.get_ident() and not is_backward():
+        _warn_once(
+            "gl.tags in compiled code: graphs of two threads run at once and share what tags are open; "
+            "set tags outside of the compiled function instead"
+        )
+    given = {**dict(around.tags), **from_text(tuple(tags)), COMPILED: True}
+    try:
+        # What activation checkpointing repeats is known by its grad mode, which a compiled backward turns off.
+        with torch.set_grad_enabled(is_backward() or torch.is_grad_enabled()):
+            extras = _put_together(tensors, form)
+            taker.tap(name, value, Laid(layout, extras) if layout else extras, given)
+    except BaseException:
+        forget_open_tags()  # the graph ends here, and closes none
+        raise
+
+
+def _skip(time: torch.Tensor, name: str, why: str) -> None:
+    _warn_once(f"gl.tap({name!r}) in compiled code: {why}")
+
+
+def _open_tags(time: torch.Tensor, tags: list[str]) -> None:
+    outer = int(time)
+    opened = _Open(outer, (*_open[outer].tags, *from_text(tuple(tags)).items()), threading.get_ident())
+    with _lock:
+        number = _numbers.get(opened)
+        if number is None:
+            number = _numbers[opened] = len(_open)
+            _open.append(opened)
+    time.fill_(number)
+
+
+def _close_tags(time: torch.Tensor) -> None:
+    time.fill_(_open[int(time)].outer)
+
+
+def _step(time: torch.Tensor) -> None:
+    calls.step()
+
+
+def _place(time: torch.Tensor) -> torch.Tensor:
+    tags = tuple({**dict(calls.ambient.get()), **dict(_open[int(time)].tags)}.items())
+    key = (tags, threading.get_ident())
+    with _lock:
+        number = _shown_numbers.get(key)
+        if number is None:
+            number = _shown_numbers[key] = len(_shown)
+            _shown.append(_Shown(dict(tags), key[1]))
+    return torch.tensor(number)
+
+
+def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
+    own = gradient.clone()
+    shown = _shown[int(place)]
+    taker = calls.taker_of(shown.thread)
+    if taker is not None:
+        given = {**shown.tags, **from_text(tuple(tags)), "kind": "grad", COMPILED: True}
+        taker.tap(name, own, None, given)
+    return own
+
+
+def _put_together(tensors: Sequence[torch.Tensor], form: Sequence[str]) -> Any:
+    if not form:
+        return None
+    if form[0] == _TENSOR:
+        return tensors[0]
+    left = iter(tensors)
+    return {key: next(left) if value is _IS_TENSOR else value for key, value in from_text(tuple(form)).items()}
+
+
+_IS_TENSOR = object()
+
+
+@functools.lru_cache(maxsize=100_000)
+def from_text(text: tuple[str, ...]) -> dict[str, Any]:
+    """The inverse of :func:`as_text`."""
+    read = {}
+    for each in text:
+        tag, _, value = each.partition("=")
+        read[tag] = _IS_TENSOR if value == _TENSOR else _number_or_text(value)
+    return read
+
+
+def _number_or_text(value: str) -> Any:
+    # repr() writes these as no literals.
+    return float(value) if value in ("nan", "inf", "-inf") else ast.literal_eval(value)
+
+
+def _say_once() -> None:
+    if "compiled" not in _said:
+        _said.add("compiled")
+        logger.info("taps are in a compiled graph here; what was compiled before the session is compiled again, once")
+
+
+def _warn_once(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        warn(what)
+
+
+def forget_open_tags() -> None:
+    """Called where no ``with gl.tags(...)`` of a graph can be open: one that raised inside was never closed."""
+    clock.zero_()
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("graftlab", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"graftlab::{name}", fake, lib=_library)
+
+
+def _show_batched(
+    info: Any, in_dims: Any, value: torch.Tensor, time: torch.Tensor, name: str, tags: list[str], *extras: Any
+) -> tuple[None, None]:
+    """Under ``torch.vmap`` a tap shows all of the batch at once, and says so."""
+    torch.ops.graftlab.show_(value, time, name, [*tags, "vmap=True"], *extras)
+    return None, None
+
+
+_define(
+    "show_(Tensor(a!) value, Tensor(b!) clock, str name, str[] tags, Tensor[] extras, str[] form, str layout) -> ()",
+    _show,
+)
+_define("skip_(Tensor(a!) clock, str name, str why) -> ()", _skip)
+_define("open_(Tensor(a!) clock, str[] tags) -> ()", _open_tags)
+_define("close_(Tensor(a!) clock) -> ()", _close_tags)
+_define("step_(Tensor(a!) clock) -> ()", _step)
+_define("place(Tensor clock) -> Tensor", _place, torch.empty_like)
+_define(
+    "show_gradient(Tensor gradient, Tensor place, str name, str[] tags) -> Tensor",
+    _show_gradient,
+    lambda gradient, *rest: torch.empty_like(gradient),
+)
+torch.library.register_vmap("graftlab::show_", _show_batched, lib=_library)

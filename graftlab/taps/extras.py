@@ -6,7 +6,17 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Extras, or a callable that gives them, of a tap that was also given a layout."""
+
+    layout: Any
+    extras: Any
+
 
 _carried: ContextVar[Mapping[str, Any] | None] = ContextVar("graftlab_extras", default=None)
 
@@ -37,6 +47,8 @@ def together(around: Mapping[str, Any] | None, own: Any) -> Any:
 
 def resolved(extras: Any) -> Any:
     """The extras of a tap that is reached now, and wanted: what a callable returns, with those set around it."""
+    if isinstance(extras, Laid):
+        extras = extras.extras
     return together(_carried.get(), extras() if callable(extras) else extras)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from graftlab.taps import calls
 from graftlab.taps.calls import Taker
-from graftlab.taps.compiled import outside_compiled_code
+from graftlab.taps.untraced import outside_compiled_code
 
 # By thread.
 _routes: dict[int, Taker] = {}

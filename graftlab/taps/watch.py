@@ -33,6 +33,14 @@ Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
 
+_kinds: dict[str, str] = {}
+
+
+def kinds_of_watched() -> dict[str, str]:
+    """The class of the module behind each tap that some ``watch`` put in, by the tap's name."""
+    return dict(_kinds)
+
+
 class Removable(Protocol):
     """What can be taken out again."""
 
@@ -129,6 +137,7 @@ def watch(
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
+            _kinds[name] = kind
     names = [name for name, _ in chosen]
     if taps.taker() is None:
         return Watch([], names)
@@ -187,13 +196,7 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
 def _tap_inside(name: str, value: Any, extras: Any, grads: bool, depth: int) -> Any:
     """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
-        taker = taps.taker()
-        if taker is None:
-            return value
-        tensor = taker.tap(name, value, extras, {}, replace=True)
-        if grads:
-            taps.tap_gradient(name, tensor, {})
-        return tensor
+        return taps.show(name, value, extras, replace=True, grad=grads)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):

@@ -7,6 +7,7 @@ function (:class:`TransformSpec`). Two are built in: the default, and :func:`ali
 from __future__ import annotations
 
 from graftlab.transforms.align import align_by_request
+from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.default import default_transform
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome, Transform, dtype_name
 from graftlab.transforms.running import compare, run_transform, user_traceback
@@ -19,6 +20,7 @@ __all__ = [
     "Transform",
     "TransformSpec",
     "align_by_request",
+    "by_layout",
     "compare",
     "default_transform",
     "dtype_name",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graftlab.errors import TransformError
-from graftlab.transforms.default import default_transform
+from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome
 
 _HOW = 'gl.tap(name, x, extras={"rids_int": ids}), with ids an int64 tensor of one id a request'
@@ -47,7 +47,7 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     """
     everybodys = [graft_input.target_extras, *graft_input.received_extras_list]
     if not any(isinstance(extras, Mapping) and extras.get("rids_int") is not None for extras in everybodys):
-        return default_transform(graft_input)
+        return by_layout(graft_input)
     target = graft_input.target
     mine = _Batch.of(target, graft_input.target_extras, "the receiver")
     senders = graft_input.senders or list(range(len(graft_input.received_list)))

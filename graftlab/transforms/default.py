@@ -8,6 +8,7 @@ import torch
 
 from graftlab.errors import TransformError
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
+from graftlab.transforms.suggest import suggested
 
 
 def default_transform(graft_input: GraftTransformInput) -> Outcome:
@@ -54,7 +55,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
     raise TransformError(
         f"the default transform cannot make a tensor of shape {list(mine.shape)} (rank {rank} of {receivers}) "
-        f"from {_shapes(received)} (senders {senders} of {count}); give the plan a transform: `{SIGNATURE}`"
+        f"from {_shapes(received)} (senders {senders} of {count}){suggested(received, mine)}; "
+        f"or give the plan a transform: `{SIGNATURE}`"
     )
 
 

@@ -13,7 +13,7 @@ from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
 from graftlab.transforms.blame import raise_at
-from graftlab.transforms.default import default_transform
+from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, dtype_name
 from graftlab.transforms.private import private_extras, private_tensor
 
@@ -32,7 +32,7 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
     """
     with torch.no_grad():
         if transform is None:
-            return _fitted(default_transform(graft_input), graft_input.target)
+            return _fitted(by_layout(graft_input), graft_input.target)
         if transform is align_by_request:
             return _fitted(align_by_request(graft_input), graft_input.target)
         target = graft_input.target
@@ -79,7 +79,11 @@ def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
     1.0
     """
     mine, theirs = graft_input.target, outcome.value
+    if outcome.measured is not None:
+        theirs, mine = outcome.measured
     rows = outcome.rows
+    if outcome.known is not None:
+        rows = outcome.known.nonzero(as_tuple=True)
     if rows is not None:
         mine, theirs = mine[rows], theirs[rows]
     stats = measure(theirs, mine) if graft_input.direction == "b2t" else measure(mine, theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ def added_frame(
     floors: Mapping[str, Floor],
     *,
     compared: pd.DataFrame | None = None,
-    paired_name: Callable[[str], str] = str,
     constant: float | None = None,
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with what was added there.
@@ -48,7 +47,7 @@ def added_frame(
     ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
     are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
     floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
-    ``paired_name`` is the name under which a receiving rank's tap is paired. The labels are all ``clean`` yet.
+    The labels are all ``clean`` yet.
     """
     errors = {_place(row): row for row in _measured(compared)} if compared is not None else {}
     largest = Floor(
@@ -56,7 +55,7 @@ def added_frame(
     )
     lines = []
     for row in _measured(grafted):
-        group = group_of(paired_name(row["name"]), row["tags"])
+        group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
             floor = floors.get(group, largest).at_least(roundoff(dtype))

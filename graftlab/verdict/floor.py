@@ -6,12 +6,32 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 DEFAULT_NOISE_FLOOR = 1e-5
 """``rel_l2`` up to which float32 agrees with float32, unless told otherwise.
 
 A correct target in the quickstart stays below 2e-6 at every tap; with its mistake it comes to 6e-2. About 2e-2 suits
 bfloat16 against float32.
 """
+
+# Of a dtype's unit in the last place; so many of them come together on the way through a model.
+_ROUNDINGS = 2.5
+
+
+def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
+    """The ``rel_l2`` up to which tensors of these dtypes agree where nobody has measured, and the dtype it is for.
+
+    The coarsest dtype counts for all: what is computed from its values inherits their rounding.
+    """
+    coarsest, eps = "float32", 0.0
+    for name in dtypes:
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4:
+            found = float(torch.finfo(dtype).eps)
+            if found > eps:
+                coarsest, eps = str(name), found
+    return (float(f"{_ROUNDINGS * eps:.0e}"), coarsest) if eps else (DEFAULT_NOISE_FLOOR, coarsest)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def _missing() -> str:
     try:
         code_mirror = importlib.import_module("graftlab.widgets.code_mirror")
     except ImportError as error:
-        return f"anywidget cannot be imported ({error}); pip install 'graftlab[editor]' brings it."
+        return f"anywidget cannot be imported ({error}); pip install anywidget brings it."
     if not code_mirror.BUNDLE.is_file():
         return "the code editor was not built, which takes npm (in graftlab's repository: python hatch_build.py)."
     return ""

@@ -22,6 +22,7 @@ from graftlab.filters.expressions import HELPERS
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.filter_line import FilterLine, is_same
+from graftlab.widgets.kept_taps import either
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_list import PlanList
 from graftlab.widgets.plan_view import adoption
@@ -86,13 +87,23 @@ class FilterEditor(Panel):
                 line.take(self._plan)
             self.say("")
 
+    def propose(self, name: str, text: str) -> None:
+        """Add what ``text`` matches to a filter, as if it had been typed: Apply publishes it, Revert drops it."""
+        with self._lock:
+            editor = self._lines[name].editor
+            wanted = either(editor.value.strip(), text)
+            if wanted != editor.value.strip():
+                editor.set_text(wanted)
+            self.say(f"{name} is changed here, and not in force yet: Apply publishes it.", "good")
+
     def restore(self, plan: GraftPlan) -> None:
-        """Publish an earlier plan anew: its filters, its transform and its renames, as the next version."""
+        """Publish an earlier plan anew: its filters, its transform, its renames and its pairs, as the next version."""
         with self._lock:
             new = self.session.edit(
                 **{name: getattr(plan, name) for name in FILTERS},
                 transform=plan.transform,
                 rename=_rename_of(plan),
+                pairs=plan.pairs,
             )
             self.revert()
             self.say(f"Version {plan.version} is restored, as version {new.version}.")

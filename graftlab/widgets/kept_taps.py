@@ -100,8 +100,14 @@ def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
         wanted = [text.strip() for text in (plan.b2t, plan.t2b) if text and text.strip()]
         wanted = wanted or [(plan.compare or "").strip()]
     for text in wanted:
-        if text and text != now and now != "True" and f"({_closed(text)})" not in now:
-            now = f"{_grouped(now)} or ({_closed(text)})" if now else text
+        now = either(now, text)
+    return now
+
+
+def either(now: str, text: str) -> str:
+    """The filter ``now`` with what ``text`` matches added, if it is not part of it already."""
+    if text and text != now and now != "True" and f"({_closed(text)})" not in now:
+        return f"{_grouped(now)} or ({_closed(text)})" if now else text
     return now
 
 

@@ -216,6 +216,38 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         update(self._message_line, value=shown)
 
 
+class Fold(widgets.VBox):  # type: ignore[misc]
+    """What is only of interest now and then: a button that shows and hides it. ipywidgets' own has no keys."""
+
+    def __init__(self, content: widgets.Widget) -> None:
+        self._content = content
+        self._button = widgets.Button(layout={"width": "auto"}).add_class("graftlab-fold-button")
+        self._button.on_click(lambda _: self.unfold(not self.is_open))
+        super().__init__([self._button, content])
+        self.add_class("graftlab-fold")
+        self.unfold(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the content is shown."""
+        return bool(self._content.layout.display != "none")
+
+    def unfold(self, shown: bool = True) -> None:
+        """Show the content, or hide it."""
+        self._content.layout.display = None if shown else "none"
+        update(self._button, icon="caret-down" if shown else "caret-right", tooltip="Hide" if shown else "Show")
+
+    @property
+    def title(self) -> str:
+        """What is written on the button."""
+        title: str = self._button.description
+        return title
+
+    @title.setter
+    def title(self, title: str) -> None:
+        self._button.description = title
+
+
 def update(widget: Any, **values: Any) -> None:
     """Set several traits. The browser is sent those that have another value now than before."""
     for trait, value in values.items():

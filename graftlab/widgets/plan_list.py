@@ -9,12 +9,12 @@ import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets import plan_view
-from graftlab.widgets.panel import Panel, close_all, row, update
+from graftlab.widgets.panel import Fold, Panel, close_all, row, update
 
 _LISTED = 30
 
 
-class PlanList(widgets.Accordion):  # type: ignore[misc]
+class PlanList(Fold):
     """A session's plans but for the one in force, newest first, each with a button that calls ``restore``."""
 
     def __init__(self, panel: Panel, restore: Callable[[GraftPlan], object]) -> None:
@@ -22,8 +22,8 @@ class PlanList(widgets.Accordion):  # type: ignore[misc]
         self._restore = restore
         self._rows: dict[int, widgets.HBox] = {}
         self._list = widgets.VBox().add_class("graftlab-plans")
-        super().__init__([self._list])
-        self.add_class("graftlab-fold").add_class("graftlab-earlier")
+        super().__init__(self._list)
+        self.add_class("graftlab-earlier")
 
     def show(self, plans: Sequence[GraftPlan], closed: bool) -> None:
         """List all of ``plans`` but the last one."""
@@ -35,12 +35,12 @@ class PlanList(widgets.Accordion):  # type: ignore[misc]
             self._list.children = tuple(rows.values())
             for each in dropped.values():
                 close_all(each)
-            self.titles = (f"Earlier plans ({len(earlier)})",)
+            self.title = f"Earlier plans ({len(earlier)})"
         for each in self._rows.values():
             update(each.children[0], disabled=closed)
         update(self.layout, display=None if listed else "none")
 
     def _row(self, plan: GraftPlan) -> widgets.HBox:
         again = f"Publish version {plan.version} anew"
-        button = self._panel.button("Restore", "restore", again, partial(self._restore, plan))
+        button = self._panel.button(f"Restore {plan.version}", "restore", again, partial(self._restore, plan))
         return row(button, widgets.HTML(plan_view.described(plan))).add_class(f"graftlab-plan-{plan.version}")

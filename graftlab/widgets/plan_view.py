@@ -42,4 +42,6 @@ def described(plan: GraftPlan) -> str:
     parts = [*(filters or ["no filters"]), f"transform {code(transform)}"]
     if plan.rename:
         parts.append(f"{len(plan.rename)} renames" if len(plan.rename) > 1 else "1 rename")
+    if plan.pairs:
+        parts.append(f"{len(plan.pairs)} pairs" if len(plan.pairs) > 1 else "1 pair")
     return f'<span class="plan"><b>{plan.version}</b> {" · ".join(parts)}</span>'

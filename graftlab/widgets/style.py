@@ -27,16 +27,21 @@ PANEL_STYLE = """
 .graftlab-panel .overtaken, .graftlab-panel .unapplied { color: var(--gl-warn) }
 .graftlab-panel .graftlab-message .bad { white-space: pre-wrap; overflow-wrap: anywhere }
 .graftlab-panel .graftlab-fold { margin: 6px 2px }
-.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
-.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-contents { padding: 4px; max-height: 320px; overflow-y: auto }
+.graftlab-panel .graftlab-fold > .graftlab-fold-button {
+  background: none; box-shadow: none; padding: 0 4px; text-align: left; color: var(--gl-ink);
+}
+.graftlab-panel .graftlab-fold > .graftlab-fold-button:hover { background: var(--gl-fill) }
+.graftlab-panel .graftlab-fold > .widget-box { max-height: 320px; overflow-y: auto; padding: 4px 8px }
+.graftlab-panel button:focus-visible, .graftlab-panel select:focus-visible, .graftlab-panel input:focus-visible,
+.graftlab-panel summary:focus-visible, .graftlab-panel .graftlab-scrolls:focus-visible {
+  outline: 2px solid var(--gl-accent); outline-offset: 1px;
+}
+.graftlab-panel .graftlab-scrolls { max-height: 380px; overflow: auto; border: 1px solid var(--gl-rule) }
 .graftlab-panel .spinner {
   display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.5em; vertical-align: -0.1em;
   border: 2px solid var(--gl-rule); border-top-color: var(--gl-accent);
   border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
 }
 @keyframes graftlab-turn { to { transform: rotate(360deg) } }
-@media (prefers-reduced-motion: reduce) { .graftlab-panel .graftlab-fold { margin: 6px 2px }
-.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-header { padding: 3px 6px; font-weight: normal }
-.graftlab-panel .graftlab-fold .jupyter-widget-Collapse-contents { padding: 4px; max-height: 320px; overflow-y: auto }
-.graftlab-panel .spinner { animation: none } }
+@media (prefers-reduced-motion: reduce) { .graftlab-panel .spinner { animation: none } }
 """

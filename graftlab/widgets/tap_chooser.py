@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 LOAD_ONLY = "nothing: only load it"
 # ipywidgets takes None for no selection.
 _NOTHING = ""
-# What the list offers at most; who looks for another tap can narrow the plan's keep filter down.
-_KEPT_LISTED = 300
-_OTHERS_LISTED = 200
+LISTED = 300
+"""Taps that the menu has at once. Words that are typed find the others."""
+
+# So few need no finding.
+_FEW = 12
 # Asking the ranks what they keep takes this part of the time at the most, and is done this often, in seconds.
 _ASKING_SHARE = 0.1
 _ASKING_INTERVAL = 0.5
@@ -49,11 +51,16 @@ class TapChooser(Panel):
             style={"description_width": "auto"},
             layout=widgets.Layout(width="auto", flex="1 1 20em", min_width="10em"),
         ).add_class("graftlab-tap")
+        self._search = widgets.Text(
+            placeholder="find a tap", tooltip="Find a tap to try on", layout=widgets.Layout(width="12em")
+        ).add_class("graftlab-tap-search")
+        self._search.observe(self.guarded(lambda _: self.refresh()), "value")
+        self._more = widgets.HTML().add_class("graftlab-more-taps")
         self._keep = self.button("", "keep", "", lambda: host.submit("keep"))
         self._keep.icon = "thumb-tack"
         self._hint = widgets.HTML().add_class("graftlab-kept-hint")
         self.menu.observe(self.guarded(self._on_choice), "value")
-        self._open([row(self.menu, self._keep), self._hint])
+        self._open([row(self.menu, self._search, self._keep), self._more, self._hint])
 
     @property
     def chosen(self) -> TapOption | None:
@@ -100,26 +107,37 @@ class TapChooser(Panel):
                 self._asked_at = state
                 self._next_asking = began + max(_ASKING_INTERVAL, (time.monotonic() - began) / _ASKING_SHARE)
         with self._lock:
-            self._kept = kept[-_KEPT_LISTED:]
+            self._kept = kept
             self._fill()
             self._show()
 
     def _fill(self) -> None:
-        taps = self.session.taps
-        if self._listed == (self._kept, len(taps)):
+        taps, words = self.session.taps, self._search.value.lower().split()
+        state = (self._kept, len(taps), words)
+        if self._listed == state:
             return
-        self._listed = (self._kept, len(taps))
-        others = other_options(taps, self._kept)[:_OTHERS_LISTED]
-        options = [*self._kept, *others]
+        self._listed = state
+        every = [*self._kept, *other_options(taps, self._kept)]
+        found = [option for option in every if all(word in option.label.lower() for word in words)]
         chosen = self.chosen
         if chosen is None and not self._is_picked and self._kept:
             # Without a choice, take any kept pair, so that a draft can be tried.
             chosen = self._kept[0]
-        elif chosen is not None and chosen not in options:
+        elif chosen is not None and chosen not in every:
             # It is kept by now, or no longer.
-            same = [option for option in options if (option.name, option.tags) == (chosen.name, chosen.tags)]
+            same = [option for option in every if (option.name, option.tags) == (chosen.name, chosen.tags)]
             chosen = same[0] if same else None
+        options = found[:LISTED]
+        if chosen is not None and chosen not in options:
+            options = [chosen, *options]
         self.menu.fill([(LOAD_ONLY, _NOTHING), *((option.label, option) for option in options)], chosen)
+        update(self._search.layout, display=None if len(every) > _FEW else "none")
+        more = len(found) - LISTED
+        shown = f"{more:,} more; type words of their names to find them" if more > 0 else ""
+        if words and not found:
+            shown = "no tap has these words in its name or tags"
+        update(self._more, value=f'<span class="quiet">{shown}</span>' if shown else "")
+        update(self._more.layout, display=None if shown else "none")
 
     def _on_choice(self, _change: Any) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
 from graftlab.widgets.asked import Menu
 from graftlab.widgets.drafts import Draft, Version, difference, source_of
-from graftlab.widgets.panel import Panel, row
+from graftlab.widgets.panel import Fold, Panel, row
 from graftlab.widgets.trial_view import difference_html
 
 _LISTED = 50
@@ -25,7 +25,7 @@ ACTIONS = {
 }
 
 
-class VersionList(widgets.Accordion):  # type: ignore[misc]
+class VersionList(Fold):
     """The transforms of a session's plans, newest first; its buttons submit the :data:`ACTIONS` to ``panel``."""
 
     def __init__(self, panel: Panel) -> None:
@@ -41,8 +41,8 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
         self.compared: Version | None = None
         """The version whose difference from what is in the editor is shown."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
-        super().__init__([widgets.VBox([row(self.menu, *self.buttons.values()), self._diff])])
-        self.add_class("graftlab-fold").add_class("graftlab-versions")
+        super().__init__(widgets.VBox([row(self.menu, *self.buttons.values()), self._diff]))
+        self.add_class("graftlab-versions")
         self.menu.observe(self._on_choice, "value")
 
     @property
@@ -86,4 +86,4 @@ class VersionList(widgets.Accordion):  # type: ignore[misc]
         labels = [label for label, _ in options]
         if labels != [label for label, _ in self.menu.options]:
             self.menu.fill(options, self.menu.value)
-            self.titles = (f"Versions ({len(options)})",)
+            self.title = f"Versions ({len(options)})"

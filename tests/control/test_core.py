@@ -129,7 +129,16 @@ def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[Talkin
     taps.note(TapSeen(first), ranks[0].rank)
     taps.note(TapSeen({**first, "step": 4, "side": "target", "rank": 1}), ranks[2].rank)
     taps.note(TapSeen({**first, "layer": 4}), ranks[0].rank)
-    assert taps.all() == [first, {**first, "layer": 4}]
+    both = {"baseline_name": "attn", "target_name": "attn"}
+    assert taps.all(GraftPlan()) == [{**first, **both}, {**first, "layer": 4, **both}]
+
+
+def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -> None:
+    taps = SeenTaps()
+    for side, name, rank in (("baseline", "a", ranks[0]), ("target", "b", ranks[2]), ("target", "a", ranks[2])):
+        taps.note(TapSeen({"name": name, "step": 0, "side": side, "rank": 0}), rank.rank)
+    listed = [(t["name"], t["baseline_name"], t["target_name"]) for t in taps.all(GraftPlan(pairs=[("a", "b")]))]
+    assert listed == [("a", "a", "b"), ("a (target only)", None, "a")]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

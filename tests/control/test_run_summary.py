@@ -37,14 +37,14 @@ def test_nans_on_one_side_are_what_the_summary_says_first(session: gl.Session) -
     run = session.run(lambda: model(False), lambda: model(True))
     text = shown(run)
     assert "4 compared" in text
-    told = text.index("non-finite values differ in 1 row, first at logits on target[0]: 12 of 64 elements")
+    told = text.index("first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite")
     assert told < text.index("largest rel_l2 of what is finite 0.00e+00")
 
 
 def test_without_nans_the_largest_difference_is_named(session: gl.Session) -> None:
-    assert "largest rel_l2 0.00e+00 at hidden layer=0 on target[0]" in shown(
-        session.run(lambda: model(False), lambda: model(False))
-    )
+    text = shown(session.run(lambda: model(False), lambda: model(False)))
+    assert "first divergent: none of 4 compared rows is above the floor 1e-05" in text
+    assert "largest rel_l2 0.00e+00 at hidden layer=0 on target[0]" in text
 
 
 def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -> None:

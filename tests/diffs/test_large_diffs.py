@@ -117,6 +117,7 @@ def test_of_equal_differences_in_several_blocks_the_first_is_named() -> None:
     assert measure(x, x).max_abs_index == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_result_is_the_same_on_every_run_and_any_number_of_threads(dtype: torch.dtype) -> None:
     x, y = noisy(9 * STRIPE + 12345, dtype)

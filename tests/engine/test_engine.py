@@ -85,6 +85,7 @@ def everything_free(engine: Engine) -> bool:
 # ---- the same tokens ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     "limits",

@@ -177,6 +177,7 @@ def poison(runner: GraphRunner) -> None:
 # ---- the eager engine's tokens --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @runners
 @pytest.mark.parametrize(
     ("limits", "window"),
@@ -392,6 +393,7 @@ def test_metadata_is_made_before_every_replay_whatever_it_was_at_the_capture(kin
 # ---- identities -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @runners
 def test_identities_are_read_in_the_graph_and_padded_with_nobodys(kind: str, device: str) -> None:
     engine = Engine(model(device), runner=RUNNERS[kind], max_requests=7, request_ids=True)

@@ -95,11 +95,13 @@ def test_filters_see_the_tags_of_the_tap_and_those_around_it_the_taps_own_first(
     assert decision.tags_at(9, "recompute") == {**decision.tags, "step": 9, "recompute_status": "recompute"}
 
 
-def test_the_address_has_the_plans_name_and_the_row_the_sides_own() -> None:
+def test_the_address_and_the_row_have_the_paired_name_and_the_pairing_the_sides_own() -> None:
     decisions = made(rename={"target": {r"^model\.": ""}})
     decision = decisions.of(asked("model.h", layer=1))
     assert decision is not None
-    assert (decision.name, decision.tags["name"]) == ("h", "model.h")
+    assert (decision.name, decision.tags["name"]) == ("h", "h")
+    assert decision.pairing is not None
+    assert (decision.pairing.baseline_name, decision.pairing.target_name) == ("h", "model.h")
     baseline = made(BASELINE, rename={"target": {r"^model\.": ""}}).of(asked("model.h"))
     assert baseline is not None
     assert baseline.name == "model.h"

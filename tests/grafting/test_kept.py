@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kit.mailboxes import DEADLINE, MIB, eager_threads, in_background
 from kit.tensors import DTYPES, bits, layouts, random_bits
 
+from graftlab.errors import SessionError
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.transforms import GraftTransformInput
 
@@ -156,6 +157,61 @@ def test_a_pair_beyond_the_budget_is_not_kept_and_drives_no_other_out() -> None:
     note = keep_number(kept, 2.0, 4 * MIB, index=1)
     assert note == "not kept: the tensors have 4 MiB and the budget is 2 MiB"
     assert numbers(kept) == [1.0]
+
+
+def test_an_older_pair_is_not_taken_for_one_that_was_not_kept() -> None:
+    kept = KeptPairs(2 * MIB)
+    keep_number(kept, 1.0, MIB, layer=1, step=0)
+    keep_number(kept, 2.0, 4 * MIB, layer=1, step=7)
+    with pytest.raises(SessionError) as caught:
+        kept.find("x", {"layer": 1})
+    assert str(caught.value) == (
+        "the pair of x layer=1 at step 7 was not kept: its tensors have 4 MiB and the budget of a rank is 2 MiB; "
+        "gl.launch(..., keep_budget=4 << 20) or more keeps it. An older one is kept: step=0"
+    )
+    with pytest.raises(SessionError, match="at step 7 was not kept"):
+        kept.find("x", {"layer": 1, "step": 7})
+    older = kept.find("x", {"layer": 1, "step": 0})
+    assert older is not None
+    # What is kept of it later is the newest again.
+    keep_number(kept, 3.0, MIB, layer=1, step=8)
+    newest = kept.find("x", {"layer": 1})
+    assert newest is not None
+    assert newest.target is not None
+    assert newest.target[0] == 3.0
+
+
+def test_another_tap_is_not_held_against_a_pair() -> None:
+    kept = KeptPairs(2 * MIB)
+    keep_number(kept, 1.0, MIB, layer=1, step=0)
+    keep_number(kept, 2.0, 4 * MIB, layer=2, step=0)
+    assert kept.find("x", {}) is not None
+    assert kept.find("x", {"layer": 1}) is not None
+    assert kept.find("y", {}) is None
+
+
+def test_where_the_newest_transform_failed_an_older_pair_is_not_taken_for_it() -> None:
+    kept = KeptPairs()
+    keep_number(kept, 1.0, layer=1, step=0)
+    kept.add(the_input(torch.zeros(1), torch.ones(1), layer=1, step=4), None)
+    with pytest.raises(
+        SessionError, match=r"x layer=1 at step 4 was not kept: its transform failed. An older one is kept"
+    ):
+        kept.find("x", {"layer": 1})
+    failed = kept.find("x", {"layer": 1}, failed=True)
+    assert failed is not None
+    assert failed.tags["step"] == 4
+
+
+def test_what_had_to_go_for_newer_pairs_is_told() -> None:
+    kept = KeptPairs(2 * MIB)
+    for layer in range(3):
+        keep_number(kept, layer, MIB, layer=layer, step=5)
+    assert kept.find("x", {"layer": 1}) is not None
+    with pytest.raises(
+        SessionError, match="x layer=0 at step 5 is not kept any more: it had to go for newer ones, as the"
+    ):
+        kept.find("x", {"layer": 0})
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["as it came", "made anew"])

@@ -241,17 +241,18 @@ def test_sides_with_other_module_names_pair_through_the_plans_rewriting(session:
         [("model.layers.1.self_attn", None, 0.0), ("model.layers.0.self_attn", None, 0.0)],
     )
     assert run.target == [[2.0, 1.0]]
-    # Filters and rows keep the receiver's own names.
-    assert run.frame["name"].tolist() == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
+    # Rows have the paired name, and each side's own.
+    assert run.frame["name"].tolist() == ["layers.1.attention", "layers.0.attention"]
+    assert run.frame["target_name"].tolist() == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
+    assert run.frame["baseline_name"].tolist() == ["transformer.h.1.attn", "transformer.h.0.attn"]
 
     session.edit(rename=None)
     run = run_in_order(session, [("transformer.h.0.attn", None, 1.0)], [("model.layers.0.self_attn", None, 0.0)])
     assert sorted(run.frame["status"]) == ["missing", "unmatched"]
 
 
-def test_filters_see_each_sides_own_name(session: gl.Session) -> None:
-    own_names = "side == 'baseline' and name == 'left' or side == 'target' and name == 'right'"
-    session.edit(b2t=own_names, compare=None, rename={"target": {"^right$": "left"}})
+def test_filters_see_the_paired_name_on_both_sides(session: gl.Session) -> None:
+    session.edit(b2t="name == 'left'", compare=None, rename={"target": {"^right$": "left"}})
     run = run_in_order(session, [("left", None, 1.0)], [("right", None, 0.0)])
     assert run.target == [[1.0]]
 

@@ -268,6 +268,35 @@ def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: K
 
 
 @pytest.mark.ranks
+def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    reply = notebook.run("%graft plot hiden")
+    assert "UsageError: %graft plot: no tap is called 'hiden'; did you mean 'hidden'?" in reply.stderr
+    reply = notebook.run("%graft plot --kind ranks zzz")
+    assert "no tap is called 'zzz'; there are 'hidden', 'out'" in reply.stderr
+
+
+@pytest.mark.ranks
+def test_report_writes_a_page_and_says_where(notebook: Kernel, tmp_path: Path) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    reply = notebook.run(f"%graft report {tmp_path}/found.html")
+    assert f"{tmp_path}/found.html (" in reply.stdout
+    assert "forward(torch.ones(4))" in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.ranks
+def test_help_on_a_plot_shows_its_options(notebook: Kernel) -> None:
+    typed(notebook, "import inspect")
+    signature = "str(inspect.signature(session.plot.divergence))"
+    assert "value" in value(notebook, signature)
+    assert "noise_floor" in value(notebook, signature)
+    assert "frames" not in value(notebook, signature)
+    assert "annotated as the first divergent one" in value(notebook, "session.plot.divergence.__doc__")
+
+
+@pytest.mark.ranks
 def test_filter_refuses_an_overlap_on_taps_that_were_seen(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")

@@ -279,6 +279,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) -> None:
     wrong = copy.deepcopy(llama.target)

@@ -51,6 +51,7 @@ def test_the_converter_that_is_written_makes_the_targets_state_bit_by_bit(port: 
     assert "graftlab" not in source
 
 
+@pytest.mark.slow
 def test_real_weights_match_completely(minilm: Port) -> None:
     match = gl.match_weights(minilm.baseline, minilm.target)
     assert match.clean, match

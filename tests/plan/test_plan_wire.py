@@ -132,7 +132,7 @@ def test_a_rename_that_cannot_be_sent_is_refused_when_the_plan_is_made() -> None
 def test_help_shows_what_an_edit_may_change(edit: Any) -> None:
     parameters = inspect.signature(edit).parameters
     keywords = [each for each in parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert [each.name for each in keywords] == ["b2t", "t2b", "compare", "keep", "transform", "rename"]
+    assert [each.name for each in keywords] == ["b2t", "t2b", "compare", "keep", "transform", "rename", "pairs"]
     assert {repr(each.default) for each in keywords} == {"<unchanged>"}
     assert str(inspect.signature(edit)).count("b2t: 'str | None' = <unchanged>") == 1
 

@@ -297,6 +297,7 @@ def test_long_names_are_cut_in_the_middle_and_keep_their_numbers() -> None:
     assert "…" in label
 
 
+@pytest.mark.slow
 def test_ten_thousand_taps_make_few_artists_and_few_labels() -> None:
     figure = plots.divergence(frame(*(row(f"tap.{i}", 1e-7) for i in range(10_000))), noise_floor=1e-5)
     assert 30 <= len(tick_labels(figure)) <= 60
@@ -893,6 +894,7 @@ def test_every_figure_draws_into_axes_that_it_is_given(name: str) -> None:
     assert plots.to_png(page)
 
 
+@pytest.mark.slow
 def test_figures_may_be_made_and_rendered_in_any_thread() -> None:
     names = list(everything())
 

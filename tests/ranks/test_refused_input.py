@@ -11,6 +11,8 @@ from kit.support import run_cell
 
 import graftlab as gl
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[gl.Session]:

@@ -135,6 +135,7 @@ some_rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(some_rows, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(64, 4096))
 @settings(max_examples=60, deadline=None)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(

@@ -1,44 +1,472 @@
-"""What stays out of graphs that ``torch.compile`` traces, and what that costs where nothing is compiled."""
+"""Taps inside code that torch.compile and torch.export trace: the same taps as without, and no break in the graph."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from graftlab.taps.compiled import outside_compiled_code
-
-
-def test_a_function_is_never_traced_and_what_is_around_it_is() -> None:
-    graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-        return graph.forward
-
-    seen_inside: list[bool] = []
-
-    @outside_compiled_code
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        seen_inside.append(torch.compiler.is_compiling())
-        return x.sin().cos().tan()
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return apart(x + 1) * 2
-
-    x = torch.linspace(0, 1, 3)
-    assert torch.equal(torch.compile(model, backend=backend)(x), (x + 1).sin().cos().tan() * 2)
-    assert (graphs, seen_inside) == ([1, 1], [False])
+import graftlab as gl
+from graftlab.taps import calls, compiled
+from graftlab.taps.extras import Laid
 
 
-def test_a_rank_imports_no_more_of_torch_than_its_code_asks_for() -> None:
-    code = (
-        "import sys, graftlab.ranks.worker\n"
-        "from graftlab.taps.compiled import outside_compiled_code\n"
-        "assert outside_compiled_code(lambda x, y: x + y)(1, y=2) == 3\n"
-        "print('torch._dynamo' in sys.modules)"
+class Taker:
+    """Notes what taps show, in the grafter's place; ``grafts`` has what to put in place of a tap's tensor."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.values: list[Tensor] = []
+        self.extras: list[Any] = []
+        self.grafts: dict[str, float] = {}
+        self.steps = 0
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        around = {**dict(calls.ambient.get()), **tags}
+        assert around.pop("compiled", None) == self.in_graphs, f"{name}: {tags}"
+        self.seen.append((name, around))
+        shown = value if isinstance(value, Tensor) else value()
+        self.values.append(shown.detach().clone())
+        # Copies, as a graph uses its memory again.
+        self.extras.append({key: torch.as_tensor(each).detach().clone() for key, each in (extras or {}).items()})
+        if name in self.grafts:
+            with torch.no_grad():
+                shown.detach().fill_(self.grafts[name])
+        return value
+
+    def step(self) -> None:
+        self.steps += 1
+
+    in_graphs: bool | None = True
+
+    def take(self) -> list[tuple[str, dict[str, Any]]]:
+        seen, self.seen, self.values, self.extras = self.seen, [], [], []
+        return seen
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taker]:
+    taker = Taker()
+    for name, value in (
+        ("_grafter", taker),
+        ("_taker", taker),
+        ("_traced", compiled),
+        ("_is_tracing", torch.compiler.is_dynamo_compiling),
+    ):
+        monkeypatch.setattr(calls, name, value)
+    torch.compiler.reset()
+    compiled.forget_open_tags()
+    yield taker
+    gl.compile_taps(None)
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A backend that counts the graphs it is given, and what is in them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs.append([str(node.target) for node in module.graph.nodes])
+        return module.forward
+
+    @property
+    def taps(self) -> int:
+        return sum("graftlab" in target for targets in self.graphs for target in targets)
+
+
+# inductor compiles in processes of its own
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.ranks)]
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(8, 8)
+
+    @gl.tags(lambda self, *_: {"layer": self.index})
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = gl.tap("hidden", self.linear(x), part="a", extras={"total": x.sum(), "count": 3})
+        with gl.tags(inner=True):
+            gl.tap("never used again", hidden * 2)
+        return hidden.relu()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(0), Block(1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        gl.tap("computed", lambda: x + 1)
+        return gl.tap("out", x)
+
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+def eager(
+    taker: Taker, call: Callable[[], Any]
+) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[Tensor], list[Any]]:
+    taker.in_graphs = None
+    result = call()
+    values, extras = taker.values, taker.extras
+    seen = taker.take()
+    taker.in_graphs = True
+    return result, seen, values, extras
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_shows_what_it_shows_uncompiled_in_the_same_order(backend: str, taker: Taker) -> None:
+    model = Model()
+    with gl.watch(model), gl.tags(phase="decode"):
+        expected, seen, values, extras = eager(taker, lambda: model(X))
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(X), expected)
+        assert taker.seen == seen
+        torch.testing.assert_close(taker.values, values)
+        torch.testing.assert_close(taker.extras, extras)
+    assert ("never used again", {"phase": "decode", "layer": 1, "inner": True}) in seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_graft_goes_on_in_the_graph_and_gradients_go_straight_through(
+    backend: str, watched: bool, taker: Taker
+) -> None:
+    model = Model()
+    taker.grafts = {"blocks.0.linear" if watched else "hidden": 0.5}
+
+    def both(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        x = X.clone().requires_grad_()
+        out = call(x)
+        out.square().sum().backward()
+        return out.detach(), x.grad
+
+    with gl.watch(model):
+        expected, *_ = eager(taker, lambda: both(model))
+        torch.testing.assert_close(both(torch.compile(model, fullgraph=True, backend=backend)), expected)
+
+
+def test_a_watched_modules_own_tensor_is_never_written_into(taker: Taker) -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model, x = Keeps(), X.clone()
+    taker.grafts = {"output": 7.0}
+    with gl.watch(model):
+        out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert out.eq(7.0).all()
+    assert x.equal(X)
+
+
+def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> None:
+    def function(x: Tensor) -> Tensor:
+        gl.tap("x", x)
+        return x * 2
+
+    taker.grafts = {"x": 3.0}
+    x = X.clone()
+    assert torch.compile(function, fullgraph=True, backend="aot_eager")(x).eq(6.0).all()
+    assert x.eq(3.0).all()
+
+
+def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more(
+    monkeypatch: pytest.MonkeyPatch, taker: Taker
+) -> None:
+    model, graphs = Model(), Graphs()
+    function = torch.compile(model, fullgraph=True, backend=graphs)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "_taker", None)
+        patch.setattr(calls, "_grafter", None)
+        function(X)
+        function(X)
+    assert (len(graphs.graphs), graphs.taps) == (1, 0)
+    function(X)
+    function(X)
+    assert len(graphs.graphs) == 2
+    assert graphs.taps > 0
+    assert len(taker.seen) == 2 * 6
+
+
+def test_a_graph_of_another_length_is_one_graph_and_shows_each(taker: Taker) -> None:
+    graphs = Graphs()
+    function = torch.compile(Model(), fullgraph=True, backend=graphs, dynamic=True)
+    for length in (2, 3, 5):
+        function(torch.ones(length, 8))
+    assert len(graphs.graphs) == 1
+    assert [value.shape[0] for value, (name, _) in zip(taker.values, taker.seen, strict=True) if name == "out"] == [
+        2,
+        3,
+        5,
+    ]
+
+
+def test_a_break_of_the_users_keeps_the_tags(taker: Taker) -> None:
+    def function(x: Tensor) -> Tensor:
+        with gl.tags(a=1):
+            gl.tap("before", x * 1)
+            torch._dynamo.graph_break()
+            gl.tap("after", x * 2)
+        return gl.tap("outside", x * 3)
+
+    torch.compile(function, backend="aot_eager")(X)
+    assert [(name, tags.get("a")) for name, tags in taker.seen] == [("before", 1), ("after", 1), ("outside", None)]
+
+
+def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(taker: Taker) -> None:
+    block = Block(4)
+    marks: list[bool] = []
+    tap = taker.tap
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        from graftlab.grafting.decisions import recompute_status
+
+        marks.append(recompute_status() == "recompute")
+        return tap(*args, **kwargs)
+
+    taker.tap = noting  # type: ignore[method-assign]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False).square().sum()
+
+    loss = function(X.clone().requires_grad_())
+    assert marks == [False, False]
+    forward = taker.take()
+    loss.backward()
+    assert marks[2:] == [True]
+    assert taker.seen == forward[:1] == [("hidden", {"layer": 4, "part": "a"})]
+
+
+def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flow_on(taker: Taker) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(x: Tensor) -> Tensor:
+        with gl.tags(layer=3):
+            return gl.tap("h", x * 2, grad=True, part="a").sum()
+
+    x = X.clone().requires_grad_()
+    with gl.tags(phase="train"):
+        loss = function(x)
+    taker.take()
+    loss.backward()
+    assert taker.seen == [("h", {"phase": "train", "layer": 3, "part": "a", "kind": "grad"})]
+    assert x.grad.eq(2.0).all()
+
+    taker.grafts = {"h": 5.0}
+    x.grad = None
+    function(x).backward()
+    assert x.grad.eq(10.0).all()
+
+
+@pytest.mark.parametrize(
+    ("transform", "tags"),
+    [
+        (lambda function: torch.vmap(function), {"vmap": True}),
+        (lambda function: lambda x: torch.func.jvp(function, (x,), (x,)), {}),
+        (lambda function: torch.func.jacrev(function), {}),
+    ],
+    ids=["vmap", "jvp", "jacrev"],
+)
+def test_function_transforms_work_and_show_what_they_compute_with(
+    transform: Callable[..., Any], tags: dict[str, Any], taker: Taker
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        return gl.tap("x", x * x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_taker", None)
+        expected = transform(function)(X)
+    torch.testing.assert_close(torch.compile(transform(function), fullgraph=True, backend="aot_eager")(X), expected)
+    torch.testing.assert_close(taker.values, [X * X])
+    assert taker.seen == [("x", tags)]
+
+
+@pytest.mark.parametrize("bad", [torch.ones(1), object(), [1, 2]], ids=["a tensor", "an object", "a list"])
+def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, taker: Taker) -> None:
+    function = torch.compile(lambda x: gl.tap("h", x * 2, odd=bad), fullgraph=True, backend="aot_eager")
+    with pytest.raises(
+        Exception, match=r"tag 'odd' of gl\.tap\('h'\) has the type .*a tag is text, a number, a bool or None"
+    ):
+        function(X)
+
+
+def test_extras_that_a_graph_cannot_hold_are_refused_with_a_sentence(taker: Taker) -> None:
+    function = torch.compile(lambda x: gl.tap("h", x * 2, extras={"k": [x]}), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"extras\['k'\] of gl\.tap\('h'\) has the type list"):
+        function(X)
+
+
+def test_a_layout_travels_with_the_tap(taker: Taker) -> None:
+    found: list[Any] = []
+    taker.tap = lambda name, value, extras, tags, replace=False: found.append(extras)  # type: ignore[method-assign]
+    function = torch.compile(
+        lambda x: gl.tap("h", x * 2, layout="shard(dim=0, mesh='tp')", extras={"n": 1}), fullgraph=True, backend="eager"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
+    function(X)
+    assert found == [Laid("shard(dim=0, mesh='tp')", {"n": 1})]
+
+
+def test_what_is_no_tensor_is_skipped_with_one_warning(taker: Taker) -> None:
+    function = torch.compile(lambda x: (gl.tap("h", "text"), x * 2)[1], fullgraph=True, backend="aot_eager")
+    with pytest.warns(gl.GraftWarning, match=r"gl\.tap\('h'\) in compiled code: its value is str"):
+        function(X)
+    function(X)
+    assert taker.seen == []
+
+
+def test_chosen_taps_alone_are_in_the_graph(taker: Taker) -> None:
+    graphs = Graphs()
+    function = torch.compile(Model(), fullgraph=True, backend=graphs)
+    gl.compile_taps("name == 'hidden' and part == 'a'")
+    function(X)
+    assert {name for name, _ in taker.take()} == {"hidden"}
+    gl.compile_taps("name == 'out'")
+    function(X)
+    assert [name for name, _ in taker.take()] == ["out"]
+    gl.compile_taps(None)
+    function(X)
+    assert len(taker.seen) == 6
+    assert len(graphs.graphs) == 3
+    with pytest.raises(gl.FilterError):
+        gl.compile_taps("name ==")
+
+
+def test_tags_that_an_error_left_open_are_closed(taker: Taker) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise Stop
+
+    function = torch.compile(Block(1), fullgraph=True, backend="aot_eager")
+    function(X)
+    seen = taker.take()
+    taker.tap, tap = stop, taker.tap  # type: ignore[method-assign]
+    with pytest.raises(Stop):
+        function(X)
+    taker.tap = tap  # type: ignore[method-assign]
+    function(X)
+    assert taker.seen == seen
+
+
+def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) -> None:
+    torch.ops.graftlab.open_(compiled.clock, ["a=1"])
+    caught: list[Warning] = []
+
+    def elsewhere() -> None:
+        with pytest.warns(gl.GraftWarning, match="graphs of two threads") as found:
+            torch.ops.graftlab.show_(torch.ones(1), compiled.clock, "x", [], [], [], "")
+        caught.extend(each.message for each in found)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_a_step_in_a_graph_is_a_step(taker: Taker) -> None:
+    def function(x: Tensor) -> Tensor:
+        gl.step()
+        return x * 2
+
+    torch.compile(function, fullgraph=True, backend="aot_eager")(X)
+    assert taker.steps == 1
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]\w{0,8}", fullmatch=True), VALUES, max_size=4))
+def test_tags_that_travel_as_text_arrive_as_they_were(tags: dict[str, Any]) -> None:
+    read = compiled.from_text(tuple(compiled.as_text("", tags)))
+    assert repr(read) == repr(tags)
+    assert list(map(type, read.values())) == list(map(type, tags.values()))
+
+
+# ---- torch.export ---------------------------------------------------------------------------------------------------
+
+
+def own_operators(program: torch.export.ExportedProgram) -> int:
+    return sum("graftlab" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
+    strict: bool, monkeypatch: pytest.MonkeyPatch, taker: Taker
+) -> None:
+    model = Model()
+    expected, seen, *_ = eager(taker, lambda: model(X))
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "_taker", None)
+        patch.setattr(calls, "_grafter", None)
+        assert own_operators(torch.export.export(model, (X,), strict=strict)) == 0
+        with gl.export_taps():
+            program = torch.export.export(model, (X,), strict=strict)
+        torch.testing.assert_close(program.module()(X), expected)
+    assert taker.take() == []
+    torch.testing.assert_close(program.module()(X), expected)
+    assert taker.take() == seen
+
+    assert own_operators(gl.strip(program)) == 0
+    torch.testing.assert_close(program.module()(X), expected)
+    assert taker.seen == []
+
+
+# ---- with real ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+def forward(backend: str | None) -> list[list[float]]:
+    here = gl.here()
+    assert here is not None
+    key = f"model for {backend}"
+    if key not in here.vars:
+        model = Model()
+        gl.watch(model)
+        here.vars[key] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    with gl.tags(phase="decode"):
+        return here.vars[key](X * (1.0 if here.side == "baseline" else 2.0)).tolist()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_rows_of_a_compiled_target_are_those_of_an_eager_one_and_a_graft_repairs_it(
+    backend: str, session: gl.Session
+) -> None:
+    columns = ["name", "layer", "part", "phase", "status", "rel_l2"]
+    eager = session.run(lambda: forward(None), lambda: forward(None))
+    run = session.run(lambda: forward(None), lambda: forward(backend))
+    torch.testing.assert_close(torch.tensor(run.target), torch.tensor(eager.target))
+    for column in columns[:-1]:
+        assert run.frame[column].astype(str).tolist() == eager.frame[column].astype(str).tolist()
+    torch.testing.assert_close(run.frame["rel_l2"].tolist(), eager.frame["rel_l2"].tolist(), rtol=1e-4, atol=1e-6)
+    assert run.frame["compiled"].tolist() == [True] * len(run.frame)
+    assert "compiled" not in eager.frame
+
+    # Decided anew by a plan of which the graph knows nothing.
+    session.edit(b2t="name == 'blocks.0.linear'")
+    repaired = session.run(lambda: forward(None), lambda: forward(backend))
+    torch.testing.assert_close(torch.tensor(repaired.target), torch.tensor(run.baseline))
+    session.edit(b2t=None, t2b="name == 'hidden' and layer == 1", compare=None)
+    turned = session.run(lambda: forward(None), lambda: forward(backend))
+    torch.testing.assert_close(torch.tensor(turned.baseline), torch.tensor(run.target))
+    assert turned.frame["status"].tolist() == ["grafted"]
+    session.edit(t2b=None, compare="True")

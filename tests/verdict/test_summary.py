@@ -1,4 +1,4 @@
-"""What a summary says of a frame: values that are not finite are told before the largest difference."""
+"""What a summary says of a frame: where the two sides part first, and NaN is never zero."""
 
 from __future__ import annotations
 
@@ -17,22 +17,75 @@ def frame(*rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame([{**usual, **row} for row in rows])
 
 
-def test_the_largest_difference_is_named() -> None:
+FLOOR = "the floor 1e-05, assumed for float32"
+
+
+def test_the_first_divergent_row_is_named_and_then_the_largest_difference() -> None:
     rows = frame(
         {"name": "a", "rel_l2": 1e-7},
         {"name": "b", "rel_l2": 2e-3, "rank": 1, "tags": {"name": "b", "rank": 1, "layer": 3}},
-        {"name": "c"},
+        {"name": "c", "rel_l2": 0.5},
     )
-    assert differences(rows) == ["largest rel_l2 2.00e-03 at b layer=3 on target[1]"]
+    assert differences(rows) == [
+        f"first divergent: b layer=3 on target[1]: rel_l2 2.00e-03, 200 x {FLOOR}",
+        "largest rel_l2 5.00e-01 at c on target[0]",
+    ]
+
+
+def test_where_the_sides_agree_that_is_said_with_the_last_row() -> None:
+    rows = frame({"name": "a", "rel_l2": 3e-6}, {"name": "logits", "rel_l2": 1e-6})
+    assert differences(rows) == [
+        f"first divergent: none of 2 compared rows is above {FLOOR}; "
+        "the last one, logits on target[0], agrees to 1.0e-06",
+        "largest rel_l2 3.00e-06 at a on target[0]",
+    ]
+
+
+def test_the_floor_is_that_of_the_coarsest_dtype_or_the_one_that_is_given() -> None:
+    rows = frame({"name": "a", "rel_l2": 3e-3, "dtype": "bfloat16"}, {"name": "b", "rel_l2": 3e-3, "dtype": "float32"})
+    assert "none of 2 compared rows is above the floor 0.02, assumed for bfloat16" in differences(rows)[0]
+    assert differences(rows, 1e-3)[0] == "first divergent: a on target[0]: rel_l2 3.00e-03, 3.0 x the floor 0.001"
+
+
+def test_the_step_is_told_where_there_are_several() -> None:
+    rows = frame({"name": "a", "step": 4}, {"name": "a", "step": 5, "rel_l2": 1.0})
+    assert differences(rows)[0].startswith("first divergent: a on target[0] in step 5: rel_l2 1.00e+00")
+
+
+def test_what_was_grafted_is_not_divergent_again() -> None:
+    rows = frame(
+        {"name": "a", "rel_l2": 1e-7},
+        {"name": "b", "rel_l2": 0.5, "status": "grafted"},
+        {"name": "b", "rel_l2": 0.5, "status": "grafted", "rank": 1},
+        {"name": "c", "rel_l2": 0.1},
+    )
+    assert differences(rows)[0] == (
+        f"grafted 1 tap; first divergent after them: c on target[0]: rel_l2 1.00e-01, 10,000 x {FLOOR}"
+    )
+    assert differences(rows[:3])[0] == (
+        f"grafted 1 tap; first divergent after them: none of the 1 compared row is above {FLOOR}; the last one, a on "
+        "target[0], agrees to 1.0e-07"
+    )
+    before = frame({"name": "a", "rel_l2": 0.3}, {"name": "b", "rel_l2": 0.5, "status": "grafted"})
+    assert differences(before)[0].startswith("grafted 1 tap; first divergent, before them: a on target[0]")
+    assert differences(rows[1:2])[0] == "grafted 1 tap; nothing else was compared"
 
 
 def test_a_nan_is_not_zero() -> None:
     rows = frame({"name": "a"}, {"name": "logits", "nonfinite_differ": 12})
     assert differences(rows) == [
-        "non-finite values differ in 1 row, first at logits on target[0]: 12 of 64 elements are NaN or infinite on one "
-        "side alone, or in another way",
+        "first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite on one side alone, or in another "
+        "way",
         "largest rel_l2 of what is finite 0.00e+00 at a on target[0]",
     ]
+
+
+def test_a_nan_after_the_first_divergent_row_is_told_too() -> None:
+    rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "logits", "nonfinite_differ": 12})
+    assert differences(rows)[1] == (
+        "non-finite values differ in 1 row, first at logits on target[0]: 12 of 64 elements are NaN or infinite on one "
+        "side alone, or in another way"
+    )
 
 
 def test_rows_without_any_finite_pair_are_told_too() -> None:
@@ -42,27 +95,38 @@ def test_rows_without_any_finite_pair_are_told_too() -> None:
         {"name": "b", "rel_l2": None, "nonfinite_differ": 64, "rank": 1},
     )
     first, *more = differences(rows)
-    assert first.startswith("non-finite values differ in 3 rows, first at a on target[0]: 64 of 64")
+    assert first.startswith("first divergent: a on target[0]: 64 of 64")
+    assert first.endswith("and in 2 rows more")
     assert more == []
 
 
 def test_where_both_sides_have_the_same_nans_and_nothing_else_that_is_said() -> None:
     rows = frame({"name": "mask", "rel_l2": math.nan}, {"name": "b", "rel_l2": 1e-7})
-    assert differences(rows) == [
+    assert differences(rows)[1:] == [
         "largest rel_l2 1.00e-07 at b on target[0]",
         "not compared: 1 row without a finite value on either side, first mask on target[0]",
     ]
+    assert differences(rows[:1])[0] == "first divergent: none has a finite value"
 
 
-@pytest.mark.parametrize("status", ["missing", "timeout", "failed", "unmatched"])
+@pytest.mark.parametrize("status", ["missing", "timeout", "unmatched"])
 def test_what_was_not_measured_has_no_difference(status: str) -> None:
     assert differences(frame({"name": "a", "rel_l2": None, "nonfinite_differ": None, "status": status})) == []
     assert differences(pd.DataFrame(columns=["name", "status", "rel_l2", "nonfinite_differ"])) == []
 
 
+def test_a_failed_transform_is_told_first_with_its_error() -> None:
+    failed = {"rel_l2": None, "nonfinite_differ": None, "status": "failed", "error": "ValueError: no such dim\n  File"}
+    rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "b", **failed}, {"name": "c", **failed})
+    assert differences(rows)[0] == ("the transform failed in 2 rows, first at b on target[0]: ValueError: no such dim")
+
+
 def test_an_infinite_difference_is_the_largest() -> None:
     rows = frame({"name": "a", "rel_l2": math.inf}, {"name": "b", "rel_l2": 3.0})
-    assert differences(rows) == ["largest rel_l2 inf at a on target[0]"]
+    assert differences(rows) == [
+        f"first divergent: a on target[0]: rel_l2 inf, above {FLOOR}",
+        "largest rel_l2 inf at a on target[0]",
+    ]
 
 
 def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:

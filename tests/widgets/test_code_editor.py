@@ -401,7 +401,7 @@ def test_without_anywidget_the_text_area_says_how_to_get_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "graftlab.widgets.code_mirror", None)
     editor = code_editor("x")
     assert isinstance(editor, TextareaEditor)
-    assert "pip install 'graftlab[editor]'" in editor.reason
+    assert "pip install anywidget" in editor.reason
 
 
 @pytest.mark.ranks

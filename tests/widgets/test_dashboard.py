@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +21,6 @@ from graftlab.widgets.refresher import refresher_of
 
 pytestmark = pytest.mark.ranks
 
-PNG = b"\x89PNG"
-
 
 class BoardScreen(Screen):
     """A dashboard as a person sees it, in one page of a simulated browser."""
@@ -34,15 +32,24 @@ class BoardScreen(Screen):
         return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
 
     @property
-    def taps(self) -> list[str]:
-        """The taps in the order in which they are listed."""
-        return [line[0] for line in self.lines("taps")]
+    def view(self) -> dict[str, Any]:
+        """What the browser has of the taps."""
+        state = self.state(self.find("tap-view"))
+        return {**state["taps"], **state["figures"]}
 
     @property
-    def picture(self) -> bytes:
-        """The figure."""
-        [data] = re.findall('src="data:image/png;base64,([^"]+)"', self.markup("figure"))
-        return base64.b64decode(data)
+    def taps(self) -> list[str]:
+        """The taps in execution order."""
+        return list(self.view["label"])
+
+    def cells(self, tap: str, *columns: str) -> list[Any]:
+        """What is shown of a tap."""
+        view = self.view
+        return [view[column][view["label"].index(tap)] for column in columns]
+
+    def act(self, what: str, value: Any) -> None:
+        """What the script sends when a person clicks."""
+        self.browser.send(self.find("tap-view").comm.comm_id, {"what": what, "value": value})
 
 
 @pytest.fixture(scope="module")
@@ -105,37 +112,82 @@ def test_a_tap_shows_the_worst_of_its_ranks_and_names_cannot_inject_markup(
 ) -> None:
     session.run(three_taps, three_taps)
     board.panel.refresh()
-    shown = {line[0]: line for line in board.lines("taps")}
-    assert list(shown) == ["first layer=0", "second layer=1", "<b>third</b>"]
-    assert shown["first layer=0"][2] == "0.00e+00"
-    assert shown["second layer=1"][2:4] == ["2.00e+00", "2.00e+00"]
-    assert shown["second layer=1"][5] == "target[1]"
-    assert shown["<b>third</b>"][2:5] == ["not finite", "0.00e+00", "1"]
-    assert "<b>third" not in board.markup("taps")
+    assert board.taps == ["first layer=0", "second layer=1", "<b>third</b>"]
+    assert board.cells("first layer=0", "value") == [0.0]
+    assert board.cells("second layer=1", "value", "max_abs", "worst") == [2.0, 2.0, "target[1]"]
+    assert board.cells("<b>third</b>", "value", "max_abs", "nonfinite") == [0.0, 0.0, 1]
+    assert "<b>third" not in board.markup("verdict"), "the script sets text, and never markup"
 
 
-def test_taps_sort_by_order_and_by_error_and_the_box_filters_them(session: gl.Session, board: BoardScreen) -> None:
+def test_the_first_line_is_the_conclusion_with_step_plan_and_floor(session: gl.Session, board: BoardScreen) -> None:
+    assert board.panel.children.index(board.find("verdict")) <= 1, "after the style sheet"
+    run = session.run(three_taps, three_taps)
+    step, plan = run.frame["step"].max(), session.plan.version
+    board.panel.refresh()
+    said = board.shown("verdict")
+    assert said.startswith(
+        f"Run {run.number}, step {step}, plan {plan}, 3 taps: first divergent: second layer=1 on target[0]: "
+        "rel_l2 1.00e+00, 100,000 x the floor 1e-05, assumed for float32."
+    )
+    assert board.view["first"] == 1
+    board.act("floor", 50.0)
+    board.browser.kernel_works()
+    board.panel.refresh()
+    assert "first divergent: <b>third</b> on target[0]: 1 of 4 elements are NaN" in board.shown("verdict")
+    assert (board.view["floor"], board.view["first"]) == (50.0, 2)
+    board.act("floor", None)
+    board.browser.kernel_works()
+    assert board.view["floor"] == 1e-5
+
+
+def test_what_has_no_pair_is_counted_in_the_first_line(session: gl.Session, board: BoardScreen) -> None:
+    session.run(lambda: gl.tap("h", torch.ones(2)), lambda: gl.tap("other", torch.ones(2)))
+    board.panel.refresh()
+    assert "Not compared: 1 missing, 1 unmatched." in board.shown("verdict")
+
+
+def test_a_tap_is_put_into_the_filter_that_grafts_and_nothing_is_in_force_yet(
+    session: gl.Session, board: BoardScreen
+) -> None:
     session.run(three_taps, three_taps)
-    board.choose("sort", "worst first")
-    board.settle()
-    assert board.taps == ["<b>third</b>", "second layer=1", "first layer=0"]
-    board.enter("tap-filter", "LAYER=1 sec")
-    board.settle()
-    assert board.taps == ["second layer=1"]
-    assert "1 of 3 taps" in board.shown("count")
-    board.enter("tap-filter", "nothing like it")
-    board.settle()
-    assert "no tap to show" in board.shown("taps")
+    board.panel.refresh()
+    before = session.plan
+    board.act("graft", "second layer=1")
+    board.browser.kernel_works()
+    board.panel.refresh()
+    line = board.panel.filters._lines["b2t"]
+    assert line.editor.value == "name == 'second' and layer == 1"
+    assert session.plan is before
+    board.act("graft", "first layer=0")
+    board.browser.kernel_works()
+    assert line.editor.value == "name == 'second' and layer == 1 or (name == 'first' and layer == 0)"
 
 
-def test_the_figure_is_drawn_of_the_newest_run_and_once(session: gl.Session, board: BoardScreen) -> None:
-    session.run(three_taps, three_taps)
+def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, board: BoardScreen) -> None:
+    name = f"tap{session.row_count}"  # of which no earlier test kept anything
+
+    def own() -> None:
+        gl.tap("first", torch.ones(4))
+        gl.tap(name, torch.ones(4), layer=1)
+
+    session.run(own, own)
     board.settle()
-    first = board.picture
-    assert first.startswith(PNG)
-    sent = messages_for(board, "figure")
+    board.act("open", f"{name} layer=1")
     board.settle()
-    assert sent == [], "nothing new came, so nothing was drawn"
+    assert f"no pair of tensors is kept for '{name}'" in board.shown("pair")
+    assert "“Keep this tap” has the plan hold" in board.shown("pair")
+    board.act("keep", f"{name} layer=1")
+    board.settle()
+    assert session.plan.keep == f"name == '{name}' and layer == 1"
+    session.run(own, own)
+    board.settle()
+    board.act("open", f"{name} layer=1")
+    board.settle()
+    assert board.markup("pair").count("data:image/png;base64,") == 2
+    assert f'alt="{name} layer=1: where the pair differs"' in board.markup("pair")
+    board.act("chosen", "first")
+    board.settle()
+    assert board.markup("pair") == "", "the pictures were of another tap"
 
 
 def messages_for(board: BoardScreen, *names: str) -> list[dict[str, object]]:
@@ -159,7 +211,7 @@ def test_the_log_of_the_chosen_rank_is_shown(session: gl.Session, board: BoardSc
 def test_only_what_changed_is_sent(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
     board.settle()
-    sent = messages_for(board, "ranks", "taps", "count", "log", "figure")
+    sent = messages_for(board, "ranks", "verdict", "tap-view", "pair", "log")
     for _ in range(20):
         board.panel.refresh()
     board.settle()
@@ -184,12 +236,11 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
     session.reports.on_rows([line(index) for index in range(20_000)])
     board.panel.refresh()
     assert sum(read) <= ROWS_A_TICK
-    shown = {cells[0]: cells[2] for cells in board.lines("taps")}
-    assert shown["flood4"] == f"{19_999:.2e}"
-    assert "not read yet" in board.shown("count")
+    assert board.cells("flood4", "value") == [pytest.approx(19_999, rel=1e-3)]
+    assert "not read yet" in board.view["count"]
     for _ in range(session.row_count // ROWS_A_TICK + 1):
         board.panel.refresh()
-    assert "not read yet" not in board.shown("count")
+    assert "not read yet" not in board.view["count"]
 
 
 def test_a_fault_in_a_callback_is_shown(
@@ -201,21 +252,24 @@ def test_a_fault_in_a_callback_is_shown(
     session.run(three_taps, three_taps)
     with monkeypatch.context() as patch:
         patch.setattr(board.panel, "refresh", fails)
-        board.choose("sort", "name")
+        board.choose("which-log", "target[1]")
         board.browser.kernel_works()
     assert board.message == "the reason"
     board.panel.say("")
     assert board.message == ""
 
 
-def test_a_figure_that_cannot_be_drawn_says_so_and_the_rest_goes_on(
+def test_a_pair_that_cannot_be_drawn_says_so_and_the_rest_goes_on(
     session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("no figure today")
 
-    monkeypatch.setattr("graftlab.plots.divergence", fails)
+    monkeypatch.setattr("graftlab.plots.draw_difference_map", fails)
+    session.edit(keep="True")
     session.run(three_taps, three_taps)
+    board.settle()
+    board.act("open", "second layer=1")
     board.settle()
     assert board.message.endswith("ZeroDivisionError: no figure today")
     assert board.taps == ["first layer=0", "second layer=1", "<b>third</b>"]
@@ -235,12 +289,12 @@ def test_it_refreshes_while_somebody_looks_and_stops_when_the_output_is_cleared(
     assert board.panel in refresher
     views(0)
     assert board.panel not in refresher
-    before = board.shown("count")
+    before = board.view["count"]
     session.run(three_taps, three_taps)
-    assert board.shown("count") == before
+    assert board.view["count"] == before
     views(2)
     assert board.panel in refresher
-    assert board.shown("count") != before
+    assert board.view["count"] != before
     board.panel.close()
     assert not refresher.running
 

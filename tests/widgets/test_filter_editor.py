@@ -501,7 +501,7 @@ def test_only_so_many_earlier_plans_are_listed_the_newest_first(screen: FilterSc
     session.edit(b2t=None)
     screen.editor.refresh()
     assert screen.earlier[0].startswith("40 ")
-    assert screen.find("earlier").titles == ("Earlier plans (41)",)
+    assert screen.find("earlier").title == "Earlier plans (41)"
 
 
 def test_a_refused_edit_is_shown(screen: FilterScreen, session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from kit.support import wait_until
 
 from graftlab.errors import SessionError
 from graftlab.widgets.asked import Menu, NameBox
-from graftlab.widgets.panel import Panel
+from graftlab.widgets.panel import Fold, Panel
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.text_area_editor import TextareaEditor
 
@@ -250,6 +250,21 @@ def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
     panel.say("too late")
     panel.in_background(ran.append, "too late")
     assert (panel.followed, panel.message, ran) == (followed, "", [])
+
+
+# ---- what is folded -------------------------------------------------------------------------------------------------
+
+
+def test_a_fold_shows_and_hides_what_is_in_it_at_the_press_of_a_button(simulated: Browser) -> None:
+    content = widgets.HTML("inside")
+    fold = Fold(content)
+    fold.title = "Earlier plans (3)"
+    button = fold.children[0]
+    for display, tooltip in (("none", "Show"), (None, "Hide"), ("none", "Show")):
+        assert (content.layout.display, button.tooltip, button.description) == (display, tooltip, "Earlier plans (3)")
+        simulated.send(button.comm.comm_id, {"event": "click"})
+        simulated.kernel_works()
+    fold.close()
 
 
 # ---- staying up to date ---------------------------------------------------------------------------------------------

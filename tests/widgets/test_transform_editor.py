@@ -29,6 +29,7 @@ from graftlab.transforms import SIGNATURE
 from graftlab.widgets.drafts import FIELDS, TEMPLATE, fitting_functions, functions_in
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options
 from graftlab.widgets.refresher import refresher_of
+from graftlab.widgets.tap_chooser import LISTED
 from graftlab.widgets.transform_editor import TransformEditor
 from graftlab.widgets.trial_view import summary
 
@@ -459,6 +460,39 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         wait_until(lambda: screen.editor.refresh() or screen.shown("kept-hint") == "", "what is kept")
         assert screen.chosen("tap") == "y · layer=1 · target[0]"
         assert "✗ failed on y · layer=1 · target[0]" in screen.tries(RAISES)
+
+
+def many_taps(count: int) -> None:
+    for number in range(count):
+        gl.tap(f"model.layers.{number}.out", torch.ones(2), part=number % 2)
+
+
+@pytest.mark.ranks
+def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) -> None:
+    with gl.launch(1, 1) as session:
+        session.run(tap_x, tap_x)
+        screen = show(session)
+        assert screen.find("tap-search").layout.display == "none"
+        session.edit(keep="search('[.]1[.]|[.]1462[.]', name)", compare=None)
+        session.run(many_taps, many_taps, args=(1463,))
+        wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) == LISTED + 1, "the taps in the menu")
+        screen.settle()
+        assert screen.find("tap-search").layout.display is None
+        assert screen.shown("more-taps") == f"{1463 + 1 - LISTED:,} more; type words of their names to find them"
+        assert "model.layers.1462.out · part=0 · target[0]" in screen.options("tap"), "what is kept comes first"
+        screen.enter("tap-search", "1401 PART=1")
+        screen.settle()
+        chosen = screen.chosen("tap")
+        assert screen.options("tap") == ["nothing: only load it", chosen, "model.layers.1401.out · part=1 · not kept"]
+        screen.choose("tap", "model.layers.1401.out · part=1 · not kept")
+        screen.click("keep")
+        screen.settle()
+        assert session.plan.keep is not None
+        assert session.plan.keep.endswith("or (name == 'model.layers.1401.out' and part == 1)")
+        screen.enter("tap-search", "no such tap")
+        screen.settle()
+        assert screen.shown("more-taps") == "no tap has these words in its name or tags"
+        assert screen.chosen("tap") == "model.layers.1401.out · part=1 · not kept"
 
 
 @pytest.mark.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -184,28 +185,76 @@ def test_the_dashboard_follows_a_run(screen: Screen) -> None:
     page = screen.page
     board = page.locator(".graftlab-dashboard")
     expect(board.locator(".graftlab-ranks tbody tr")).to_have_count(2)
-    expect(board.locator(".graftlab-taps tbody tr")).to_have_count(5)
-    names = board.locator(".graftlab-taps tbody td:first-child")
-    expect(names).to_have_text([*(f"hidden layer={layer}" for layer in range(4)), "logits"])
+    expect(board.locator(".gle tbody tr[data-tap]")).to_have_count(5)
+    verdict = board.locator(".graftlab-verdict")
+    expect(verdict).to_contain_text("first divergent: hidden layer=1 on target[0]")
 
-    step = board.locator(".graftlab-ranks tbody tr:first-child td:nth-child(5)")
-    seen = int(step.inner_text())
+    # The conclusion names a step, and a newer one soon.
+    seen = int(re.findall(r"steps? (\d+)", verdict.inner_text())[0])
     page.wait_for_function(
-        "([selector, seen]) => Number(document.querySelector(selector).textContent) > seen + 20",
-        arg=[".graftlab-ranks tbody tr:first-child td:nth-child(5)", seen],
+        "seen => Number(/steps? (\\d+)/.exec(document.querySelector('.graftlab-verdict').textContent)[1]) > seen + 20",
+        arg=seen,
     )
-    board.locator("select").first.select_option("worst first")
-    expect(names.first).not_to_have_text("hidden layer=0")
+    names = board.locator(".gle tbody tr[data-tap] td:nth-child(2)")
+    expect(names.first).to_have_text("logits")  # the worst first, which is not the first that diverges
     screen.lab.screenshot("dashboard", of=board)
+    board.locator("th[data-column=order] button").click()
+    expect(names).to_have_text([*(f"hidden layer={layer}" for layer in range(4)), "logits"])
+    board.locator("th[data-column=label] button").click()
+    board.locator("th[data-column=label] button").click()
+    expect(names.first).to_have_text("logits")
+    expect(board.locator("th[data-column=label]")).to_have_attribute("aria-sort", "descending")
 
-    board.locator(".graftlab-parts .lm-TabBar-tab").nth(1).click()
-    expect(board.locator("img.graftlab-figure, .graftlab-figure img").first).to_be_visible()
+
+def point_at(board: Locator, number: int, of: int) -> dict[str, float]:
+    """Where a tap is in the figure, from its left edge; its height is looked for by the figure itself."""
+    box = board.locator(".gle canvas").bounding_box()
+    assert box is not None
+    return {"x": 58 + (number + 0.5) / of * (box["width"] - 68), "y": 120}
+
+
+@pytest.mark.parametrize("screen", ["%graft ui"], indirect=True)
+def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -> None:
+    page = screen.page
+    board = page.locator(".graftlab-dashboard")
+    canvas = board.locator(".gle canvas")
+    expect(board.locator(".gle tbody tr[data-tap]")).to_have_count(5)
+    expect(canvas).to_have_attribute("aria-label", re.compile("rel_l2 of each tap in execution order. Run"))
+
+    canvas.hover(position=point_at(board, 2, 5))
+    expect(board.locator(".gle .tip")).to_contain_text("hidden layer=2")
+    canvas.click(position=point_at(board, 1, 5))
+    expect(board.locator(".gle tr[aria-selected=true] td:nth-child(2)")).to_have_text("hidden layer=1")
+    expect(board.locator(".gle .chosen b")).to_have_text("hidden layer=1")
+    board.locator(".gle button.open").click()
+    expect(board.locator(".graftlab-pair img")).to_have_count(2)
     screen.lab.screenshot("dashboard-divergence", of=board)
+
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    expect(board.locator(".gle .chosen b")).to_have_text("hidden layer=2")
+    expect(board.locator(".graftlab-pair img")).to_have_count(0)
+    board.locator(".gle button.open").click()
+    expect(board.locator(".graftlab-pair")).to_contain_text("keep filter")
+    board.locator(".gle button.keep").click()
+    expect(board.locator(".graftlab-message").first).to_contain_text("the next step brings tensors")
+
+    floor = board.locator(".gle input.floor")
+    floor.fill("100")
+    floor.press("Enter")
+    expect(board.locator(".graftlab-verdict")).to_contain_text("none of 5 compared rows is above the floor 100")
+
+    board.locator(".gle button.graft").click()
+    line = board.locator(".graftlab-filter-b2t")
+    expect(line.locator(".cm-content")).to_have_text("name == 'hidden' and layer == 2")
+    board.locator("button.graftlab-apply").first.click()
+    assert screen.ask_until(3)["grafted"] == ["hidden 2"]
+    expect(board.locator(".graftlab-verdict")).to_contain_text("grafted 1 tap")
 
 
 @pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
 def test_a_session_that_closes_under_its_dashboard_shows_as_closed(screen: Screen) -> None:
-    expect(screen.page.locator(".graftlab-taps tbody tr")).to_have_count(5)
+    expect(screen.page.locator(".gle tbody tr[data-tap]")).to_have_count(5)
     screen.stop()
     expect(screen.page.locator(".graftlab-ranks")).to_contain_text("closed")
-    expect(screen.page.locator(".graftlab-taps tbody tr")).to_have_count(5)
+    expect(screen.page.locator(".gle tbody tr[data-tap]")).to_have_count(5)

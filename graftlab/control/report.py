@@ -1,0 +1,214 @@
+"""A session as one page to attach to an issue: what was run, what it came to, and where to look.
+
+The page needs nothing but a browser, and its own policy forbids it to load anything. Values of tensors are only in it
+where they are asked for; errors and notes are the words of the code that was run.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from graftlab import plots
+from graftlab.base.html import cell, number, table
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.control.core import SessionCore
+from graftlab.control.run import Run
+from graftlab.control.session_plots import SessionPlots
+from graftlab.control.verdicts import Verdict
+from graftlab.control.works import source_of
+from graftlab.errors import GraftError, SessionError
+from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.plots import explorer
+from graftlab.rows.schema import Row
+from graftlab.verdict.tap_lines import SoFar, of_newest_run, so_far
+
+_PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
+_WORST = 30
+_FAILED = 20
+_NOTES = 30
+_PICTURES = 12
+_CODE = 100
+# Rows that are read for the newest of each tap; the others are older.
+_ROWS_READ = 300_000
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
+pre { overflow-x: auto; padding: 8px 10px; font-size: 12px }
+pre { background: color-mix(in srgb, currentColor 7%, transparent) }
+.static table { border-collapse: collapse; font-size: 12px }
+.static td, .static th { padding: 2px 10px; text-align: left }
+.static td { border-top: 1px solid color-mix(in srgb, currentColor 20%, transparent); overflow-wrap: anywhere }
+.static .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+img { max-width: 100% }
+#explorer .headline { display: none }
+"""
+
+
+def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None, tensors: bool) -> Path:
+    """Write the page; see :meth:`graftlab.Session.report`."""
+    live = session.live_taps()
+    found = so_far(of_newest_run(live.look(_ROWS_READ), session.taps))
+    parts = [
+        f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
+        *([f"<p><b>{live.behind:,} older rows were not read.</b></p>"] if live.behind else []),
+        _conclusion(found, verdict),
+        "<h2>Taps</h2><div id='explorer'></div>",
+        _worst(found),
+        _failed(found),
+        _notes(found),
+        _plan(session.plan),
+        _code(session.runs),
+        _environment(session),
+        *([_pictures(session)] if tensors else []),
+    ]
+    made = Path(path).expanduser()
+    try:
+        made.write_text(_page(parts, {**explorer.taps(found), **explorer.figures(found)}), encoding="utf-8")
+    except OSError as error:
+        raise SessionError(f"the report cannot be written to {made}: {error.strerror}; give another path") from error
+    return made
+
+
+def _page(parts: Sequence[str], state: dict[str, Any]) -> str:
+    # What closes a script element must not stand in it.
+    data = json.dumps(state, separators=(",", ":")).replace("<", "\\u003c")
+    script = explorer.SCRIPT.read_text(encoding="utf-8")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>graftlab report</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head>\n'
+        f'<body>\n{"".join(parts)}\n<script type="application/json" id="state">{data}</script>\n'
+        f'<script type="module">\n{script}\n'
+        'mount(document.getElementById("explorer")).show(JSON.parse(document.getElementById("state").textContent));\n'
+        "</script></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section class="static"><h2>{title}</h2>{body}</section>'
+
+
+def _conclusion(found: SoFar, verdict: Verdict | None) -> str:
+    lines = [explorer.headline(found), *found.sentences[1:]]
+    said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
+    if verdict is None:
+        return _section("Conclusion", f"{said}<p>No verdict was asked for.</p>")
+    words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
+    return _section("Conclusion", said) + _section("Newest verdict", words)
+
+
+def _worst(found: SoFar) -> str:
+    lines = sorted(found.lines, key=lambda line: -line.badness)[:_WORST]
+    head = ("tap", "status", "rel_l2", "rel_diff", "max_abs", "cosine", "non-finite", "shape", "dtype", "worst on")
+    rows = []
+    for line in lines:
+        row = line.row
+        cells = [cell(line.name), cell(row.status)]
+        cells += [cell(number(value), "number") for value in (row.rel_l2, row.rel_diff, row.max_abs)]
+        cells.append(cell("-" if row.cosine is None else f"{row.cosine:.6f}", "number"))
+        cells.append(cell(row.nonfinite_differ or "", "number"))
+        cells += [cell(row.shape or ""), cell(row.dtype or ""), cell(f"{row.side}[{row.rank}]")]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return _section(f"Worst taps ({len(lines)} of {len(found.lines)})", table(head, rows)) if lines else ""
+
+
+def _failed(found: SoFar) -> str:
+    failed = [line for line in found.lines if line.row.status == "failed"]
+    shown = "".join(
+        f"<p>{html.escape(line.name)} on {line.row.side}[{line.row.rank}]</p>"
+        f"<pre>{html.escape(line.row.error or 'no reason is known')}</pre>"
+        for line in failed[:_FAILED]
+    )
+    more = f"<p>and {len(failed) - _FAILED:,} more</p>" if len(failed) > _FAILED else ""
+    return _section("Failed transforms", shown + more) if failed else ""
+
+
+def _notes(found: SoFar) -> str:
+    def notes_of(row: Row) -> list[str]:
+        return [text for text in (row.note, row.cast, row.error if row.status != "failed" else None) if text]
+
+    counted = Counter(note for line in found.lines for note in notes_of(line.row))
+    rows = [
+        f"<tr>{cell(count, 'number')}{cell(note.partition(chr(10))[0])}</tr>"
+        for note, count in counted.most_common(_NOTES)
+    ]
+    more = f"<p>and {len(counted) - _NOTES:,} others</p>" if len(counted) > _NOTES else ""
+    return _section("Notes of rows", table(("taps", "note"), rows) + more) if rows else ""
+
+
+def _plan(plan: GraftPlan) -> str:
+    rows = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
+    rows += [f"<tr>{cell('rename')}{cell(f'{side}: {old} → {new}')}</tr>" for side, old, new in plan.rename]
+    spec = plan.transform
+    source = f"<pre>{html.escape(spec.text)}</pre>" if spec is not None else ""
+    rows.append(f"<tr>{cell('transform')}{cell('the default' if spec is None else 'see below')}</tr>")
+    return _section(f"Plan {plan.version}", table(("filter", "taps"), rows) + source)
+
+
+def _code(runs: Sequence[Run]) -> str:
+    """Each piece of code once, at the run that ran it first."""
+    first: dict[tuple[str, str | CodeType], int] = {}
+    for run in runs:
+        for where, code in run.code.items():
+            first.setdefault((where, code), run.number)
+    shown = [
+        f"<p>run {number}, {html.escape(where)}</p><pre>{html.escape(source_of(code))}</pre>"
+        for (where, code), number in list(first.items())[-_CODE:]
+    ]
+    more = f"<p>{len(first) - _CODE:,} earlier pieces are left out</p>" if len(first) > _CODE else ""
+    return _section("Code that was run", more + "".join(shown)) if shown else ""
+
+
+def _environment(session: SessionCore) -> str:
+    facts = {"Python": sys.version.split()[0], "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    facts["CUDA"] = str(torch.version.cuda or "not in this build of torch")
+    for rank in session.ranks:
+        facts[rank.label] = rank.seat.device
+    options = session.options
+    facts["launch"] = (
+        f"baseline={options.baseline}, target={options.target}, device={options.device}, backend={options.backend}, "
+        f"timeout={options.timeout:g}, start_method={options.start_method}"
+    )
+    rows = [f"<tr>{cell(name)}{cell(value)}</tr>" for name, value in facts.items()]
+    return _section("Environment", table(("what", "which"), rows))
+
+
+def _pictures(session: SessionCore) -> str:
+    """Of the pairs that are kept: asked for, because one sees values in them."""
+    plot = SessionPlots(session)
+    kept = {(str(tags["name"]), tuple(_own(tags).items())): None for tags in session.kept()}
+    shown = []
+    for name, tags in list(kept)[:_PICTURES]:
+        try:
+            png = plots.to_png(plot.heatmap(name, **dict(tags)))
+        except GraftError as error:
+            shown.append(f"<p>{html.escape(f'{name}: {error}')}</p>")
+            continue
+        data = base64.b64encode(png).decode("ascii")
+        shown.append(f'<img alt="{html.escape(name)}: where the pair differs" src="data:image/png;base64,{data}">')
+    more = f"<p>and {len(kept) - _PICTURES:,} kept pairs more</p>" if len(kept) > _PICTURES else ""
+    return _section("Kept pairs", "".join(shown) + more if shown else "<p>No pair is kept.</p>")
+
+
+def _own(tags: dict[str, Any]) -> dict[str, Any]:
+    return {tag: value for tag, value in tags.items() if tag not in RESERVED_TAGS}

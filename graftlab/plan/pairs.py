@@ -1,0 +1,342 @@
+"""The pairs of a plan: which tap of the baseline is which of the target, and what both are called together.
+
+Each side knows its own taps only. From the table it derives the other's name, so that a filter is asked the same
+question on both sides.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from graftlab.base.tags import Plain, identity, name_with
+from graftlab.base.world import Side
+from graftlab.errors import LayoutError, PlanError
+from graftlab.layouts import Layout, parse_layout
+
+GIVEN = "given"
+"""How a pair was found that a person wrote."""
+
+_INDEX = re.compile(r"\{([a-z])([+-]\d+)?\}")
+_CALL = re.compile(r"(?P<name>.*?)(?:\[(?P<tags>[^\[\]]*=[^\[\]]*)\])?(?:#(?P<occurrence>\d+))?$", re.DOTALL)
+_FIELDS = ("baseline", "target", "layout", "whole", "matched_by", "rel")
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """A baseline tap and a target tap that show the same quantity; or with ``{n}`` in both names, one pair a number.
+
+    ``layout`` takes one out of the other, as text: what the side ``whole`` holds is the larger of the two, or equal.
+    A name may tell one call of a tap by its tags, ``q[layer={n}]``, and by how often it was reached before in the
+    step, ``drop#2``. ``{n+1}`` is the number after. ``matched_by`` and ``rel`` say how the pair was found.
+    """
+
+    baseline: str
+    target: str
+    layout: str = "same"
+    whole: Side = "baseline"
+    matched_by: str = GIVEN
+    rel: float | None = None
+
+    def __post_init__(self) -> None:
+        for side, name in (("baseline", self.baseline), ("target", self.target)):
+            if not isinstance(name, str) or not name:
+                raise PlanError(f"pairs: the {side}'s tap must be a name, not {name!r}")
+        if self.whole not in ("baseline", "target"):
+            raise PlanError(f"pairs: whole is 'baseline' or 'target', not {self.whole!r}")
+        mine, theirs = (set(re.findall(_INDEX, name)) for name in (self.baseline, self.target))
+        if {letter for letter, _ in mine} != {letter for letter, _ in theirs}:
+            raise PlanError(
+                f"pairs: {self.baseline!r} and {self.target!r} must have the same numbers in braces, such as {{n}}"
+            )
+        try:
+            layout = parse_layout(self.layout)
+            f"{self.baseline}{self.target}".encode()
+        except (LayoutError, UnicodeEncodeError) as error:
+            raise PlanError(f"pairs: {self.baseline!r} and {self.target!r}: {error}") from error
+        object.__setattr__(self, "layout", layout.text)
+
+    @cached_property
+    def parsed(self) -> Layout:
+        return parse_layout(self.layout)
+
+    @cached_property
+    def is_pattern(self) -> bool:
+        return _INDEX.search(self.baseline) is not None
+
+    @cached_property
+    def is_part(self) -> bool:
+        """Whether one of the two is only a part of the other."""
+        return bool(self.parsed.leaves_out)
+
+    def name(self, side: Side) -> str:
+        return self.baseline if side == "baseline" else self.target
+
+    def counterpart(self, side: Side, name: str) -> tuple[str, str] | None:
+        """Both names of the pair in which this side's tap has this name; None where there is none."""
+        numbers = _numbers(self.name(side), name)
+        if numbers is None:
+            return None
+        both = _filled(self.baseline, numbers), _filled(self.target, numbers)
+        return None if both[0] is None or both[1] is None else (both[0], both[1])
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    parts, end = [], 0
+    for number, index in enumerate(_INDEX.finditer(text)):
+        parts += [re.escape(text[end : index.start()]), f"(?P<i{number}>0|[1-9][0-9]*)"]
+        end = index.end()
+    return re.compile("".join([*parts, re.escape(text[end:])]))
+
+
+def _numbers(text: str, name: str) -> dict[str, int] | None:
+    """What each index of a pattern stands for in a name; None where it is not of that pattern."""
+    found = _pattern(text).fullmatch(name)
+    if found is None:
+        return None
+    numbers: dict[str, int] = {}
+    for number, (letter, shift) in enumerate(_INDEX.findall(text)):
+        value = int(found[f"i{number}"]) - int(shift or 0)
+        if value < 0 or numbers.setdefault(letter, value) != value:
+            return None
+    return numbers
+
+
+def _filled(text: str, numbers: Mapping[str, int]) -> str | None:
+    values = [numbers[letter] + int(shift or 0) for letter, shift in _INDEX.findall(text)]
+    if any(value < 0 for value in values):
+        return None
+    left = iter(values)
+    return _INDEX.sub(lambda _: str(next(left)), text)
+
+
+@dataclass(frozen=True)
+class TapCallName:
+    """A name in a pair, taken apart. ``tags`` and ``occurrence`` are None where it does not tell them."""
+
+    name: str
+    tags: dict[str, Plain] | None = None
+    occurrence: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> TapCallName:
+        found = _CALL.match(text)
+        assert found is not None
+        tags = None
+        if found["tags"] is not None:
+            items = (item.partition("=") for item in found["tags"].split(","))
+            tags = {tag.strip(): _value(value) for tag, _, value in items}
+        occurrence = None if found["occurrence"] is None else int(found["occurrence"])
+        return cls(found["name"], tags, occurrence)
+
+
+def _value(text: str) -> Plain:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, (int, float, bool)) or value is None else text
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A pair as one of its two taps finds it.
+
+    ``name`` is what filters, rows and plots call it, ``baseline_name`` and ``target_name`` are the taps' own (None
+    where this side cannot know the other's), ``key`` is the name in the address. ``tags`` take the place of the tap's
+    own for filters and in the address, where the two sides give different ones. With ``occurrence`` it is about the
+    call with that many of the same tap before it in the step. ``alone`` says why there is no other tap at all.
+    """
+
+    name: str
+    baseline_name: str | None
+    target_name: str | None
+    key: str
+    tags: dict[str, Plain] | None = None
+    occurrence: int | None = None
+    rule: PairRule | None = None
+    alone: str | None = None
+
+
+def as_tags(pairing: Pairing) -> dict[str, Any]:
+    """What a pairing puts among the tags that filters see."""
+    names = {"name": pairing.name, "baseline_name": pairing.baseline_name, "target_name": pairing.target_name}
+    return {**names, **(pairing.tags or {})}
+
+
+class PairTable:
+    """All pairs of a plan, looked up by the name that a tap has on its side."""
+
+    def __init__(self, rules: Sequence[PairRule]) -> None:
+        self._rules = tuple(rules)
+        self._written: dict[Side, dict[str, list[PairRule]]] = {"baseline": {}, "target": {}}
+        for rule in self._rules:
+            if not rule.is_pattern:
+                for side, names in self._written.items():
+                    names.setdefault(rule.name(side), []).append(rule)
+        self._patterns: dict[Side, dict[str, list[PairRule]]] = {
+            side: _by_shape([r for r in self._rules if r.is_pattern], side) for side in ("baseline", "target")
+        }
+        self._shown = self._shown_names()
+        # Names with a number of the call are looked up by their name alone.
+        self._called: dict[Side, set[str]] = {
+            side: {TapCallName.of(rule.name(side)).name for rule in self._rules if "#" in rule.name(side)}
+            for side in ("baseline", "target")
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def of(self, side: Side, name: str, given: Mapping[str, Any]) -> list[Pairing]:
+        """The pairs of the tap that has this name and these tags on this side."""
+        tagged = name_with(name, dict(identity({**given, "name": name}).tags))
+        found: list[Pairing] = []
+        for text in dict.fromkeys((name, tagged)):
+            for rule, baseline, target in self._instances(side, text):
+                # A rule that tells tags on either side tells them on both.
+                if text == tagged or not _tells_tags(rule):
+                    found.append(self._pairing(side, rule, baseline, target))
+        if self._called[side]:
+            found += self._of_calls(side, name, tagged)
+        return found
+
+    def has(self, side: Side, name: str) -> bool:
+        """Whether some pair is about a tap of this name on this side, whatever its tags."""
+        return bool(self._instances(side, name)) or any(
+            TapCallName.of(text).name == name for text in self._written[side]
+        )
+
+    def _of_calls(self, side: Side, name: str, tagged: str) -> list[Pairing]:
+        found = []
+        for text in dict.fromkeys((name, tagged)):
+            numbered = [t for t in self._written[side] if "#" in t and t.rpartition("#")[0] == text]
+            for called in numbered:
+                for rule, baseline, target in self._instances(side, called):
+                    found.append(self._pairing(side, rule, baseline, target))
+            for shape, rules in self._patterns[side].items():
+                if "#" not in shape:
+                    continue
+                for rule in rules:
+                    fixed, _, call = rule.name(side).rpartition("#")
+                    numbers = _numbers(fixed, text) if call.isdigit() else None
+                    if numbers is not None:
+                        baseline_name, target_name = (_filled(each, numbers) for each in (rule.baseline, rule.target))
+                        if baseline_name and target_name:
+                            found.append(self._pairing(side, rule, baseline_name, target_name))
+        return found
+
+    def _instances(self, side: Side, name: str) -> list[tuple[PairRule, str, str]]:
+        """Rules with both names filled in. What is written out for a tap wins over what a pattern says of it."""
+        found = [(rule, rule.baseline, rule.target) for rule in self._written[side].get(name, ())]
+        for rule in self._patterns[side].get(_shape(name), ()):
+            both = rule.counterpart(side, name)
+            if both is not None and not self._is_written_out(rule, *both):
+                found.append((rule, *both))
+        return found
+
+    def _is_written_out(self, rule: PairRule, baseline: str, target: str) -> bool:
+        by_baseline, by_target = baseline in self._written["baseline"], target in self._written["target"]
+        if rule.is_part:
+            # Of the larger one other parts may well be written out.
+            return by_target if rule.whole == "baseline" else by_baseline
+        return by_baseline or by_target
+
+    def _pairing(self, side: Side, rule: PairRule, baseline: str, target: str) -> Pairing:
+        mine, theirs = TapCallName.of(baseline), TapCallName.of(target)
+        shown = self._shown[id(rule)]
+        name = {"baseline": mine.name, "target": theirs.name}.get(shown, f"{mine.name} = {theirs.name}")
+        tags = None
+        if mine.tags is not None or theirs.tags is not None:
+            tags = mine.tags if mine.tags is not None else theirs.tags
+        occurrence = None
+        if mine.occurrence is not None or theirs.occurrence is not None:
+            occurrence = (mine if side == "baseline" else theirs).occurrence or 0
+        return Pairing(name, mine.name, theirs.name, f"{baseline} = {target}", tags, occurrence, rule)
+
+    def _shown_names(self) -> dict[int, str]:
+        """By which side's name each rule's pairs are known: the baseline's unless several pairs would share it."""
+        chosen = {}
+        for rule in self._rules:
+            chosen[id(rule)] = next((str(side) for side in _SIDES if self._is_unique(rule, side)), "both")
+        # A name that one pair has from the baseline and another from the target would be two taps.
+        texts = Counter(_shape(rule.target) for rule in self._rules if chosen[id(rule)] == "target")
+        for rule in self._rules:
+            if chosen[id(rule)] == "baseline" and texts[_shape(rule.baseline)]:
+                for other in self._rules:
+                    if chosen[id(other)] == "target" and _shape(other.target) == _shape(rule.baseline):
+                        chosen[id(other)] = "both"
+        return chosen
+
+    def _is_unique(self, rule: PairRule, side: Side) -> bool:
+        name = rule.name(side)
+        patterns = self._patterns[side].get(_shape(name), ())
+        if rule.is_pattern:
+            written = (w for text, ws in self._written[side].items() if _shape(text) == _shape(name) for w in ws)
+            return len(patterns) == 1 and not (rule.is_part and any(written))
+        return self._bare_count(side)[_bare(name)] == 1 and not any(each.is_part for each in patterns)
+
+    def _bare_count(self, side: Side) -> Counter[str]:
+        if side not in self._bare_counts:
+            self._bare_counts[side] = Counter(_bare(text) for text, rules in self._written[side].items() for _ in rules)
+        return self._bare_counts[side]
+
+    @cached_property
+    def _bare_counts(self) -> dict[Side, Counter[str]]:
+        return {}
+
+
+_SIDES: tuple[Side, Side] = ("baseline", "target")
+
+
+def _bare(text: str) -> str:
+    """A name with its tags and without the number of the call: pairs that differ there alone are one tap to people."""
+    return text.partition("#")[0]
+
+
+def _shape(name: str) -> str:
+    """A name with its numbers left out."""
+    return re.sub(r"\d+", "0", _INDEX.sub("0", name))
+
+
+def _by_shape(rules: Iterable[PairRule], side: Side) -> dict[str, list[PairRule]]:
+    found: dict[str, list[PairRule]] = defaultdict(list)
+    for rule in rules:
+        found[_shape(rule.name(side))].append(rule)
+    return dict(found)
+
+
+def _tells_tags(rule: PairRule) -> bool:
+    return any(TapCallName.of(name).tags is not None for name in (rule.baseline, rule.target))
+
+
+def rules_from(pairs: Any) -> tuple[PairRule, ...]:
+    """A plan's pairs from what people give: a proposal of ``session.match``, or a sequence of rules.
+
+    A rule is a dict with ``baseline`` and ``target`` and perhaps ``layout`` and ``whole``, or these in this order.
+    Raises :class:`PlanError` for anything else.
+    """
+    if pairs is None:
+        return ()
+    if hasattr(pairs, "plan_pairs"):
+        pairs = pairs.plan_pairs()
+    if isinstance(pairs, (str, bytes, Mapping)) or not isinstance(pairs, Iterable):
+        raise PlanError(f"pairs is what session.match gives, or a list of rules, not {type(pairs).__name__}")
+    return tuple(_rule(each) for each in pairs)
+
+
+def _rule(given: Any) -> PairRule:
+    if isinstance(given, PairRule):
+        return given
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if key not in _FIELDS]
+        if unknown or not {"baseline", "target"} <= set(given):
+            raise PlanError(f"a pair has baseline= and target=, perhaps layout= and whole=, and not {dict(given)!r}")
+        return PairRule(**given)
+    if isinstance(given, (tuple, list)) and 2 <= len(given) <= 4 and all(isinstance(part, str) for part in given):
+        return PairRule(*given)
+    raise PlanError(f"a pair is (baseline's tap, target's tap), perhaps with a layout and whose it is, not {given!r}")

@@ -1,0 +1,491 @@
+// The taps of a run as a figure and a table that point at each other. It needs nothing but a browser: the dashboard
+// shows it as a widget, and a report carries it in its page.
+//
+// mount(root, act) fills an element and returns {show(state)}. The state is what graftlab.plots.explorer makes. act is
+// called with (what, value) for what only a kernel can do; without it there are no buttons for that.
+
+const COLOURS = {
+  compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
+};
+const AT_THE_TOP = new Set(["failed", "timeout"]);
+const AT_THE_BOTTOM = new Set(["missing", "unmatched"]);
+// title, the state's column, whether it is a number
+const COLUMNS = [
+  ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
+  ["max_abs", "max_abs", true], ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
+  ["way", "way", false], ["note", "note", false],
+];
+const ROW = 22; // pixels of a line of the table, see STYLE
+const LEFT = 58, RIGHT = 10, TOP = 22, BOTTOM = 88; // pixels around the figure
+const HEIGHT = 330;
+
+const STYLE = `
+.gle { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, var(--vscode-foreground, inherit)) }
+.gle .bar { display: flex; flex-wrap: wrap; gap: 6px 10px; align-items: center; margin: 4px 0 }
+.gle canvas { display: block; width: 100%; height: ${HEIGHT}px; touch-action: pan-y; cursor: crosshair }
+.gle button, .gle input, .gle select {
+  font: inherit; color: inherit; background: color-mix(in srgb, currentColor 7%, transparent);
+  border: 1px solid color-mix(in srgb, currentColor 30%, transparent); border-radius: 3px; padding: 1px 8px;
+}
+.gle button { cursor: pointer }
+.gle button:disabled { opacity: .5; cursor: default }
+.gle :focus-visible { outline: 2px solid var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2)); outline-offset: 1px }
+.gle input.floor { width: 7em } .gle input.find { width: 18em }
+.gle .quiet { opacity: .75 }
+.gle .plot { position: relative }
+.gle .tip {
+  position: absolute; pointer-events: none; display: none; max-width: 60ch; padding: 3px 8px; z-index: 2; border-radius: 3px;
+  background: var(--jp-layout-color1, var(--vscode-editorHoverWidget-background, Canvas)); white-space: pre-line;
+  border: 1px solid color-mix(in srgb, currentColor 40%, transparent); overflow-wrap: anywhere;
+}
+.gle .chosen { border-left: 3px solid var(--jp-brand-color1, #1976d2); padding: 2px 8px; margin: 4px 0; overflow-wrap: anywhere }
+.gle .lines { max-height: 330px; overflow: auto; border: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
+.gle table { border-collapse: collapse; width: 100%; font-size: 12px }
+.gle thead th { position: sticky; top: 0; z-index: 1; background: var(--jp-layout-color1, var(--vscode-editor-background, Canvas)); padding: 0 }
+.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left }
+.gle th.number button, .gle td.number { text-align: right; font-variant-numeric: tabular-nums }
+.gle tbody tr { height: ${ROW}px; cursor: pointer }
+.gle tbody tr:hover { background: color-mix(in srgb, currentColor 8%, transparent) }
+.gle tbody tr[aria-selected=true] { background: color-mix(in srgb, var(--jp-brand-color1, #1976d2) 25%, transparent) }
+.gle td { padding: 0 8px; white-space: nowrap; line-height: ${ROW}px; max-width: 46ch; overflow: hidden; text-overflow: ellipsis }
+.gle td.bad { font-weight: 600; color: color-mix(in srgb, #e5484d 80%, currentColor) }
+`;
+
+// As a person writes it: 1e-5, 0.02, 100.
+const plainly = (v) => (v > 0 && (v < 1e-3 || v >= 1e6) ? v.toExponential() : String(v));
+const scientific = (v) => (v === null || v === undefined ? "-" : v >= 1e307 ? "inf" : v.toExponential(2));
+const times = (v) => (v >= 1e6 ? v.toExponential(1) : v >= 10 ? Math.round(v).toLocaleString("en") : v.toFixed(1));
+
+// Names differ at their ends more often than in their middles.
+export function shortened(text, limit) {
+  const half = Math.floor(limit / 2);
+  return text.length <= limit ? text : `${text.slice(0, half - 1)}…${text.slice(text.length - half)}`;
+}
+
+// "model.layers.3.mlp" is of "model.layers.3"; of "h layer=3" the tag tells; what has neither is of its own first word.
+export function layerOf(label) {
+  const [name, ...tags] = label.split(" ");
+  const parts = name.split(".");
+  const at = parts.findIndex((part) => /^\d+$/.test(part));
+  if (at >= 0) return parts.slice(0, at + 1).join(".");
+  const tag = tags.find((each) => /^(layer|block|stage)\w*=/.test(each));
+  return tag ?? parts[0];
+}
+
+function element(tag, name, text = "") {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+export function mount(root, act = null) {
+  let state = { label: [] };
+  let points = []; // what the figure has a place for: taps, or layers
+  let range = [0, 1]; // the places that are in sight, as numbers from 0 to points.length
+  let sort = { column: "badness", up: false };
+  let lines = []; // the taps that the table lists, in its order
+  let chosen = null; // the label of a tap
+  let dragged = null;
+
+  root.classList.add("gle");
+  const style = element("style"); style.textContent = STYLE;
+  const headline = element("div", "headline"); headline.setAttribute("role", "status");
+  const tools = element("div", "bar");
+  const plot = element("div", "plot"), canvas = element("canvas"), tip = element("div", "tip");
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "img");
+  const detail = element("div", "chosen"); detail.setAttribute("aria-live", "polite"); detail.hidden = true;
+  const search = element("div", "bar");
+  const scroller = element("div", "lines"); scroller.tabIndex = 0; scroller.setAttribute("aria-label", "Taps");
+  const table = element("table"), head = element("thead"), body = element("tbody");
+  plot.append(canvas, tip); table.append(head, body); scroller.append(table);
+  root.replaceChildren(style, headline, tools, plot, detail, search, scroller);
+
+  // ---- controls ---------------------------------------------------------------------------------------------------
+
+  function control(made, title, parent = tools) {
+    made.title = title; made.setAttribute("aria-label", title); parent.append(made); return made;
+  }
+  const caption = element("label", "", "Floor ");
+  const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);
+  tools.append(caption);
+  floor.addEventListener("change", () => {
+    const given = floor.value.trim() === "" ? null : Number(floor.value);
+    if (given !== null && !(given >= 0)) { floor.setAttribute("aria-invalid", "true"); return; }
+    floor.removeAttribute("aria-invalid");
+    if (act) act("floor", given); else if (given !== null) { state.floor = given; draw(); }
+  });
+  const layers = element("input", "layers"); layers.type = "checkbox";
+  const layersLabel = element("label", ""); layersLabel.append(layers, " a point a layer"); tools.append(layersLabel);
+  layers.addEventListener("change", () => { arrange(); whole(); });
+  control(element("button", "in", "+"), "Zoom in").addEventListener("click", () => zoom(0.5));
+  control(element("button", "out", "−"), "Zoom out").addEventListener("click", () => zoom(2));
+  control(element("button", "all", "All"), "Show all taps").addEventListener("click", () => whole());
+  tools.append(element("span", "quiet", "drag to zoom, Shift-wheel to scroll, arrow keys to step"));
+  const find = control(element("input", "find"), "Find taps: words of names and tags", search);
+  find.placeholder = "words of a tap's name or tags";
+  find.addEventListener("input", () => list());
+  const worst = control(element("button", "worst", "Worst first"), "Sort by how bad it is, the worst first", search);
+  worst.addEventListener("click", () => { sort = { column: "badness", up: false }; list(); });
+  const count = element("span", "count quiet"); search.append(count);
+
+  const titles = element("tr");
+  for (const [title, column, isNumber] of COLUMNS) {
+    const cell = element("th", isNumber ? "number" : ""), button = element("button", "", title);
+    cell.scope = "col"; cell.dataset.column = column; cell.append(button); titles.append(cell);
+    button.addEventListener("click", () => {
+      // What is large matters first, what is text begins at A.
+      const first = isNumber && column !== "order" && column !== "step";
+      sort = { column, up: sort.column === column ? !sort.up : !first };
+      list();
+    });
+  }
+  head.append(titles);
+
+  // ---- what is shown ----------------------------------------------------------------------------------------------
+
+  function show(next) {
+    const before = points.length;
+    const wasWhole = range[0] <= 0 && range[1] >= before;
+    state = next;
+    headline.textContent = state.headline ?? "";
+    canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
+    if (document.activeElement !== floor) floor.value = plainly(state.floor);
+    arrange();
+    if (wasWhole || range[1] > points.length || before === 0) range = [0, Math.max(points.length, 1)];
+    list(); tell(); draw();
+  }
+
+  function arrange() {
+    const taps = state.label.map((label, i) => ({ label, taps: [i], at: i }));
+    if (!layers.checked) { points = taps; return; }
+    const found = new Map();
+    for (const tap of taps) {
+      const layer = layerOf(tap.label);
+      if (!found.has(layer)) found.set(layer, { label: layer, taps: [], at: tap.at });
+      found.get(layer).taps.push(tap.at);
+    }
+    points = [...found.values()];
+    for (const point of points) for (const i of point.taps) if (state.badness[i] > state.badness[point.at]) point.at = i;
+  }
+
+  function whole() { range = [0, Math.max(points.length, 1)]; draw(); }
+
+  function zoom(by, around = (range[0] + range[1]) / 2) {
+    const span = Math.min(Math.max((range[1] - range[0]) * by, 4), Math.max(points.length, 4));
+    move(around - (around - range[0]) * (span / (range[1] - range[0])), span);
+  }
+
+  function move(first, span = range[1] - range[0]) {
+    first = Math.max(0, Math.min(first, points.length - span));
+    range = [first, first + span];
+    draw();
+  }
+
+  function scale() {
+    const logs = state.value.filter((v) => v > 0 && v < 1e307).map(Math.log10);
+    if (state.floor > 0) logs.push(Math.log10(state.floor));
+    let low = Infinity, high = -Infinity;
+    for (const v of logs) { low = Math.min(low, v); high = Math.max(high, v); }
+    if (!logs.length) { low = -8; high = 0; }
+    low = Math.floor(low); high = Math.max(Math.ceil(high), low + 1);
+    const bottom = HEIGHT - BOTTOM, band = 16;
+    const inner = [TOP + 1.8 * band, bottom - 2.8 * band];
+    const y = (log) => inner[1] - ((log - low) / (high - low)) * (inner[1] - inner[0]);
+    return { low, high, y, top: TOP + band / 2, exact: bottom - 1.5 * band, bottom: bottom - band / 2 };
+  }
+
+  function place(i, s) {
+    const value = state.value[i];
+    if (AT_THE_TOP.has(state.status[i])) return s.top;
+    if (AT_THE_BOTTOM.has(state.status[i])) return s.bottom;
+    if (value === null || value >= 1e307 || (state.nonfinite[i] > 0 && value === 0)) return s.top;
+    return value === 0 ? s.exact : s.y(Math.log10(value));
+  }
+
+  const across = () => canvas.clientWidth - LEFT - RIGHT;
+  const xOf = (n) => LEFT + ((n + 0.5 - range[0]) / (range[1] - range[0])) * across();
+  const nOf = (x) => range[0] + ((x - LEFT) / across()) * (range[1] - range[0]);
+
+  function draw() {
+    const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
+    if (!width) return;
+    canvas.width = width * ratio; canvas.height = HEIGHT * ratio;
+    const g = canvas.getContext("2d"), ink = getComputedStyle(root).color;
+    g.scale(ratio, ratio);
+    g.font = "11px system-ui, sans-serif";
+    if (!points.length) { g.fillStyle = ink; g.fillText("no tap to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
+    const s = scale(), right = width - RIGHT;
+    g.strokeStyle = g.fillStyle = ink; g.textAlign = "right"; g.textBaseline = "middle";
+    const every = Math.ceil((s.high - s.low) / 9);
+    const line = (y, alpha, dash = []) => {
+      g.globalAlpha = alpha; g.setLineDash(dash); g.beginPath(); g.moveTo(LEFT, y); g.lineTo(right, y); g.stroke();
+      g.globalAlpha = 1; g.setLineDash([]);
+    };
+    for (let log = s.low; log <= s.high; log += every) { line(s.y(log), 0.15); g.fillText(`1e${log}`, LEFT - 6, s.y(log)); }
+    const odd = state.status.some((each, i) => place(i, s) === s.top);
+    if (odd) g.fillText("no value", LEFT - 6, s.top);
+    g.fillText("0 (exact)", LEFT - 6, s.exact);
+    if (state.status.some((each) => AT_THE_BOTTOM.has(each))) g.fillText("no pair", LEFT - 6, s.bottom);
+    if (state.floor > 0) {
+      line(s.y(Math.log10(state.floor)), 0.9, [6, 4]);
+      g.textAlign = "right"; g.fillText(`floor ${plainly(state.floor)}`, right, s.y(Math.log10(state.floor)) - 7);
+    }
+    const first = Math.max(0, Math.floor(range[0])), last = Math.min(points.length, Math.ceil(range[1]));
+    const size = last - first > 400 ? 2.2 : last - first > 80 ? 3.2 : 4.5;
+    g.save(); g.beginPath(); g.rect(LEFT - 6, 0, right - LEFT + 12, HEIGHT); g.clip();
+    for (let n = first; n < last; n++) {
+      const i = points[n].at, x = xOf(n), y = place(i, s);
+      g.strokeStyle = g.fillStyle = COLOURS[state.status[i]] ?? "#888";
+      g.beginPath(); g.arc(x, y, size, 0, 7);
+      if (state.value[i] === 0 && y === s.exact) g.stroke(); else g.fill();
+      if (state.nonfinite[i] > 0) { g.strokeStyle = COLOURS.failed; g.lineWidth = 2; g.beginPath(); g.arc(x, y, size + 4, 0, 7); g.stroke(); g.lineWidth = 1; }
+      if (state.label[i] === chosen || (points[n].taps.length > 1 && points[n].taps.some((t) => state.label[t] === chosen))) {
+        g.strokeStyle = ink; g.lineWidth = 2; g.strokeRect(x - size - 4, y - size - 4, 2 * size + 8, 2 * size + 8); g.lineWidth = 1;
+      }
+    }
+    if (state.first !== null) {
+      const n = points.findIndex((point) => point.taps.includes(state.first));
+      if (n >= range[0] - 1 && n < range[1]) {
+        const x = Math.min(Math.max(xOf(n), LEFT), right), y = place(state.first, s);
+        g.strokeStyle = g.fillStyle = ink; g.beginPath(); g.moveTo(x, TOP - 8); g.lineTo(x, y - size - 2); g.stroke();
+        g.textAlign = x < LEFT + across() / 3 ? "left" : x > LEFT + (2 * across()) / 3 ? "right" : "center";
+        g.fillText(`first divergent: ${shortened(state.label[state.first], 70)}`, x, TOP - 14);
+      }
+    }
+    if (dragged) { g.globalAlpha = 0.15; g.fillStyle = ink; g.fillRect(dragged[0], TOP, dragged[1] - dragged[0], HEIGHT - TOP - BOTTOM); g.globalAlpha = 1; }
+    name(g, first, last, ink);
+    g.restore();
+  }
+
+  // Names stand under the axis while there is room for them; else the layers do, as brackets.
+  function name(g, first, last, ink) {
+    const base = HEIGHT - BOTTOM + 4;
+    g.fillStyle = g.strokeStyle = ink; g.textBaseline = "top";
+    if (across() / (last - first) >= 13) {
+      g.textAlign = "right";
+      for (let n = first; n < last; n++) {
+        g.save(); g.translate(xOf(n) + 3, base); g.rotate(-0.6); g.fillText(shortened(points[n].label, 24), 0, 0); g.restore();
+      }
+      return;
+    }
+    g.textAlign = "left";
+    let from = first, free = -Infinity;
+    for (let n = first + 1; n <= last; n++) {
+      const layer = layerOf(points[from].label);
+      if (n < last && layerOf(points[n].label) === layer) continue;
+      const x = xOf(from - 0.5), end = xOf(n - 0.5);
+      g.globalAlpha = 0.5; g.beginPath(); g.moveTo(x + 1, base); g.lineTo(x + 1, base + 4); g.lineTo(end - 1, base + 4); g.stroke(); g.globalAlpha = 1;
+      const text = shortened(layer, 24);
+      if (x >= free) { g.fillText(text, x + 1, base + 8); free = x + g.measureText(text).width + 10; }
+      from = n;
+    }
+  }
+
+  // ---- the table --------------------------------------------------------------------------------------------------
+
+  function list() {
+    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    lines = state.label.map((_, i) => i).filter((i) => words.every((word) => state.label[i].toLowerCase().includes(word)));
+    const column = state[sort.column] ?? [], sign = sort.up ? 1 : -1;
+    lines.sort((a, b) => {
+      const one = column[a], other = column[b];
+      // What has no value stands last either way.
+      if (one === null || other === null) return one === other ? a - b : one === null ? 1 : -1;
+      return (one < other ? -sign : one > other ? sign : 0) || a - b;
+    });
+    for (const cell of titles.children) {
+      const sorted = cell.dataset.column === sort.column;
+      cell.setAttribute("aria-sort", sorted ? (sort.up ? "ascending" : "descending") : "none");
+      cell.firstChild.textContent = COLUMNS.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
+    }
+    worst.disabled = sort.column === "badness";
+    const of = lines.length === state.label.length ? `${lines.length} taps` : `${lines.length} of ${state.label.length} taps`;
+    count.textContent = [of, state.count].filter(Boolean).join("; ");
+    fill();
+  }
+
+  // Only the lines in sight are in the page; spacers stand for the others.
+  function fill() {
+    const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - 8);
+    const last = Math.min(lines.length, first + Math.ceil(330 / ROW) + 16);
+    const made = [spacer(first)];
+    for (const i of lines.slice(first, last)) {
+      const row = element("tr"); row.dataset.tap = i;
+      row.setAttribute("aria-selected", String(state.label[i] === chosen));
+      for (const [title, column, isNumber] of COLUMNS) {
+        let text = state[column][i], kind = isNumber ? "number" : "";
+        if (column === "value" || column === "max_abs") text = scientific(text);
+        if (column === "value" && state.nonfinite[i] > 0) { text = "not finite"; kind += " bad"; }
+        if (column === "nonfinite") { kind += text ? " bad" : ""; text = text || ""; }
+        if (column === "status" && (AT_THE_TOP.has(text) || text === "missing")) kind += " bad";
+        const cell = element("td", kind, column === "label" ? shortened(text, 70) : String(text ?? ""));
+        if (column === "label" || column === "note") cell.title = String(text ?? "");
+        row.append(cell);
+      }
+      made.push(row);
+    }
+    made.push(spacer(lines.length - last));
+    body.replaceChildren(...made);
+  }
+
+  function spacer(count) {
+    const row = element("tr"); row.setAttribute("aria-hidden", "true");
+    row.style.cssText = `height:${Math.max(0, count) * ROW}px;background:none`;
+    if (count <= 0) row.style.display = "none";
+    return row;
+  }
+
+  scroller.addEventListener("scroll", fill);
+  body.addEventListener("click", (event) => {
+    const row = event.target.closest("tr[data-tap]");
+    if (row) choose(Number(row.dataset.tap), true);
+  });
+  scroller.addEventListener("keydown", (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by || !lines.length) return;
+    event.preventDefault(); event.stopPropagation();
+    const at = lines.findIndex((i) => state.label[i] === chosen);
+    const next = Math.max(0, Math.min(lines.length - 1, at + by));
+    choose(lines[next], true);
+    scrollTo(next);
+  });
+
+  function scrollTo(n) {
+    const y = n * ROW;
+    if (y < scroller.scrollTop || y > scroller.scrollTop + 330 - 3 * ROW) scroller.scrollTop = Math.max(0, y - 140);
+    fill();
+  }
+
+  // ---- the tap that is chosen -------------------------------------------------------------------------------------
+
+  function choose(i, fromTable = false) {
+    chosen = state.label[i];
+    if (!fromTable) {
+      let n = lines.indexOf(i);
+      if (n < 0) { find.value = ""; list(); n = lines.indexOf(i); }
+      scrollTo(n);
+    } else {
+      const n = points.findIndex((point) => point.taps.includes(i));
+      if (n < range[0] || n >= range[1]) move(n - (range[1] - range[0]) / 2);
+    }
+    tell(); fill(); draw();
+    if (act) act("chosen", chosen);
+  }
+
+  function figures(i) {
+    const parts = [state.status[i]];
+    if (state.nonfinite[i] > 0) parts.push(`${state.nonfinite[i]} elements are not finite on one side alone`);
+    if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
+    if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
+    if (state.max_abs[i] !== null) parts.push(`max_abs ${scientific(state.max_abs[i])}`);
+    parts.push(`worst on ${state.worst[i]}`, `step ${state.step[i]}`, `plan ${state.plan[i]}`);
+    if (state.note[i]) parts.push(state.note[i]);
+    return parts.join(", ");
+  }
+
+  function tell() {
+    const i = chosen === null ? -1 : state.label.indexOf(chosen);
+    detail.hidden = i < 0;
+    if (i < 0) return;
+    const words = element("div"); words.append(element("b", "", chosen), ` ${figures(i)}`);
+    const parts = [words];
+    if (act) {
+      const buttons = element("div", "bar");
+      for (const [what, text, title] of [
+        ["open", "Open the pair", "Show both tensors: where they differ, and their values"],
+        ["keep", "Keep this tap", "Have the plan keep the tensors of this tap from the next step on"],
+        ["graft", "Graft this", "Put this tap into the b2t filter; Apply there publishes it"],
+      ]) {
+        const button = control(element("button", what, text), title, buttons);
+        button.addEventListener("click", () => act(what, chosen));
+      }
+      parts.push(buttons);
+    }
+    // Ticks must not take a button from under the pointer.
+    if (detail.dataset.shown !== words.textContent) { detail.dataset.shown = words.textContent; detail.replaceChildren(...parts); }
+  }
+
+  // ---- pointer and keys -------------------------------------------------------------------------------------------
+
+  function nearest(event) {
+    const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    const s = scale(), around = Math.ceil(8 / (across() / (range[1] - range[0]))) + 1;
+    let best = -1, least = Infinity;
+    for (let n = Math.max(0, Math.floor(nOf(x)) - around); n <= Math.min(points.length - 1, Math.floor(nOf(x)) + around); n++) {
+      const d = (xOf(n) - x) ** 2 + ((place(points[n].at, s) - y) / 3) ** 2;
+      if (d < least) { least = d; best = n; }
+    }
+    return { n: best, x, y };
+  }
+
+  canvas.addEventListener("pointermove", (event) => {
+    if (!points.length) return;
+    const { n, x } = nearest(event);
+    if (dragged) { dragged[1] = x; draw(); return; }
+    tip.style.display = n < 0 ? "none" : "block";
+    if (n < 0) return;
+    const i = points[n].at, many = points[n].taps.length;
+    tip.textContent = `${many > 1 ? `${points[n].label}: ${many} taps, the worst: ` : ""}${state.label[i]}\n${figures(i)}`;
+    const left = Math.min(xOf(n) + 12, canvas.clientWidth - tip.offsetWidth - 4);
+    tip.style.left = `${Math.max(0, left)}px`; tip.style.top = `${place(i, scale()) + 12}px`;
+  });
+  canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+  canvas.addEventListener("pointerdown", (event) => {
+    if (!points.length || event.button !== 0) return;
+    const x = event.clientX - canvas.getBoundingClientRect().left;
+    dragged = [x, x]; canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (!dragged) return;
+    const [from, to] = dragged.map(nOf).sort((a, b) => a - b), far = Math.abs(dragged[1] - dragged[0]);
+    dragged = null;
+    tip.style.display = "none";
+    if (far > 6) { range = [Math.max(0, from), Math.min(points.length, Math.max(to, from + 4))]; move(range[0]); return; }
+    const { n } = nearest(event);
+    if (n < 0) return;
+    if (points[n].taps.length > 1) { // into the layer
+      const inside = points[n].taps;
+      layers.checked = false; arrange(); range = [inside[0], Math.max(inside.at(-1) + 1, inside[0] + 4)];
+      move(range[0]); choose(points[inside[0]] ? inside.reduce((a, b) => (state.badness[b] > state.badness[a] ? b : a)) : inside[0]);
+      return;
+    }
+    choose(points[n].at);
+  });
+  canvas.addEventListener("dblclick", whole);
+  canvas.addEventListener("wheel", (event) => {
+    if (event.ctrlKey || event.metaKey) { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, nOf(event.offsetX)); }
+    else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      event.preventDefault(); move(range[0] + ((event.deltaX || event.deltaY) / across()) * (range[1] - range[0]));
+    }
+  }, { passive: false });
+  canvas.addEventListener("keydown", (event) => {
+    const at = points.findIndex((point) => state.label[point.at] === chosen);
+    const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? 0 : at - 1, Home: 0, End: points.length - 1 }[event.key];
+    if (to !== undefined && points.length) {
+      const n = Math.max(0, Math.min(points.length - 1, to));
+      choose(points[n].at);
+      if (n < range[0] || n >= range[1]) move(n - (range[1] - range[0]) / 2);
+    } else if (event.key === "+" || event.key === "=") zoom(0.5);
+    else if (event.key === "-") zoom(2);
+    else if (event.key === "0" || event.key === "Escape") whole();
+    else return;
+    event.preventDefault(); event.stopPropagation();
+  });
+  // Keys typed here are not the notebook's.
+  root.addEventListener("keydown", (event) => event.stopPropagation());
+  new ResizeObserver(() => { draw(); fill(); }).observe(canvas);
+  new MutationObserver(draw).observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+  return { show };
+}
+
+// What anywidget calls. The names of the taps come apart from their figures, which change more often.
+export default {
+  render({ model, el }) {
+    const view = mount(el, (what, value) => model.send({ what, value }));
+    const show = () => view.show({ ...model.get("taps"), ...model.get("figures") });
+    model.on("change:figures", show);
+    show();
+  },
+};

@@ -1,0 +1,73 @@
+"""The interactive figure and table of taps: the data of ``explorer.js``, for the dashboard and for reports."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from graftlab.verdict.tap_lines import SoFar
+
+SCRIPT = Path(__file__).with_suffix(".js")
+
+# JSON has no infinity; the script shows what is beyond this as one.
+_INFINITE = 1e308
+_NOTE_LIMIT = 300
+
+
+def taps(found: SoFar) -> dict[str, Any]:
+    """What of the state changes only when other taps come: their labels, in execution order.
+
+    A tap that is received both ways has two lines, of which the later one says its way.
+    """
+    labels: list[str] = []
+    seen: set[str] = set()
+    for line in found.lines:
+        label = line.name if line.name not in seen else f"{line.name} {line.row.direction}"
+        seen.add(label)
+        labels.append(label)
+    return {"label": labels, "order": list(range(1, len(labels) + 1))}
+
+
+def figures(found: SoFar, count: str = "") -> dict[str, Any]:
+    """What of the state changes with every step; ``count`` is said beside the table."""
+    rows = [line.row for line in found.lines]
+    return {
+        "status": [row.status for row in rows],
+        "value": [_number(row.rel_l2) for row in rows],
+        "max_abs": [_number(row.max_abs) for row in rows],
+        "nonfinite": [row.nonfinite_differ or 0 for row in rows],
+        "badness": [_number(line.badness) for line in found.lines],
+        "worst": [f"{row.side}[{row.rank}]" for row in rows],
+        "step": [row.step for row in rows],
+        "plan": [row.plan_version for row in rows],
+        "way": [row.direction or "" for row in rows],
+        "note": [(row.error or row.note or row.aligned_by or "").partition("\n")[0][:_NOTE_LIMIT] for row in rows],
+        "floor": found.floor,
+        "first": found.first,
+        "headline": headline(found),
+        "count": count,
+    }
+
+
+def headline(found: SoFar) -> str:
+    """The conclusion so far: what is said first of all."""
+    if not found.lines:
+        return "Nothing was compared yet."
+    rows = [line.row for line in found.lines]
+    steps = sorted({row.step for row in rows})
+    plans = sorted({row.plan_version for row in rows})
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    plan = f"plan {plans[0]}" if len(plans) == 1 else f"plans {plans[0]} to {plans[-1]}"
+    lost = [f"{sum(row.status == status for row in rows)} {status}" for status in ("missing", "timeout", "unmatched")]
+    rest = [each for each in lost if not each.startswith("0 ")]
+    unseen = f" Not compared: {', '.join(rest)}." if rest else ""
+    said = found.sentences[0] if found.sentences else "nothing was measured"
+    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{unseen}"
+
+
+def _number(value: float | None) -> float | None:
+    """With the digits that are shown."""
+    if value is None or math.isnan(value):
+        return None
+    return float(f"{value:.4g}") if math.isfinite(value) else _INFINITE

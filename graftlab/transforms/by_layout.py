@@ -1,0 +1,227 @@
+"""The default transform where layouts are known: from the senders' to the whole tensor, and to the receiver's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graftlab.errors import LayoutError, TransformError
+from graftlab.layouts import Disagreement, Layout, Mesh, RankLayout, join_parts, layouts_of_pair, relayout
+from graftlab.transforms.default import default_transform
+from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
+
+INFERRED = "inferred"
+"""What a row has for a layout that no one said and the shapes had to tell."""
+
+
+def by_layout(graft_input: GraftTransformInput) -> Outcome:
+    """What the receiver should hold, by the layouts that are known; by the shapes alone where none is.
+
+    The layouts are those of DTensors, of ``gl.tap(layout=...)``, and of the plan's pair. Where only one side's is
+    known the shapes tell the other's, and ``layout`` says ``inferred``. Raises :class:`TransformError` where tensors
+    are not of their layouts, or a part of the whole did not come.
+
+    >>> given = gl.GraftTransformInput({"name": "q"}, [torch.arange(4.0)], [None], target=torch.zeros(4))
+    >>> gl.transforms.by_layout(given).value
+    tensor([0., 1., 2., 3.])
+    """
+    sent = [each for each in graft_input.received_layouts if each is not None]
+    if graft_input.layout is None and graft_input.pair is None and not sent:
+        outcome = default_transform(graft_input)
+        return replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
+    try:
+        return _by_layout(graft_input)
+    except LayoutError as error:
+        raise TransformError(
+            f"{error} (from {[list(t.shape) for t in graft_input.received_list]} of senders {graft_input.senders} to "
+            f"{list(graft_input.target.shape)} on rank {graft_input.recv_rank}); where the layout is another, say it "
+            f"with gl.tap(layout=...) or the plan's pairs, or give the plan a transform: `{SIGNATURE}`"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Tensors in the order of their layout's mesh."""
+
+    layout: RankLayout
+    tensors: Sequence[torch.Tensor]
+    is_inferred: bool = False
+
+
+def _by_layout(given: GraftTransformInput) -> Outcome:
+    senders = _senders(given)
+    mine = given.layout
+    pair = given.pair
+    if pair is None and mine is not None and mine.names and senders.layout.names:
+        return _relaid(given, *_by_names(given, senders, mine), _shape_of_one(given))
+    into = pair if given.whole == "received" else None
+    out_of = pair if given.whole == "target" else None
+    if mine is None:
+        if given.recv_world_size > 1:
+            return _inferred(given, senders, into, out_of)
+        mine = RankLayout(Layout(), tuple(given.target.shape))
+    theirs = senders.layout
+    if out_of is not None:
+        theirs = RankLayout(_after(out_of, theirs.layout), None)
+    if into is not None:
+        mine = RankLayout(_after(into, mine.layout))
+    # The whole is the larger one's.
+    shape = senders.layout.shape if out_of is None else None
+    if shape is None and into is None:
+        shape = mine.shape or _shape_of_one(given)
+    return _relaid(given, replace(senders, layout=theirs), mine, shape)
+
+
+def _shape_of_one(given: GraftTransformInput) -> tuple[int, ...] | None:
+    """The receiver's shape, where it holds the whole tensor on one rank."""
+    is_whole = given.whole == "target" if given.pair is not None else given.direction == "t2b"
+    alone = given.recv_world_size == 1 if given.layout is None else given.layout.layout.mesh.size == 1
+    return tuple(given.target.shape) if alone and is_whole else None
+
+
+def _after(pair: Layout, on_ranks: Layout) -> Layout:
+    """The pair's layout, and then the split over ranks."""
+    return Layout((*pair.steps, *on_ranks.steps), on_ranks.mesh)
+
+
+def _relaid(
+    given: GraftTransformInput, senders: _Side, mine: RankLayout, shape: tuple[int, ...] | None = None
+) -> Outcome:
+    lengths = _lengths(given)
+    parts = [(senders.layout.layout, senders.tensors)]
+    near = given.target
+    relaid = relayout(parts, mine.layout, given.recv_rank, shape=shape, lengths=lengths, own=near)
+    measured = None
+    if mine.is_partial:
+        if not isinstance(given.target_reduced, torch.Tensor):
+            raise LayoutError(given.target_reduced or f"{mine.layout}: this rank holds a summand alone")
+        reduced = mine.reduced()
+        whole = relayout(parts, reduced.layout, given.recv_rank, shape=shape, lengths=lengths, own=given.target_reduced)
+        measured = (whole.value, given.target_reduced)
+    text = _text(senders.layout.layout, mine.layout, senders.is_inferred)
+    return Outcome(
+        relaid.value,
+        aligned_by=None if text is None else "layout",
+        known=relaid.known,
+        measured=measured,
+        layout=text,
+        note=_said(relaid.disagreements),
+        caveat="; ".join(relaid.caveats) or None,
+    )
+
+
+def _text(theirs: Layout, mine: Layout, is_inferred: bool) -> str | None:
+    left, right = (INFERRED if is_inferred else theirs.text), mine.text
+    return None if left == right == "same" else left if left == right else f"{left} => {right}"
+
+
+def _said(found: Sequence[Disagreement]) -> str | None:
+    return "; ".join(map(str, found)) or None
+
+
+def _senders(given: GraftTransformInput) -> _Side:
+    """What came, as one whole's parts. Raises :class:`LayoutError` where a part is missing or they are several."""
+    ranks = given.senders or list(range(len(given.received_list)))
+    tensors = dict(zip(ranks, given.received_list, strict=True))
+    layouts = dict(zip(ranks, given.received_layouts or [None] * len(ranks), strict=True))
+    known = [each for each in layouts.values() if each is not None]
+    if not known:
+        return _unsaid_senders(given, tensors)
+    if len(known) < len(layouts):
+        raise LayoutError(f"senders {[r for r, each in layouts.items() if each is None]} say no layout, the others do")
+    by_mesh: dict[Mesh, RankLayout] = {each.layout.mesh: each for each in known}
+    if len(by_mesh) > 1:
+        # Each mesh has a whole of its own, as data parallel groups do; the receiver's is that of its own rank.
+        by_mesh = {mesh: each for mesh, each in by_mesh.items() if given.recv_rank in mesh.ranks}
+        if len(by_mesh) != 1 or given.send_world_size != given.recv_world_size:
+            raise LayoutError(f"the senders are on several meshes, and none of them is that of rank {given.recv_rank}")
+    layout = next(iter(by_mesh.values()))
+    missing = [rank for rank in layout.layout.mesh.ranks if rank not in tensors]
+    if missing:
+        raise LayoutError(f"{layout.layout}: of its ranks {list(layout.layout.mesh.ranks)}, {missing} sent nothing")
+    return _Side(layout, _like([tensors[rank] for rank in layout.layout.mesh.ranks]))
+
+
+def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _Side:
+    """Senders without a layout: one rank holds the whole; of several the shapes have to tell."""
+    count = given.send_world_size or len(tensors)
+    if count == 1:
+        only = next(iter(tensors.values()))
+        return _Side(RankLayout(Layout(), tuple(only.shape)), [only])
+    if len(tensors) < count:
+        raise LayoutError(f"only {sorted(tensors)} of {count} senders sent something")
+    shape = given.layout.shape if given.layout is not None else None
+    if given.pair is not None and given.layout is None and count == given.recv_world_size:
+        # Both sides are split alike, or not at all: then the pair's layout is that of each rank's own.
+        mine = tensors[given.recv_rank]
+        return _Side(RankLayout(Layout(), tuple(mine.shape)), [mine], is_inferred=True)
+    if shape is None or given.pair is not None:
+        replicas = Layout((), Mesh((("rank", count),)))
+        held = [tensors[rank] for rank in sorted(tensors)]
+        if any(each.shape != held[0].shape for each in held) or replicas.join(held).disagreements:
+            raise LayoutError(f"{count} senders hold different tensors and do not say which part of the whole each has")
+        return _Side(RankLayout(Layout(), tuple(held[0].shape)), held[:1], is_inferred=True)
+    whole = default_transform(
+        replace(
+            given,
+            target=torch.empty(shape, dtype=given.target.dtype, device="meta"),
+            recv_rank=0,
+            recv_world_size=1,
+        )
+    )
+    return _Side(RankLayout(Layout(), shape), [whole.value], is_inferred=True)
+
+
+def _inferred(given: GraftTransformInput, senders: _Side, into: Layout | None, out_of: Layout | None) -> Outcome:
+    """A receiver on several ranks that says no layout: the senders' whole, cut as the shapes tell."""
+    theirs = senders.layout.layout
+    if out_of is not None:
+        theirs = _after(out_of, theirs)
+    shape = senders.layout.shape if out_of is None else tuple(given.target.shape)
+    joined = join_parts([(theirs, senders.tensors)], shape, _lengths(given))
+    whole, known = joined.whole, joined.known
+    if into is not None:
+        whole = into.local(whole, 0, _lengths(given))
+    if known is not None:
+        if whole.shape != given.target.shape:
+            raise LayoutError(
+                f"{theirs} leaves out a part of {list(whole.shape)}, and this rank, which says no layout, holds "
+                f"{list(given.target.shape)}"
+            )
+        whole = torch.where(known, whole.to(given.target.dtype), given.target)
+    found = default_transform(
+        replace(given, received_list=[whole], received_extras_list=[None], senders=[0], send_world_size=1)
+    )
+    text = f"{theirs if into is None else _after(theirs, into)} => {INFERRED}"
+    return replace(found, known=known, layout=text, note=_said(joined.disagreements))
+
+
+def _by_names(given: GraftTransformInput, senders: _Side, mine: RankLayout) -> tuple[_Side, RankLayout]:
+    """Both sides name their dimensions: what is between them follows from the names."""
+    assert mine.names is not None
+    assert senders.layout.names is not None
+    if given.direction == "b2t":
+        theirs, ours = layouts_of_pair(senders.layout.names, mine.names)
+    else:
+        ours, theirs = layouts_of_pair(mine.names, senders.layout.names)
+    return (
+        replace(senders, layout=RankLayout(theirs.on(senders.layout.layout.mesh))),
+        RankLayout(ours.on(mine.layout.mesh)),
+    )
+
+
+def _lengths(given: GraftTransformInput) -> Sequence[int] | None:
+    """The lengths of the sequences in the batch, as the taps' extras have them; see ``align_by_request``."""
+    for extras in (given.target_extras, *given.received_extras_list):
+        found: Any = extras.get("request_lens") if isinstance(extras, Mapping) else None
+        if found is not None:
+            return [int(length) for length in found]
+    return None
+
+
+def _like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Parts of one tensor have one dtype. Where they do not, some pairs could not be put together.
+    return [tensor.to(tensors[0].dtype) for tensor in tensors]

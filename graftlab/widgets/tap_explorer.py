@@ -1,0 +1,162 @@
+"""The part of the dashboard that shows the taps: the conclusion, and a figure and a table that point at each other.
+
+The browser's half is ``graftlab/plots/explorer.js``, which reports carry too. It speaks in custom messages, each a dict
+of ``what`` was asked for and a ``value``; what it shows it has from traits.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anywidget
+import ipywidgets as widgets
+import traitlets
+
+from graftlab import plots
+from graftlab.base.html import cell, number, shortened, table
+from graftlab.control.session_plots import SessionPlots
+from graftlab.errors import GraftError
+from graftlab.plots import explorer
+from graftlab.rows.schema import Row
+from graftlab.verdict.tap_lines import UNMEASURED, SoFar, TapLine, so_far
+from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
+from graftlab.widgets.panel import Panel, update
+
+logger = logging.getLogger(__name__)
+
+# In a picture of the widget, which does not scroll.
+_STATIC_LIMIT = 100
+
+
+class TapView(anywidget.AnyWidget):
+    """What the browser shows. ``taps`` is only sent when there are others."""
+
+    _esm = explorer.SCRIPT
+    taps: traitlets.Dict[str, Any] = traitlets.Dict({"label": [], "order": []}).tag(sync=True)
+    figures: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+
+class TapExplorer(widgets.VBox):  # type: ignore[misc]
+    """The taps of the newest run. ``panel`` does what is asked for, and says what goes wrong.
+
+    ``grafts(text)`` is called with a filter that matches a tap, when that tap is to be grafted.
+    """
+
+    def __init__(self, panel: Panel, grafts: Any) -> None:
+        self._panel = panel
+        self._grafts = grafts
+        self._noise_floor: float | None = None
+        self._rows: Sequence[Row] = ()
+        self._counts = (-1, -1)
+        self.found = so_far([])
+        self.view = TapView()
+        self.view.figures = explorer.figures(self.found)
+        self.view.add_class("graftlab-tap-view")
+        self.view.on_msg(panel.guarded(self._on_message))
+        self._pair = widgets.HTML().add_class("graftlab-pair")
+        super().__init__([self.view, self._pair])
+
+    def show(self, rows: Sequence[Row], row_count: int, behind: int) -> None:
+        """Show these rows, which are in the order of one step; of ``row_count`` so many have not been read yet."""
+        if (row_count, behind) != self._counts:
+            self._rows, self._counts = rows, (row_count, behind)
+            self._render()
+
+    def _render(self) -> None:
+        row_count, behind = self._counts
+        self.found = so_far(self._rows, self._noise_floor)
+        catching_up = f", {behind:,} not read yet" if behind else ""
+        taps = explorer.taps(self.found)
+        with self.view.hold_sync():
+            if taps != self.view.taps:
+                self.view.taps = taps
+            figures = explorer.figures(self.found, f"{row_count:,} rows{catching_up}")
+            if figures != self.view.figures:
+                self.view.figures = figures
+
+    def _on_message(self, _view: Any, content: Any, _buffers: Any) -> None:
+        what, value = content["what"], content["value"]
+        if what == "floor":
+            self._noise_floor = None if value is None else float(value)
+            self._render()
+        elif what == "chosen":
+            update(self._pair, value="")
+        else:
+            self._act(what, self._line(str(value)))
+
+    def _line(self, label: str) -> TapLine:
+        labels: list[str] = self.view.taps["label"]
+        return self.found.lines[labels.index(label)]
+
+    def _act(self, what: str, line: TapLine) -> None:
+        session = self._panel.session
+        [option] = other_options([line.row.tags], [])
+        if what == "graft":
+            self._grafts(option.filter)
+        elif what == "keep":
+            wanted = filter_to_keep(session.plan, option)
+            if wanted == (session.plan.keep or "").strip():
+                self._panel.say("The plan keeps this tap already; the next step brings tensors.", "good")
+            else:
+                plan = session.edit(keep=wanted)
+                self._panel.say(f"Plan {plan.version} keeps {line.name}; the next step brings tensors.", "good")
+        elif what == "open":
+            self._panel.in_background(self._open, line)
+
+    def _open(self, line: TapLine) -> None:
+        """Show a kept pair; where none is kept, say so and what would keep one."""
+        plot = SessionPlots(self._panel.session)
+        [option] = kept_options([line.row.tags])
+        chosen = {tag: value for tag, value in option.selection.items() if tag != "name"}
+        try:
+            pictures = {
+                "where the pair differs": plot.heatmap(option.name, **chosen),
+                "the values and the differences": plot.histogram(option.name, **chosen),
+            }
+        except GraftError as error:
+            update(self._pair, value=f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
+            return
+        shown = [_image(plots.to_png(figure), f"{line.name}: {what}") for what, figure in pictures.items()]
+        update(self._pair, value="".join(shown))
+
+
+_KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
+
+
+def static_html(found: SoFar) -> str:
+    """The same without a browser's script: the conclusion, the figure, and the worst taps."""
+    lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
+    said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
+    if not lines:
+        return said
+    head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")
+    more = len(found.lines) - len(lines)
+    rest = f"<p>and {more:,} taps more, none of them worse</p>" if more else ""
+    return said + table(head, [_line_html(line) for line in lines]) + rest
+
+
+def _line_html(line: TapLine) -> str:
+    row = line.row
+    nonfinite = row.nonfinite_differ or 0
+    cells = [
+        cell(shortened(line.name, 90)),
+        cell(row.status, "bad" if row.status in UNMEASURED else ""),
+        # The figure is that of what is finite, and may be 0.
+        cell("not finite", "number bad") if nonfinite else cell(number(row.rel_l2), "number"),
+        cell(number(row.max_abs), "number"),
+        cell(nonfinite or "", "number bad" if nonfinite else "number"),
+        cell(f"{row.side}[{row.rank}]"),
+        cell(row.step, "number"),
+        cell(row.direction or ""),
+        cell(shortened((row.error or row.note or row.aligned_by or "").partition("\n")[0], 80)),
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _image(png: bytes, alt: str) -> str:
+    data = base64.b64encode(png).decode("ascii")
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'

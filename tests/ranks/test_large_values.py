@@ -1,0 +1,71 @@
+"""A large last value of a cell stays on its rank, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import graftlab as gl
+from graftlab.ranks.large_values import unless_large
+
+
+class Holder:
+    """Has its value in an attribute, and itself in another."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.itself = self
+
+
+MIB = 1 << 20
+LARGE = {
+    "tensor": torch.zeros(MIB),
+    "array": np.zeros(MIB),
+    "frame": pd.DataFrame({"x": np.zeros(MIB)}),
+    "text": "x" * 2 * MIB,
+    "model": torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700)),
+    "numbers": list(range(MIB)),
+    "nested": {"a": [torch.zeros(MIB // 4), (torch.zeros(MIB // 4), torch.zeros(MIB // 4))]},
+    "object": Holder(torch.zeros(MIB)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_what_is_large_stays_and_names_itself(kind: str) -> None:
+    value = LARGE[kind]
+    kept = unless_large(value, 2 * MIB - 1)
+    assert kept is not value
+    assert type(value).__qualname__ in repr(kept)
+    assert "`%graft run -o run EXPR` brings all of it" in repr(kept)
+    assert unless_large(value, 1 << 40) is value
+
+
+def test_a_tensor_says_its_shape_and_size() -> None:
+    assert repr(unless_large(torch.zeros(4, MIB), 2 * MIB)).startswith(
+        "<Tensor of shape [4, 1048576], torch.float32: 16 MiB, which stay on the rank."
+    )
+
+
+@pytest.mark.parametrize("value", [None, 7, "text", [1, 2], {"a": 1}, torch.zeros(4), object(), int, np.float64(1)])
+def test_what_is_small_is_sent(value: Any) -> None:
+    assert unless_large(value) is value
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+def test_a_cell_ends_with_a_large_value_and_the_notebook_gets_a_line(session: gl.Session) -> None:
+    cell = "x = torch.zeros(64, 1 << 20)\nx"
+    [shown] = session.execute(cell, "target").target
+    assert repr(shown).startswith("<Tensor of shape [64, 1048576], torch.float32: 256 MiB, which stay on the rank.")
+    # It is there, and what is asked for comes.
+    [found] = session.run(None, "x[:9]").target
+    assert found.shape == (9, 1 << 20)
