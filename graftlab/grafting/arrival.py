@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -33,6 +34,8 @@ from graftlab.transforms import (
 
 logger = logging.getLogger(__name__)
 
+# So many lines of the log are written together at most, or a process that is killed would leave too few.
+_LINES_AT_ONCE = 64
 _NO_STATISTICS = (None,) * len(STATISTICS)
 
 
@@ -132,6 +135,7 @@ class Arrivals:
         self._kept = kept
         self._warn_once = warn_once
         self._transform: Transform | None = None
+        self._grafted: list[_Grafted] = []
 
     def adopt(self, plan: GraftPlan) -> None:
         """This plan's transform is in force from now on."""
@@ -237,8 +241,30 @@ class Arrivals:
             return Arrival("compared", senders, stats, note=note)
         result, overwrite_note = self._overwrite(call, theirs, replaced)
         if logger.isEnabledFor(logging.INFO):
-            _log_graft(call, theirs, stats, senders)
+            self._log(call, theirs, stats, senders)
         return Arrival("grafted", senders, stats, note=_joined(note, overwrite_note), result=result)
+
+    def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
+        ours = call.tensor
+        assert ours is not None
+        place, direction = f"{call.place.side}[{call.place.rank}]", call.action.direction
+        self._grafted.append(
+            _Grafted(time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders)
+        )
+        if len(self._grafted) >= _LINES_AT_ONCE:
+            self.log_grafts()
+
+    def log_grafts(self) -> None:
+        """Log the grafts since the last time. Called at the end of each step: the row is what a graft leaves at once.
+
+        In the middle of a model a line costs three times what it does among others.
+        """
+        grafted, self._grafted = self._grafted, []
+        for each in grafted:
+            # logger.info without its search of the stack for this line, which would cost more than all the rest.
+            record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, each.line(), (), None, "log_grafts")
+            record.created, record.msecs = each.when, each.when % 1 * 1000
+            logger.handle(record)
 
     def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
         if outcome.measured is None:
@@ -376,28 +402,46 @@ def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str 
     )
 
 
-def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
-    assert call.tensor is not None
-    place, direction = call.place, call.action.direction
-    ours, others = ("target", "baseline") if direction == "b2t" else ("baseline", "target")
-    line = (
-        f"{place.side}[{place.rank}] grafted {direction} at tap {call.name!r} step {call.step}: "
-        f"{_described(call.tensor, stats, ours)} overridden by {_described(theirs, stats, others)} from ranks "
-        f"{senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
-    )
-    # logger.info without its search of the stack for this line, which would cost more than all the rest.
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
-
-
 _of_side = {
     side: attrgetter(*(f"{what}_{side}" for what in ("mean", "std", "min", "max", "nonfinite")))
     for side in ("baseline", "target")
 }
 
 
-def _described(tensor: torch.Tensor, stats: DiffStats, side: str) -> str:
+class _Grafted(NamedTuple):
+    """What the log says of a graft, without the tensors."""
+
+    when: float
+    place: str
+    direction: str | None
+    name: str
+    step: int
+    ours: _Kind
+    theirs: _Kind
+    stats: DiffStats
+    senders: list[int]
+
+    def line(self) -> str:
+        stats = self.stats
+        ours, others = ("target", "baseline") if self.direction == "b2t" else ("baseline", "target")
+        return (
+            f"{self.place} grafted {self.direction} at tap {self.name!r} step {self.step}: "
+            f"{_described(self.ours, stats, ours)} overridden by {_described(self.theirs, stats, others)} from ranks "
+            f"{self.senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
+        )
+
+
+_Kind = tuple[torch.dtype, tuple[int, ...], str]
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    return tensor.dtype, tensor.shape, "cpu" if tensor.is_cpu else str(tensor.device)
+
+
+def _described(kind: _Kind, stats: DiffStats, side: str) -> str:
     """Shape, dtype, device and what was measured of it, for the log."""
     mean, std, low, high, nonfinite = _of_side[side](stats)
-    kind, shape, device = DTYPE_NAMES[tensor.dtype], list(tensor.shape), "cpu" if tensor.is_cpu else tensor.device
+    dtype, shape, device = kind
     counted = f" nonfinite={nonfinite}" if nonfinite else ""
-    return f"{kind}{shape} {device} (mean={mean:.4g} std={std:.4g} min={low:.4g} max={high:.4g}{counted})"
+    numbers = f"(mean={mean:.4g} std={std:.4g} min={low:.4g} max={high:.4g}{counted})"
+    return f"{DTYPE_NAMES[dtype]}{list(shape)} {device} {numbers}"

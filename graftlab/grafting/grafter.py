@@ -254,6 +254,7 @@ class Grafter:
 
     def _end_step(self) -> None:
         self._exchange.end_step(self._step)
+        self._arrivals.log_grafts()
         self.record_unmatched()
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
