@@ -10,7 +10,6 @@ import html
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, get_args
@@ -30,6 +29,7 @@ from graftlab.control.run import OnFailure, Run
 from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
+from graftlab.control.uninterrupted import uninterrupted
 from graftlab.control.works import Callee, Works, code_of
 from graftlab.errors import LaunchError, SessionClosedError, SessionError
 from graftlab.grafting.trial import Trial
@@ -74,9 +74,9 @@ class SessionCore:
         self._has_ended = False
         self._works = Works()
         self._plans = Plans(self._ranks)
-        self._runs = Runs(self._ranks, rows, self._plans.all)
-        self._taps = SeenTaps()
         self._queries = Queries(options.timeout)
+        self._runs = Runs(self._ranks, rows, self._plans.all, self._queries.stack_of)
+        self._taps = SeenTaps()
         self._pairs = PairsOnRanks(
             self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
         )
@@ -390,7 +390,7 @@ class SessionCore:
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
         """
-        return ranks_frame(self._ranks, self.failing)
+        return ranks_frame(self._ranks, self.failing, self.lost_groups)
 
     @property
     def failing(self) -> dict[str, str]:
@@ -400,6 +400,17 @@ class SessionCore:
         {}
         """
         return self._runs.failing
+
+    @property
+    def lost_groups(self) -> dict[str, str]:
+        """The sides whose process group is gone, and why; :meth:`restart` brings it back.
+
+        A group is gone when one of its ranks is, or when a collective in it has failed or run into its time limit.
+
+        >>> session.lost_groups
+        {}
+        """
+        return self._runs.groups.lost()
 
     def stacks(self) -> dict[str, str]:
         """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits.
@@ -447,39 +458,58 @@ class SessionCore:
         >>> other.closed
         True
         """
-        if self._has_ended:
-            return
-        # On a thread of its own, so that the stop button ends the wait and never the closing half way.
-        ending = Future[None]()
-        thread = threading.Thread(target=self._end, args=(ending,), name="graftlab-close", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is shutting down and starts no threads any more
-            self._end(ending)
-        ending.result()
+        if not self._has_ended:
+            uninterrupted(self._end)
 
-    def _end(self, ending: Future[None]) -> None:
-        try:
-            with self._ending:
-                if not self._has_ended:
-                    self._end_all()
-        except BaseException as error:
-            ending.set_exception(error)
-        else:
-            ending.set_result(None)
+    def _end(self) -> None:
+        with self._ending:
+            if self._has_ended:
+                return
+            with self._lock:
+                self._closed = True
+                self._runs.close("the session was closed")
+            self._end_ranks()
+            open_sessions.remove(self)
+            self._has_ended = True
+            self._rows.close()
 
-    def _end_all(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._runs.close()
+    def _end_ranks(self) -> None:
         end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
         self._hub.stop()
         for rank in self._ranks:
             rank.release()
             self.reports.on_gone(rank)
-        open_sessions.remove(self)
-        self._has_ended = True
-        self._rows.close()
+
+    def restart(self) -> None:
+        """End every rank and start the same ones anew, where a rank or a side's process group is gone, or hangs.
+
+        The session stays: its plan, its rows, its folder and the taps it has seen; runs and steps count on. What was
+        on the ranks is gone: variables of cells, models, kept tensors. Nothing is run again by itself. A run that is
+        going on ends with :class:`RunError`.
+
+        Raises :class:`LaunchError` when the ranks cannot be started; the session can then be restarted again, read
+        and closed. The stop button ends the wait, not the restart.
+
+        >>> other = gl.launch()
+        >>> plan = other.edit(b2t="name == 'hidden'")
+        >>> other.restart()
+        >>> other.plan == plan, other.status()["state"].tolist()
+        (True, ['idle', 'idle'])
+        >>> other.close()
+        """
+        uninterrupted(self._restart)
+
+    def _restart(self) -> None:
+        with self._ending, self._lock:
+            self._require_open()
+            self._runs.close("the session was restarted")
+            self._end_ranks()
+            started = launch_ranks(self.options, self.folder)
+            self._runs.reopen(self._ranks)
+            # In place, because all parts of the session share this list.
+            self._ranks[:] = started
+            self._hub = Hub(self._ranks, self.reports)
+            self._plans.publish_again()
 
     @property
     def closed(self) -> bool:
@@ -498,6 +528,7 @@ class SessionCore:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{sum(rank.alive for rank in self._ranks)} ranks alive"
+        state += "".join(f", the group of the {side} is gone" for side in self.lost_groups if not self._closed)
         return (
             f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self.runs)} runs, "
             f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
@@ -517,6 +548,12 @@ class SessionCore:
 
 def _html(session: SessionCore) -> str:
     """What a notebook shows for a session."""
+    strip = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
+    lost = "".join(
+        f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
+        for side, why in session.lost_groups.items()
+        if not session.closed
+    )
     title = f"session of {session.options.baseline} + {session.options.target} ranks"
     facts = f"{len(session.runs)} runs, {session.row_count:,} rows, plan {session.plan.version}, {session.folder}"
-    return f"<b>{title}</b> {html.escape(facts)}{ranks_table(session.ranks, session.closed, session.failing)}"
+    return f"<b>{title}</b> {html.escape(facts)}{lost}{strip}"

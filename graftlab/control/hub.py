@@ -77,6 +77,7 @@ class Hub:
                     bells.remove(rank.bell)
                     del self._ranks[descriptor]
                     rank.alive = False
+                    rank.end_what_it_started()
                     self._tell(rank, self._listener.on_gone, rank)
             if rows:
                 bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)

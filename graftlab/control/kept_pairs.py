@@ -35,7 +35,12 @@ class PairsOnRanks:
     :class:`SessionError` that lists what is kept when there is none; ``advise(name, tags)`` says what to do then.
     """
 
-    def __init__(self, ranks: Sequence[RankProcess], ask: Ask, advise: Callable[[str, Mapping[str, Any]], str]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        ask: Ask,
+        advise: Callable[[str, Mapping[str, Any]], str] = lambda name, tags: "",
+    ) -> None:
         self._ranks = ranks
         self._ask = ask
         self._advise = advise

@@ -27,8 +27,16 @@ class Plans:
 
     def publish(self, plan: GraftPlan) -> None:
         """Send a plan to every rank; it is the newest from now on."""
-        frame = pack(PlanUpdate(to_wire(plan)))
         self._published.append(plan)
+        self._send()
+
+    def publish_again(self) -> None:
+        """Send the newest plan to ranks that have just begun; what earlier ones used says nothing of them."""
+        self._adopted.clear()
+        self._send()
+
+    def _send(self) -> None:
+        frame = pack(PlanUpdate(to_wire(self.newest)))
         for rank in self._ranks:
             rank.channel.send(frame)
 

@@ -10,8 +10,13 @@ from graftlab.base.html import cell, shortened, table
 from graftlab.ranks.rank_process import RankProcess
 
 
-def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.DataFrame:
-    """One line a rank; see :meth:`Session.status`. ``failing`` says by rank what failed in a run that goes on."""
+def ranks_frame(
+    ranks: Sequence[RankProcess], failing: Mapping[str, str], lost_groups: Mapping[str, str]
+) -> pd.DataFrame:
+    """One line a rank; see :meth:`Session.status`.
+
+    ``failing`` says by rank what failed in a run that goes on, ``lost_groups`` by side why its group is gone.
+    """
     lines = []
     for rank in ranks:
         look = rank.whereabouts()
@@ -22,7 +27,7 @@ def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.
                 "pid": rank.pid,
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
-                "state": _state(rank, look.state, failing),
+                "state": _state(rank, look.state, failing, lost_groups),
                 "step": look.step,
                 "plan_version": look.plan_version,
                 "taps": look.taps,
@@ -34,7 +39,9 @@ def ranks_frame(ranks: Sequence[RankProcess], failing: Mapping[str, str]) -> pd.
     return pd.DataFrame(lines)
 
 
-def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str, str]) -> str:
+def ranks_table(
+    ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
+) -> str:
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
@@ -42,7 +49,7 @@ def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str
         if closed:
             state, kind = "closed", "quiet"
         else:
-            state = _state(rank, look.state, failing)
+            state = _state(rank, look.state, failing, lost_groups)
             kind = "" if state == look.state else "bad"
         if look.awaits and rank.alive:
             state += " for " + ", ".join(ranks[other].label for other in look.awaits)
@@ -60,7 +67,9 @@ def ranks_table(ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str
     return table(("rank", "pid", "device", "state", "step", "plan", "taps", "last tap"), lines)
 
 
-def _state(rank: RankProcess, state: str, failing: Mapping[str, str]) -> str:
+def _state(rank: RankProcess, state: str, failing: Mapping[str, str], lost_groups: Mapping[str, str]) -> str:
     if not rank.alive:
         return f"gone: {rank.how_it_ended()}"
-    return f"failed: {failing[rank.label]}" if rank.label in failing else state
+    if rank.label in failing:
+        return f"failed: {failing[rank.label]}"
+    return f"{state}; its group is gone" if rank.place.side in lost_groups else state

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 _HELD_OUTPUT = 10_000
 # Seconds between two looks at the ranks' steps.
 _LOOK = 0.02
-# After a failure so many seconds pass until a wait that others hold up ends without them: what waits inside a
-# collective cannot be interrupted.
-_PATIENCE_AFTER_FAILURE = 2.0
 
 OnFailure = Literal["stop", "continue"]
 """What becomes of the other ranks of a run when one of them fails: they are interrupted, or left to go on."""
@@ -58,10 +55,12 @@ class Run:
         unwritten: Callable[[int], str | None] = lambda since: None,
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
         code: Mapping[str, str | CodeType] | None = None,
+        lost_groups: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         # Text, or the code of a function, by where it was run; not the function, which may hold a model.
         self.code = dict(code or {})
         self._plans = plans
+        self._lost_groups = lost_groups
         self._first_plan = len(plans()) - 1
         self.number = number
         self.on_failure = on_failure
@@ -77,10 +76,11 @@ class Run:
         self._done: dict[int, RunDone] = {}
         self._deaths: dict[int, str] = {}
         self._settled: set[int] = set()
-        # Those that failed, the first one first; when that was; and those that were interrupted because of it.
+        # Those that failed, the first one first; those that were interrupted because of it; and whether some of them
+        # do not end for all that.
         self._failed: dict[int, str] = {}
-        self._failed_at = 0.0
         self._stopped: set[int] = set()
+        self._held_up = False
         self._output: deque[tuple[str, str]] = deque(maxlen=_HELD_OUTPUT)
         self._results: dict[int, Any] = {}
 
@@ -101,16 +101,31 @@ class Run:
     def stop_the_others(self) -> list[RankProcess]:
         """The ranks whose code goes on beside one that failed; from now on their end is told as its consequence."""
         with self._changed:
-            others = [rank for rank in self._ranks if not self._has_ended(rank)]
+            others = [rank for rank in self._ranks if not self.has_ended(rank)]
             self._stopped.update(rank.place.world_rank for rank in others)
             return others
 
-    def _has_ended(self, rank: RankProcess) -> bool:
+    def in_vain(self) -> list[RankProcess]:
+        """The ranks that were to stop and go on, on a side of which some rank has failed or was stopped."""
+        with self._changed:
+            over = {rank.place.side for rank in self._ranks if self.has_ended(rank) and not self._is_well(rank)}
+            return [rank for rank in self._ranks if not self.has_ended(rank) and rank.place.side in over]
+
+    def _is_well(self, rank: RankProcess) -> bool:
+        done = self._done.get(rank.place.world_rank)
+        return done is not None and done.failure is None
+
+    def give_up_waiting(self, ending: Sequence[RankProcess]) -> None:
+        """Nobody is to wait for those that go on now, other than these, which are about to end."""
+        with self._changed:
+            self._held_up = any(not self.has_ended(rank) for rank in self._ranks if rank not in ending)
+            self._changed.notify_all()
+
+    def has_ended(self, rank: RankProcess) -> bool:
+        """Whether this rank's part of the run is over."""
         return rank.place.world_rank in self._done or rank.place.world_rank in self._settled
 
     def _note_failure(self, rank: RankProcess, what: str) -> None:
-        if not self._failed:
-            self._failed_at = time.monotonic()
         brief = what.partition("\n")[0]
         self._failed.setdefault(rank.place.world_rank, brief)
         if self.on_failure == "continue":
@@ -144,9 +159,9 @@ class Run:
         """Wait until the run is over, showing what the ranks print; returns the run itself.
 
         Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. A
-        rank that a failed run cannot stop, because it waits inside a collective, is named and not waited for. An
-        interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt that says how to go on. ``bar``
-        takes the place of the usual one, which counts rows.
+        rank that waits inside a collective for one that failed is ended; one that cannot be stopped for another reason
+        is named, and not waited for. An interrupt (the stop button) ends the wait, not the run: a KeyboardInterrupt
+        that says how to go on. ``bar`` takes the place of the usual one, which counts rows.
 
         >>> session.start(forward, forward, args=(x,)).wait(timeout=30).done
         True
@@ -162,13 +177,9 @@ class Run:
                         self._show(output)
                     finally:
                         self._changed.acquire()
-                    if (over or self._is_held_up()) and not self._output:
+                    if (over or self._held_up) and not self._output:
                         break
                     remaining = None if deadline is None else deadline - time.monotonic()
-                    if self._failed and self.on_failure == "stop":
-                        remaining = (
-                            _PATIENCE_AFTER_FAILURE if remaining is None else min(_PATIENCE_AFTER_FAILURE, remaining)
-                        )
                     if not self._output:
                         self._changed.wait_for(self._has_news, progress.next_look(remaining))
                     if remaining is not None and remaining <= 0 and not self.done:
@@ -202,7 +213,7 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def there() -> bool:
-            return self.done or self.steps >= count or self._is_held_up()
+            return self.done or self.steps >= count or self._held_up
 
         with self._changed:
             # Nobody signals a change of step, which is read from shared memory; so look from time to time.
@@ -212,13 +223,7 @@ class Run:
         return self
 
     def _has_news(self) -> bool:
-        return bool(self._output) or self.done
-
-    def _is_held_up(self) -> bool:
-        """Whether a failure is known, and some rank does not end although it was asked to."""
-        if not self._failed or self.on_failure == "continue":
-            return False
-        return time.monotonic() - self._failed_at >= _PATIENCE_AFTER_FAILURE
+        return bool(self._output) or self.done or self._held_up
 
     def _show(self, output: list[tuple[str, str]]) -> None:
         for label, text in output:
@@ -294,10 +299,9 @@ class Run:
         alike: dict[str, list[str]] = {}
         first = None
         ranks = {rank.label: rank for rank in self._ranks}
-        # Deaths first: most other failures follow from them. Then what failed first, for the same reason.
-        for label, failure in sorted(failures.items(), key=lambda item: (not isinstance(item[1], str), order[item[0]])):
+        for label, failure in sorted(failures.items(), key=lambda item: self._weight(ranks[item[0]], order[item[0]])):
             if isinstance(failure, str):
-                what = f"died: {failure}"
+                what = failure if ranks[label].was_ended else f"died: {failure}"
             elif self._is_consequence(ranks[label], failure):
                 what = f"was interrupted, because {next(iter(order))} failed"
             else:
@@ -309,10 +313,19 @@ class Run:
         if left := self._unfinished():
             where = "; ".join(f"{rank.label}: {rank.whereabouts()}" for rank in left)
             parts.append(
-                f"not ended yet, because it cannot be interrupted where it is (in a collective?): {where}. It ends "
-                f"with the time limit of its group, or with session.close(); session.stacks() tells where it is"
+                f"not ended yet, because it cannot be interrupted where it is: {where}. session.stacks() tells where "
+                f"that is, and session.restart() ends it"
+            )
+        for side, why in self._lost_groups().items():
+            parts.append(
+                f"The process group of the {side} is gone ({why}): its collectives fail from now on. "
+                f"session.restart(), or %graft restart, brings the same ranks and plan back, and runs nothing again"
             )
         raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
+
+    def _weight(self, rank: RankProcess, order: int) -> tuple[int, int]:
+        """Deaths first, because most other failures follow from them; last what was ended for a failure."""
+        return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
 
     def _is_consequence(self, rank: RankProcess, failure: Failure) -> bool:
         return rank.place.world_rank in self._stopped and failure.kind == "KeyboardInterrupt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -9,29 +10,43 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 
 from graftlab.base.world import RunInfo
+from graftlab.control.groups import Groups, collective_in
 from graftlab.control.run import OnFailure, Run
-from graftlab.errors import SessionBusyError, SessionClosedError
+from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
 from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.store import RowStore
 
+logger = logging.getLogger(__name__)
+
 # Ranks of one side mostly fail alike, and each may tell so itself before those that go on are interrupted.
 _MOMENT = 0.25
+# So many seconds those that were interrupted have to end. What waits in a collective does not: gloo cannot be told to.
+_GRACE = 1.5
 
 
 class Runs:
     """Begins runs on these ranks, and knows all that there were. What :class:`.Run` shows comes from ``rows``."""
 
-    def __init__(self, ranks: Sequence[RankProcess], rows: RowStore, plans: Callable[[], Sequence[GraftPlan]]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        rows: RowStore,
+        plans: Callable[[], Sequence[GraftPlan]],
+        stack_of: Callable[[RankProcess], str] = lambda rank: "",
+    ) -> None:
+        self.groups = Groups(ranks)
         self._ranks = ranks
         self._plans = plans
+        self._stack_of = stack_of
         self._rows = rows
         self._runs: list[Run] = []
         self._next_step = rows.first_step
         self._first_run = rows.first_run
-        self._closing = False
+        # Why ranks end that are to end: no run begins any more, and what fails from now on fails because of it.
+        self._closing: str | None = None
 
     def all(self) -> list[Run]:
         return list(self._runs)
@@ -66,8 +81,9 @@ class Runs:
         for rank in ranks:
             if not rank.alive:
                 raise SessionClosedError(
-                    f"{rank.label} {rank.how_it_ended()} and cannot run anything; close this session and launch "
-                    f"again. Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                    f"{rank.label} {rank.how_it_ended()} and cannot run anything; session.restart(), or "
+                    f"%graft restart, brings the same ranks and plan back. "
+                    f"Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 )
         run = Run(
             number=self._first_run + len(self._runs),
@@ -80,6 +96,7 @@ class Runs:
             unwritten=self._rows.unwritten,
             plans=self._plans,
             code=code or {},
+            lost_groups=self.groups.lost,
         )
         self._runs.append(run)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -103,9 +120,15 @@ class Runs:
                 # It may be about to begin, when a signal would come too early.
                 rank.channel.send(pack(Interrupt(run.number)))
 
-    def close(self) -> None:
-        """No run begins any more, and what fails from now on fails because its session ends."""
-        self._closing = True
+    def close(self, why: str) -> None:
+        """Ranks are about to end, for a reason such as ``"the session was closed"``: what fails now fails for it."""
+        self._closing = why
+
+    def reopen(self, ended: Sequence[RankProcess]) -> None:
+        """Go on with new ranks in the place of those that ended, and with steps that none of those has begun."""
+        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in ended))
+        self.groups.renew()
+        self._closing = None
 
     # ---- what the ranks report ----------------------------------------------------------------------------------
 
@@ -114,10 +137,11 @@ class Runs:
             self._runs[-1].note_output(rank, output.text)
 
     def note_done(self, done: RunDone, rank: RankProcess) -> None:
-        if done.failure is None or not self._closing:
+        if done.failure is None or self._closing is None:
             run = self._runs[done.run - self._first_run]
             run.note_done(rank, done)
             if done.failure is not None:
+                self.groups.note_failure(rank, done.failure)
                 self._stop_the_others(run)
 
     def note_settled(self, settled: RunSettled, rank: RankProcess) -> None:
@@ -127,8 +151,10 @@ class Runs:
     def note_death(self, rank: RankProcess) -> None:
         for run in self._runs[-1:]:
             if rank in run.participants and not run.done:
-                if self._closing:
-                    run.note_death(rank, "the session was closed")
+                if self._closing is not None:
+                    run.note_death(rank, self._closing)
+                elif rank.was_ended:
+                    run.note_death(rank, rank.how_it_ended())
                 else:
                     tap = rank.whereabouts().tap
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
@@ -139,11 +165,30 @@ class Runs:
     def _stop_the_others(self, run: Run) -> None:
         if run.on_failure == "stop" and not run.done and not run.is_stopping:
             run.is_stopping = True
-            timer = threading.Timer(_MOMENT, self._interrupt_others, (run,))
-            timer.daemon = True
-            timer.start()
+            _later(_MOMENT, self._interrupt_others, run)
 
     def _interrupt_others(self, run: Run) -> None:
         for rank in run.stop_the_others():
             # By its number: were the run over by now, the next one must not be hit.
             rank.channel.send(pack(Interrupt(run.number)))
+        _later(_GRACE, self._end_those_in_collectives, run)
+
+    def _end_those_in_collectives(self, run: Run) -> None:
+        ending = []
+        for rank in run.in_vain():
+            try:
+                where = collective_in(self._stack_of(rank))
+            except SessionError as error:
+                logger.warning("%s goes on after a failure, and cannot be asked where it is: %s", rank.label, error)
+                continue
+            if where is not None and not run.has_ended(rank):
+                first = next(iter(run.failing))
+                rank.end(f"was ended, because it waited in a collective ({where}) when {first} had failed")
+                ending.append(rank)
+        run.give_up_waiting(ending)
+
+
+def _later(seconds: float, call: Callable[[Run], None], run: Run) -> None:
+    timer = threading.Timer(seconds, call, (run,))
+    timer.daemon = True
+    timer.start()

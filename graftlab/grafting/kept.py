@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from graftlab.transforms import GraftTransformInput
 
 # Taps of which it is known that their newest pair is not held.
 _MISSING_LIMIT = 10_000
+# How often the heap is tidied while as much is kept as the budget has.
+_TRIMS_A_BUDGET = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class KeptPairs:
         self._pairs: deque[tuple[int, KeptPair]] = deque()
         self._added = 0
         self._missing: dict[Any, _Missing] = {}
+        self._since_trim = 0
         self._lock = threading.Lock()
 
     def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
@@ -93,6 +97,9 @@ class KeptPairs:
                 )
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
         note: str | None = None
+        with self._lock:
+            # First, so that both are never there at once.
+            self._make_room(size)
         received = [_copy(tensor) for tensor in graft_input.received_list]
         try:
             extras = copy.deepcopy(graft_input.target_extras)
@@ -118,18 +125,24 @@ class KeptPairs:
                 self._missing.pop(_tap(own.tags), None)
             self._pairs.append((self._added, pair))
             self._bytes += pair.nbytes
-            while self._bytes > self._budget:
-                number, gone = self._pairs.popleft()
-                self._bytes -= gone.nbytes
-                known = self._missing.get(_tap(gone.tags))
-                if known is None or known.number < number:
-                    self._miss(
-                        number,
-                        gone.tags,
-                        "is not kept any more: it had to go for newer ones, as the budget of a rank is "
-                        f"{self._budget >> 20} MiB; gl.launch(..., keep_budget=...) takes more, in bytes",
-                    )
+        self._since_trim += size
+        if self._since_trim > self._budget // _TRIMS_A_BUDGET:
+            self._since_trim = 0
+            _give_holes_back()
         return note
+
+    def _make_room(self, size: int) -> None:
+        while self._pairs and self._bytes + size > self._budget:
+            number, gone = self._pairs.popleft()
+            self._bytes -= gone.nbytes
+            known = self._missing.get(_tap(gone.tags))
+            if known is None or known.number < number:
+                self._miss(
+                    number,
+                    gone.tags,
+                    "is not kept any more: it had to go for newer ones, as the budget of a rank is "
+                    f"{self._budget >> 20} MiB; gl.launch(..., keep_budget=...) takes more, in bytes",
+                )
 
     def _miss(self, number: int, tags: Mapping[str, Any], why: str) -> None:
         if len(self._missing) >= _MISSING_LIMIT:
@@ -173,6 +186,27 @@ def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:
     """Which tap it is, of this rank."""
     own = ((tag, plain(value)) for tag, value in tags.items() if tag not in PLACE_TAGS)
     return tuple(sorted(own, key=lambda pair: pair[0]))
+
+
+def _load_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return None
+    return trim
+
+
+_trim = _load_trim()
+
+
+def _give_holes_back() -> None:
+    """Return freed memory to the system.
+
+    Between what a pair leaves on the heap for long, its dicts say, lie the model's tensors of that moment, and where
+    they were nothing of their size fits again: a budget of 256 MiB made a rank grow by 400.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

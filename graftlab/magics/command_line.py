@@ -115,6 +115,9 @@ def _commands() -> dict[str, Command]:
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")
     command("interrupt", "Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.")
+    command(
+        "restart", "Start the same ranks anew, with the same plan; what was on them is gone, and nothing is run again."
+    )
     command("down", "End the ranks; rows and logs stay.")
 
     log = command("log", "Show the end of a rank's log.")

@@ -145,6 +145,14 @@ class GraftMagics(Magics):
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         self._open().interrupt()
 
+    def _restart(self, arguments: argparse.Namespace) -> Session:
+        session = self._open()
+        session.restart()
+        sys.stdout.write(
+            "the same ranks and plan are back; what cells had defined on the ranks is gone, and nothing was run again\n"
+        )
+        return session
+
     def _down(self, arguments: argparse.Namespace) -> None:
         session = self._open()
         session.close()

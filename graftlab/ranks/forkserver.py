@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.multiprocessing
 
+from graftlab.ranks import tidying
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _WORKER = "graftlab.ranks.worker"
+_TIDYING = tidying.__name__
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 
 
@@ -48,8 +52,9 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 def prepare() -> None:
     """Start the forkserver unless it runs already. Raises OSError where it cannot listen."""
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([_WORKER])
-    with hidden_main(), _same_import_path():
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([_WORKER, _TIDYING])
+    told = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
+    with hidden_main(), _environment_of_forkserver({tidying.VARIABLE: told, **_same_import_path()}):
         multiprocessing.forkserver.ensure_running()
 
 
@@ -72,15 +77,19 @@ def hidden_main() -> Iterator[None]:
             setattr(main_module, name, value)
 
 
-@contextlib.contextmanager
-def _same_import_path() -> Iterator[None]:
-    """Let a process that starts meanwhile import what this one imports.
+def _same_import_path() -> dict[str, str]:
+    """What lets a process import what this one imports.
 
     Left alone, the forkserver of older Pythons looks into the current folder first, and nowhere that was put on
     ``sys.path`` later: it would preload a different graftlab than the notebook's, or none.
     """
     path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
-    wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+@contextlib.contextmanager
+def _environment_of_forkserver(wanted: dict[str, str]) -> Iterator[None]:
+    """Processes that start meanwhile get these variables too."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

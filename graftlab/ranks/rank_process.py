@@ -15,6 +15,7 @@ from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
+from graftlab.ranks.lifeline import end_what_it_started
 
 # What multiprocessing says of a process whose forkserver has died before it.
 _UNKNOWN = 255
@@ -52,6 +53,8 @@ class RankProcess:
         self.alive = True
         self._process = process
         self._ended: str | None = None
+        self._ended_by_us: str | None = None
+        self._has_ended_programs = False
         self._lifeline = lifeline
         self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._page = WhereaboutsPage(self._map)
@@ -83,6 +86,23 @@ class RankProcess:
     def kill(self) -> None:
         self._process.kill()
 
+    def end(self, why: str) -> None:
+        """Kill a rank that nothing else would end; its end is told in these words."""
+        self._ended_by_us = why
+        self.kill()
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        return self._ended_by_us is not None
+
+    def end_what_it_started(self) -> None:
+        """Called when the process has ended, or is to: its programs end with it."""
+        if self.pid is not None and not self._has_ended_programs:
+            # Once: when the group is gone, another may get its number.
+            self._has_ended_programs = True
+            end_what_it_started(self.pid)
+
     def drop(self, why: str) -> None:
         """Hear no more of a rank that broke the rules of its line; it ends when it notices."""
         self._ended = f"was dropped: {why}"
@@ -94,6 +114,7 @@ class RankProcess:
         self.channel.close()
         self.bell.close()
         self._lifeline.close()
+        self.end_what_it_started()
         # One mapped page would keep everything that the rank has published in memory.
         self._last_look = self.whereabouts()
         self._map.close()
@@ -117,6 +138,8 @@ class RankProcess:
             return self._ended
         self._process.join(1.0)
         code = self._process.exitcode
+        if self._ended_by_us is not None:
+            return self._ended_by_us
         if code is None:
             return "closed its connection"
         if code < 0:

@@ -12,7 +12,7 @@ from graftlab.base import shipping
 from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
 from graftlab.ranks.forkserver import start_process
-from graftlab.ranks.lifeline import die_with_the_notebook
+from graftlab.ranks.lifeline import die_with_the_notebook, end_what_it_started
 from graftlab.transforms import TransformSpec
 
 # Until the process has imported what it needs; only then the draft's own time begins.
@@ -54,6 +54,8 @@ def try_in_process(draft: TransformSpec, kept: bytes | None, device: str, limit:
         finally:
             process.kill()
             process.join(5.0)
+            if process.pid is not None:
+                end_what_it_started(process.pid)
 
 
 def _enter(connection: multiprocessing.connection.Connection) -> None:

@@ -52,9 +52,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     die_with_the_notebook(lifeline)
     line = Line(Channel(connection), socket.socket(fileno=bell))
     settle_in(spec, spec.store or f"/proc/self/fd/{store}")
-    rank = Rank(spec, line, descriptors)
-    line.send(Hello(os.getpid()))
-    rank.serve()
+    Rank(spec, line, descriptors).serve()
     line.channel.drain(5.0)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -102,6 +100,8 @@ class Rank:
         handle.on(RunRequest, self._run)
         handle.on(Shutdown, lambda shutdown: None)
         self._grafter.adopt_offered_plan()
+        # Only now, so that whoever hears it and looks sees an idle rank.
+        self._line.send(Hello(os.getpid()))
         while not self._desk.stopping:
             handle(self._desk.jobs.get())
 

@@ -89,7 +89,7 @@ class Dashboard(Panel):
     def _show(self) -> None:
         self._show_message()
         session = self.session
-        update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing))
+        update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show(self._rows, session.row_count, self._live.behind)
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')

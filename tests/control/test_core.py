@@ -32,6 +32,7 @@ from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import (
+    AskKeptInput,
     AskKeptPair,
     AskKeptTags,
     AskStacks,
@@ -213,7 +214,7 @@ def test_a_rank_that_dies_while_its_run_begins_is_noted(
 def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: list[TalkingRank]) -> None:
     run = runs.begin({0: WORK, 1: WORK}, PLAN)
     runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
-    runs.close()
+    runs.close("the session was closed")
     runs.note_done(RunDone(0, None, Failure("RuntimeError", "a peer is gone", "")), ranks[1].rank)
     for each in ranks:
         runs.note_death(each.rank)
@@ -295,7 +296,8 @@ class Shelf:
             return KeptTags([tags for tags, value in pairs if question.failed or value is not None])
         self.asked.append((rank.label, question))
         for tags, value in reversed(pairs):
-            if tags["name"] == question.name and all(tags.get(k) == v for k, v in question.tags.items()):
+            is_there = value is not None or isinstance(question, AskKeptInput)
+            if is_there and tags["name"] == question.name and question.tags.items() <= tags.items():
                 return Kept(shipping.pack_result(value))
         return Kept(None)
 
@@ -332,8 +334,9 @@ def test_a_pair_whose_transform_failed_is_only_there_to_try_another_one(ranks: l
 
 
 def test_what_is_not_kept_is_told_with_what_is(ranks: list[TalkingRank]) -> None:
-    pairs = PairsOnRanks(processes(ranks), Shelf({"target[0]": [(tags("x", 3), 1), (tags("y", 3), 2)]}))
-    with pytest.raises(SessionError, match=r"kept for 'z', layer=3; kept are \['x', 'y'\]\. Set session\.edit"):
+    shelf = Shelf({"target[0]": [(tags("x", 3), 1), (tags("y", 3), 2)]})
+    pairs = PairsOnRanks(processes(ranks), shelf, lambda name, tags: f"Keep {name}")
+    with pytest.raises(SessionError, match=r"kept for 'z', layer=3; kept are \['x', 'y'\]\. Keep z"):
         pairs.pair("z", None, {"layer": 3})
 
 

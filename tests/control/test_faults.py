@@ -6,6 +6,7 @@ import math
 import multiprocessing.context
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,20 +89,6 @@ def test_a_failure_is_shown_while_the_others_are_left_to_go_on(two_targets: gl.S
         run.wait()
     with pytest.raises(gl.SessionError, match="on_failure='no'"):
         two_targets.start("1", "1", on_failure="no")
-
-
-def test_a_rank_in_a_collective_does_not_hold_up_what_its_peer_raised(two_targets: gl.Session) -> None:
-    def meet() -> None:
-        if gl.here().rank == 1:
-            fail()
-        dist.all_reduce(torch.ones(1))
-
-    run = two_targets.start(target=meet)
-    with pytest.raises(gl.RunError) as told:
-        run.wait()
-    assert str(told.value).index("ZeroDivisionError: planted") < str(told.value).index("not ended yet")
-    assert "target[0]: computing" in str(told.value)
-    assert not run.done
 
 
 def test_a_dead_rank_is_told_while_others_go_on() -> None:
@@ -303,6 +290,45 @@ def test_a_data_loader_with_workers_works_in_a_rank(own: gl.Session) -> None:
         """
     )
     assert own.run(target=cell["load"]).target == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+def test_the_programs_that_a_rank_started_end_with_it_unless_they_have_a_session_of_their_own(own: gl.Session) -> None:
+    def start(apart: bool) -> int:
+        return subprocess.Popen(["sleep", "1000"], start_new_session=apart).pid
+
+    [stays] = own.run(target=start, args=(True,)).target
+    [ends] = own.run(target=start, args=(False,)).target
+    staying, ending = watch([stays]), watch([ends])
+    os.kill(own.ranks[1].pid or 0, signal.SIGKILL)
+    assert still_there(ending) == []
+    own.restart()
+    ending = watch(own.run(target=start, args=(False,)).target)
+    own.close()
+    assert still_there(ending) == []
+    os.kill(stays, signal.SIGKILL)  # it is there: ProcessLookupError otherwise
+    assert still_there(staying) == []
+
+
+def test_what_is_kept_takes_the_memory_of_its_budget() -> None:
+    budget = 64 << 20
+
+    def grow() -> int:
+        def held() -> int:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            (line,) = (line for line in lines if line.startswith("RssAnon"))
+            return int(line.split()[1]) << 10
+
+        ones = torch.ones(1 << 18)
+        gl.tap("first", ones)
+        before = held()
+        for index in range(200):
+            gl.tap("a", ones + 0, index=index)
+            gl.step()
+        return held() - before
+
+    with gl.launch(1, 1, keep_budget=budget, plan=gl.GraftPlan(keep="True")) as session:
+        [grown] = session.run(grow, grow).target
+    assert budget / 2 < grown < budget * 1.5
 
 
 # ---- taps that cannot be taken --------------------------------------------------------------------------------------

@@ -922,7 +922,9 @@ def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
         rank.kill()
         wait_until(lambda: not rank.alive, "the news of its death")
         assert "gone: killed by SIGKILL" in session.status()["state"].tolist()
-        with pytest.raises(gl.SessionClosedError, match=r"target\[0\] killed by SIGKILL.*launch again") as caught:
+        with pytest.raises(
+            gl.SessionClosedError, match=r"target\[0\] killed by SIGKILL.*session\.restart\(\)"
+        ) as caught:
             session.run(tap_x, tap_x)
         assert "the last words" in str(caught.value)
         assert list(session.stacks()) == ["baseline[0]"]

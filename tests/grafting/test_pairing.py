@@ -530,7 +530,7 @@ def test_a_dead_peer_gives_missing_rows_and_frees_the_others(how: str) -> None:
         assert run.frame["senders"].tolist() == [[0]]
         assert run.frame["note"].tolist() == ["baseline[1] died"]
         assert ended in session.status().set_index(["side", "rank"]).loc[("baseline", 1), "state"]
-        with pytest.raises(gl.SessionClosedError, match=r"baseline\[1\].*close this session and launch again"):
+        with pytest.raises(gl.SessionClosedError, match=r"baseline\[1\].*session\.restart\(\)"):
             session.run(dies_before_the_tap, dies_before_the_tap, args=(how,))
         # The living ones can still be used.
         assert session.run(target=lambda: 5).target == [5]

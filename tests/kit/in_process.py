@@ -63,6 +63,7 @@ class TalkingRank:
         self.bell = their_bell
         self.line = Line(self.channel, their_bell)
         self.signals: list[int] = []
+        self.rank.end_what_it_started = lambda: None  # type: ignore[method-assign]
         self.rank.signal = self.signals.append  # type: ignore[method-assign]
         self._unread: list[ToRank] = []
 

@@ -18,6 +18,7 @@ SUBCOMMANDS = (
     "status",
     "stacks",
     "interrupt",
+    "restart",
     "down",
     "log",
     "replay",
