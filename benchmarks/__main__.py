@@ -20,12 +20,14 @@ SUBJECTS = (
     "diff_statistics",
     "taps",
     "minilm",
+    "matching",
     "launch",
     "edit",
     "rows",
     "memory",
     "steps",
     "graphs",
+    "verdicts",
     "cuda",
 )
 

@@ -38,6 +38,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from graftlab.session import Session, launch
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
+    from graftlab.taps.training import watch_training
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -67,9 +69,11 @@ _LAZY = {
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "runs": "graftlab.control.past_runs",
     "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
+    "watch_training": "graftlab.taps.training",
 }
 
 __all__ = [
@@ -107,12 +111,14 @@ __all__ = [
     "make_converter",
     "match_weights",
     "plots",
+    "runs",
     "step",
     "strip",
     "tags",
     "tap",
     "transforms",
     "watch",
+    "watch_training",
 ]
 
 

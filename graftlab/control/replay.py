@@ -116,7 +116,12 @@ def replay(
         partial(_feed, target),
         args=(list(zip(names, requests, strict=True)),),
     )
-    run.wait(bar=LongWait("replay", "batches", lambda: run.steps, total=len(batches)))
+
+    def ended() -> int:
+        # The last step is only counted as ended by the next one, which there is none of.
+        return len(batches) if run.done and not run.failing else run.steps
+
+    run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
     summary = _summary(run, batches, noise_floor)
     return Replay(run, _with_skipped(summary, skipped), skipped)
 

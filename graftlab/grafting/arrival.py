@@ -86,7 +86,10 @@ class Unasked(NamedTuple):
     dtype: str
     seconds: float
 
-    def row(self, status: Status = "unmatched", error: str | None = None) -> Row:
+    def row(self, status: Status | None = None, error: str | None = None) -> Row:
+        if status is None:
+            # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+            status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
         row = row_of(self.call, Arrival(status, [], error=error), self.seconds)
         return row._replace(shape=self.shape, dtype=self.dtype)
 

@@ -100,6 +100,7 @@ class Grafter:
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
+        self._before_step = 0
         self._last_tap = ""
         # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
         self._at_work = False
@@ -115,6 +116,12 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The run and the step that go on; None between runs."""
+        run = self._run
+        return None if run is None else (run.run, self._step)
 
     @property
     def next_step(self) -> int:
@@ -175,6 +182,7 @@ class Grafter:
             self._run = run
             self._last_tap = ""
             self._step = run.first_step
+            self._before_step = self._order
             if plan.version >= self._offered.version:
                 self._offered = plan
             self._adopt(plan)
@@ -191,6 +199,7 @@ class Grafter:
                 return
             self._end_step()
             self._step += 1
+            self._before_step = self._order
             if self.place.world_rank == run.leader:
                 self._announce_plan()
                 self._begin_step(run)
@@ -265,7 +274,17 @@ class Grafter:
         )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
-        call = TapCall(run.run, self._step, self._order, tags, Action(), self.place, self._plan.version, 0, None)
+        call = TapCall(
+            run.run,
+            self._step,
+            self._order - self._before_step,
+            tags,
+            Action(),
+            self.place,
+            self._plan.version,
+            0,
+            None,
+        )
         self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
@@ -391,7 +410,7 @@ class Grafter:
         return TapCall(
             run.run,
             self._step,
-            self._order,
+            self._order - self._before_step,
             decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
             decision.action,
             self.place,
@@ -448,6 +467,8 @@ class Grafter:
             call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
+        if arrival.status == "missing" and key.recompute_status == "recompute":
+            arrival = arrival._replace(status="recomputed", note=arrival.error, error=None)
         self._emit(row_of(call, arrival, time.perf_counter() - began))
         return arrival.result
 

@@ -74,6 +74,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _steps(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = ("", ":", "") if text == "all" else text.partition(":")
+    if not colon or not all(part.strip().isdecimal() or not part.strip() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"steps are A:B, such as 0:100 or 50:, or `all`, not {text!r}")
+    return (int(first) if first.strip() else None, int(last) if last.strip() else None)
+
+
 def _variable(text: str) -> str:
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a name that a variable can have")
@@ -141,6 +148,36 @@ def _commands() -> dict[str, Command]:
     )
     verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
 
+    compiled = command(
+        "compiled",
+        "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
+        "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+    )
+    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+    compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
+
+    match = command(
+        "match",
+        "Find out by value which tap of the target is which of the baseline, whatever their names.\n\n"
+        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft match [-h] [-o NAME] EXPR",
+    )
+    match.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
+    )
+
+    check = command(
+        "check",
+        "Tell what the target's ranks should agree on, and do not; the expression is evaluated on them alone.",
+        raw="EXPR",
+        usage="%%graft check [-h] [-o NAME] EXPR",
+    )
+    check.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"
@@ -169,16 +206,30 @@ def _commands() -> dict[str, Command]:
     transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")
 
+    rename = command(
+        "rename",
+        "Rewrite the names of one side's taps before they are paired, by a regular expression.\n\n"
+        "A rule is added to those in force; the first that matches a name counts. Without arguments, show the rules.",
+    )
+    rename.add_argument("side", nargs="?", choices=("baseline", "target"), help="whose names")
+    rename.add_argument("pattern", nargs="?", metavar="REGEX", help="what is replaced, as by re.sub")
+    rename.add_argument("replacement", nargs="?", default="", metavar="TEXT", help='default: "", which drops it')
+    rename.add_argument("--clear", action="store_true", help="drop the rules in force first")
+
     frame = command("frame", "Show the rows of the newest run that has any, as a frame.")
     frame.add_argument("--all", action="store_true", help="of all runs")
     frame.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the frame")
 
-    plot = command("plot", "Plot the newest run tap by tap, or one tap.")
+    plot = command("plot", "Plot the last step of the newest run tap by tap, all its steps, or one tap.")
     plot.add_argument("tag", nargs="?", metavar="TAG", help="a tap's name")
     plot.add_argument(
         "--kind",
-        choices=("divergence", "history", "heatmap", "histogram", "scatter", "ranks"),
+        choices=("divergence", "over_steps", "history", "heatmap", "histogram", "scatter", "ranks"),
         help="default: divergence, or history when a tap is given; heatmap, histogram and scatter need a kept pair",
+    )
+    plot.add_argument("--step", type=int, metavar="N", help="this step in place of the last one")
+    plot.add_argument(
+        "--steps", type=_steps, metavar="A:B", help="taps over these steps, B left out, as a heat map; `all` for all"
     )
     plot.add_argument("--noise-floor", type=float, help="draws the line below which differences are rounding")
     report = command("report", "Write what the session did and found as one page, to attach to an issue.")

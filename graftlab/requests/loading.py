@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from graftlab.errors import DumpError
+from graftlab.requests.budget import BudgetExceeded
 from graftlab.requests.records import Dump, RecordedRequest, recognised
 from graftlab.requests.unpickling import Reader, Unreadable
 
@@ -65,7 +66,12 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
 
 def _read(path: str | Path, data: bytes) -> Any:
     try:
-        return Reader().read(data)
+        reader = Reader()
+        found = reader.read(data)
+        reader.budget.require_shallow(found)
+        return found
+    except BudgetExceeded as error:
+        raise DumpError(f"{path} is readable to its end, but not accepted: {error}") from None
     except Unreadable as error:
         requests, _ = _records([item for item in error.reader.list_under("requests") if isinstance(item, tuple)])
         raise DumpError(

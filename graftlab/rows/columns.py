@@ -11,13 +11,18 @@ import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
+_NULLABLE = frozenset(column.name for column in TABLE if column.is_nullable)
 _STORAGE = {column.name: column.storage for column in TABLE}
 _TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
 # Rows without a measurement have no counts, and an integer array cannot hold None.
 _NO_INTEGER = np.iinfo(np.int64).max
+BECAME = "became"
+"""A column of frames that follows from others: whose statistics in the row are those of the value that the model went
+on with. A graft is measured before it overwrites, so those of the receiver's own side are of what is gone."""
 _ABSENT: Any = object()
 _THEIR_OWN_KEYS = {str, type(None), object}
 
@@ -98,24 +103,30 @@ class Columns:
 
     def frame(self, block: Block) -> pd.DataFrame:
         """The frame of a block: the types of its columns follow from the values that these rows have."""
-        columns: dict[str, Any] = {}
+        columns: dict[str, Any] = {name: self._cells(name, block[name]) for name in COLUMNS}
+        columns[BECAME] = self._became(block)
         for name, cells in block.items():
-            if not name.startswith("."):
-                columns[name] = self._cells(name, cells)
-            elif cells.any():
+            if name.startswith(".") and cells.any():
                 column = name[1:]
                 while column in columns:
                     column = f"tag_{column}"
                 columns[column] = self._cells(name, cells)
-        return pd.DataFrame(columns, copy=False)
+        return RowsFrame(columns, copy=False)
+
+    def _became(self, block: Block) -> Any:
+        status, direction, side = (self._table(name).values(block[name]) for name in ("status", "direction", "side"))
+        if not len(block["status"]):
+            return np.array([], dtype=object)
+        sender = np.where(np.asarray(direction, dtype=object) == "t2b", "target", "baseline")
+        return np.where(np.asarray(status, dtype=object) == "grafted", sender, np.asarray(side, dtype=object))
 
     def _cells(self, name: str, cells: Array) -> Any:
         storage = _STORAGE.get(name)
         if storage in ("float", "index", "tags"):
             return cells
         if storage == "integer":
-            missing = cells == _NO_INTEGER
-            return pd.arrays.IntegerArray(np.where(missing, 0, cells) if missing.any() else cells, missing)
+            # Not a nullable type of pandas: its 0 / 0 is NA, which raises where a number is compared.
+            return np.where(cells == _NO_INTEGER, np.nan, cells) if name in _NULLABLE else cells
         return self._table(name).values(cells)
 
     def _sortable(self, name: str, cells: Array) -> Array:

@@ -8,6 +8,7 @@ what was written stays, and the editor says that another transform is in force.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -114,6 +115,12 @@ class TransformEditor(Panel):
         with self._lock:
             self._jobs.clear()
         super().close()
+
+    def static_html(self, with_figures: bool = False) -> str:
+        plan = self.session.plan
+        if plan.transform is None:
+            return f"<p>Plan {plan.version} has the default transform.</p>"
+        return f"<p>Transform of plan {plan.version}</p><pre>{html.escape(source_of(plan.transform))}</pre>"
 
     # ---- what the browser says ----------------------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ def test_outside_a_run_and_in_one_of_one_side_taps_are_left_alone() -> None:
     assert not world.baseline.tags_seen
 
 
-def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
+def test_steps_count_on_over_runs_and_order_and_occurrences_begin_anew() -> None:
     world = GrafterWorld()
     for run in (0, 1):
         if run:
@@ -273,8 +273,8 @@ def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
         world.end()
     rows = world.target.rows
     assert [(row.run, row.step, row.order, row.occurrence) for row in rows] == [
-        *[(0, 0, 1, 0), (0, 1, 2, 0)],
-        *[(1, 3, 3, 0), (1, 4, 4, 0)],
+        *[(0, 0, 1, 0), (0, 1, 1, 0)],
+        *[(1, 3, 1, 0), (1, 4, 1, 0)],
     ]
     assert [row.tags["step"] for row in rows] == [0, 1, 3, 4]
 

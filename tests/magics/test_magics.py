@@ -22,6 +22,8 @@ SUBCOMMANDS = (
     "down",
     "log",
     "replay",
+    "rename",
+    "report",
     "run",
     "filter",
     "transform",
@@ -29,6 +31,8 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "match",
+    "check",
 )
 
 DEFINE = """
@@ -220,6 +224,13 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
 
 
 @pytest.mark.ranks
+def test_a_match_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    assert "2 of 2 target taps have a partner" in value(notebook, "%graft match -o found forward(torch.randn(4))")
+    assert value(notebook, "found.pairs[0].baseline + found.pairs[0].target") == "'hidden[layer=3]hidden[layer=3]'"
+
+
+@pytest.mark.ranks
 def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"
@@ -276,6 +287,50 @@ def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> No
     assert "UsageError: %graft plot: no tap is called 'hiden'; did you mean 'hidden'?" in reply.stderr
     reply = notebook.run("%graft plot --kind ranks zzz")
     assert "no tap is called 'zzz'; there are 'hidden', 'out'" in reply.stderr
+
+
+@pytest.mark.ranks
+def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    for line in ("%graft plot --steps all", "%graft plot --steps 0:", "%graft plot --kind over_steps"):
+        reply = notebook.run(line)
+        assert [set(data) for data in reply.shown] == [{"image/png", "text/plain"}], reply
+    assert "steps are A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
+    assert "it has those of steps" in notebook.run("%graft plot --step 99").error
+    assert "--step is for divergence" in notebook.run("%graft plot hidden --step 0").stderr
+
+
+@pytest.mark.ranks
+def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> None:
+    typed(notebook, "import matplotlib.pyplot")
+    reply = notebook.run("%%graft target\nimport matplotlib.pyplot as plt\nplt.figure().add_subplot()\nplt.gcf()")
+    pictures = [data for data in reply.shown if "image/png" in data]
+    assert len(pictures) == 2, reply
+
+
+@pytest.mark.ranks
+def test_a_rename_is_suggested_where_nothing_paired_and_pairs(notebook: Kernel) -> None:
+    for side, prefix in (("baseline", ""), ("target", "model.")):
+        typed(
+            notebook,
+            f"""
+            %%graft {side}
+            import torch
+            import graftlab as gl
+            def prefixed():
+                for layer in range(3):
+                    gl.tap(f"{prefix}layers.{{layer}}", torch.ones(2))
+            """,
+        )
+    shown = value(notebook, "%graft run prefixed()")
+    assert "6 missing, 3 unmatched: target names start with 'model.'" in shown
+    line = next(each for each in shown.splitlines() if "%graft rename" in each)
+    typed(notebook, "%graft rename" + line.partition("%graft rename")[2].partition(" pairs")[0])
+    assert "none of 6 compared rows is above" in value(notebook, "%graft run prefixed()")
+    typed(notebook, "%graft rename --clear")
+    assert value(notebook, "session.plan.rename") == "()"
+    assert "give a regular expression" in notebook.run("%graft rename target").stderr
 
 
 @pytest.mark.ranks

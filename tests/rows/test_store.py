@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.rows import store as frames
-from graftlab.rows.columns import Columns
+from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import ROWS_FILE, RowStore, to_frame
@@ -45,7 +45,7 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
 
 def test_a_frame_has_every_column_even_without_rows() -> None:
     frame = to_frame([])
-    assert tuple(frame.columns) == COLUMNS
+    assert tuple(name for name in frame.columns if name != BECAME) == COLUMNS
     assert len(frame) == 0
     # Made of the same types, so that what is computed from it does not depend on whether there are rows.
     with_rows = to_frame([row()])
@@ -81,8 +81,28 @@ def test_rows_without_a_measurement_have_no_numbers() -> None:
     frame = to_frame([row(nonfinite_differ=2), unmeasured])
     assert frame["rel_l2"].isna().tolist() == [False, True]
     assert frame["rel_l2"].dtype == "float64"
-    assert frame["nonfinite_differ"].tolist() == [2, pd.NA]
-    assert frame["numel"].dtype == "Int64"
+    assert frame["nonfinite_differ"].isna().tolist() == [False, True]
+    assert frame["numel"].dtype == "float64"
+
+
+def test_counts_are_plain_numbers_that_can_be_divided_and_compared() -> None:
+    unmeasured = row(status="missing", numel=None, nonfinite_differ=None)
+    frame = to_frame([row(numel=0, nonfinite_differ=0), unmeasured])
+    share = frame["nonfinite_differ"] / frame["numel"]
+    assert not any(bool(each > 0.5) for each in share)
+    assert share.isna().all()
+
+
+def test_frames_tell_what_a_value_became() -> None:
+    rows = [
+        row(side="target", status="grafted", direction="b2t"),
+        row(side="baseline", status="grafted", direction="t2b"),
+        row(side="target", status="compared", direction="b2t"),
+        row(side="baseline", status="unmatched", direction=None),
+    ]
+    frame = to_frame([each._replace(order=i) for i, each in enumerate(rows)])
+    assert frame["became"].tolist() == ["baseline", "target", "target", "baseline"]
+    assert list(to_frame([]).columns).count("became") == 1
 
 
 def test_rows_stand_in_execution_order_whatever_order_they_came_in() -> None:
@@ -103,6 +123,8 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     empty = to_frame([])
     numbers = {name: empty[name].dtype for name in COLUMNS if empty[name].dtype != object}
     frame = pd.DataFrame(columns, dtype=None if rows else object).astype(numbers)
+    became = pd.Series(list(columns["side"]), dtype=None if rows else object)
+    frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
