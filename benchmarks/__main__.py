@@ -24,6 +24,7 @@ SUBJECTS = (
     "launch",
     "edit",
     "rows",
+    "dumps",
     "memory",
     "steps",
     "graphs",

@@ -10,10 +10,12 @@ Public are the names in ``__all__``, those of ``graftlab.plots``, ``.transforms`
 from __future__ import annotations
 
 import importlib
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from graftlab.errors import (
+    ConfigError,
     DependencyError,
     DumpError,
     FilterError,
@@ -25,6 +27,7 @@ from graftlab.errors import (
     LayoutError,
     MatchError,
     PlanError,
+    RecordingError,
     RequestError,
     RunError,
     SessionBusyError,
@@ -38,12 +41,16 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.config import GraftConfig
     from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
+    from graftlab.jobs.joining import attach
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
+    from graftlab.recordings.recorder import record
+    from graftlab.recordings.recording import Recording
     from graftlab.rows.store import load_run
-    from graftlab.session import Session, launch
+    from graftlab.session import Session, launch, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
     from graftlab.taps.training import watch_training
@@ -57,6 +64,10 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 _LAZY = {
+    "Recording": "graftlab.recordings.recording",
+    "record": "graftlab.recordings.recorder",
+    "attach": "graftlab.jobs.joining",
+    "GraftConfig": "graftlab.config",
     "GraftPlan": "graftlab.plan.plan",
     "GraftTransformInput": "graftlab.transforms",
     "Run": "graftlab.control.run",
@@ -65,6 +76,7 @@ _LAZY = {
     "compile_taps": "graftlab.taps.compiled",
     "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
+    "listen": "graftlab.session",
     "load_run": "graftlab.rows.store",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
@@ -77,9 +89,11 @@ _LAZY = {
 }
 
 __all__ = [
+    "ConfigError",
     "DependencyError",
     "DumpError",
     "FilterError",
+    "GraftConfig",
     "GraftError",
     "GraftOverlapError",
     "GraftPlan",
@@ -91,6 +105,8 @@ __all__ = [
     "LayoutError",
     "MatchError",
     "PlanError",
+    "Recording",
+    "RecordingError",
     "RequestError",
     "Run",
     "RunError",
@@ -102,15 +118,18 @@ __all__ = [
     "TagError",
     "TransformError",
     "Watch",
+    "attach",
     "compile_taps",
     "export_taps",
     "here",
     "launch",
+    "listen",
     "load_ipython_extension",
     "load_run",
     "make_converter",
     "match_weights",
     "plots",
+    "record",
     "runs",
     "step",
     "strip",
@@ -154,3 +173,18 @@ def load_ipython_extension(shell: Any) -> None:
 def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:
     if error.name == "torch":
         raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` brings it") from error
+
+
+def _follow_environment() -> None:
+    """Where the environment asks for it, join a graft world, or record, from this process's first tap on."""
+    if any(os.environ.get(name) for name in ("GRAFTLAB_ENABLE", "DUMPER_GRAFTER_ENABLE", "GRAFTLAB_RECORD")):
+        from graftlab.jobs.on_import import prepare
+
+        prepare()
+    if os.environ.get("GRAFTLAB_COMPAT"):
+        from graftlab.compat.imports import replace_imports
+
+        replace_imports()
+
+
+_follow_environment()

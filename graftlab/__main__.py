@@ -1,4 +1,4 @@
-"""The command line: ``graftlab zoo`` and ``graftlab runs``, also as ``python -m graftlab zoo``."""
+"""The command line: ``graftlab zoo`` and the others, also as ``python -m graftlab zoo``."""
 
 from __future__ import annotations
 
@@ -28,21 +28,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "folder", nargs="?", type=Path, help="where they lie (default: $GRAFTLAB_HOME or ~/.graftlab, runs)"
     )
     runs.set_defaults(run=_runs)
+    from graftlab.jobs import script
+
+    summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
+    attach = commands.add_parser("attach", help=summary, description=summary)
+    script.add_arguments(attach)
+    attach.set_defaults(run=script.run)
     arguments = parser.parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except GraftError as error:
-        parser.error(str(error))
+    code: int = arguments.run(arguments)
+    return code
 
 
 def _runs(arguments: argparse.Namespace) -> int:
     from graftlab.control import past_runs
     from graftlab.control.run_folder import home
 
-    if arguments.prune:
-        removed = past_runs.prune(arguments.folder, arguments.gib, arguments.days)
-        sys.stdout.write(f"removed:\n{past_runs.told(removed)}\n\nleft:\n")
-    sys.stdout.write(past_runs.told(past_runs.find_runs(arguments.folder or home() / "runs")) + "\n")
+    try:
+        if arguments.prune:
+            removed = past_runs.prune(arguments.folder, arguments.gib, arguments.days)
+            sys.stdout.write(f"removed:\n{past_runs.told(removed)}\n\nleft:\n")
+        sys.stdout.write(past_runs.told(past_runs.find_runs(arguments.folder or home() / "runs")) + "\n")
+    except GraftError as error:
+        sys.stderr.write(f"graftlab runs: {error}\n")
+        return 2
     return 0
 
 

@@ -7,6 +7,7 @@
     |-- LayoutError(ValueError)           a layout cannot be read, or a tensor is not of the layout it is said to have
     |-- MatchError(ValueError)            what was given to be matched cannot be, or a proposal cannot be used like that
     |-- PlanError(ValueError)             a plan, or a part of it, is not usable
+    |-- ConfigError(ValueError)           what a job is told of joining cannot be used, or the job is another
     |-- TransformError                    a transform cannot be loaded, or its result cannot be used
     |-- TagError(ValueError)              a tap was called with tags that it cannot have
     |-- GraftOverlapError(RuntimeError)   one tap matches both b2t and t2b
@@ -14,6 +15,7 @@
     |-- RequestError(ValueError)          requests that cannot be told apart, served or replayed
     |-- DependencyError(ImportError)      an optional package is needed here and is not installed
     |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
+    |-- RecordingError                    a recording cannot be written, or a folder cannot be read as one
     |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
     |-- MessageError(ValueError)          what came over a connection is no message that is expected there
     |-- BufferFullError                   a sender's buffer had no room for a tensor within the time limit
@@ -92,6 +94,14 @@ class MatchError(GraftError, ValueError):
 
 class PlanError(GraftError, ValueError):
     """A plan, or a part of it, is not usable."""
+
+
+class ConfigError(GraftError, ValueError):
+    """What a job is told of joining a graft world cannot be used, or does not fit the job or the other side."""
+
+
+class RecordingError(GraftError):
+    """A recording cannot be written, or a folder cannot be read as one; the message names the tap."""
 
 
 class TransformError(GraftError):

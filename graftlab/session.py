@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,8 +12,11 @@ from graftlab.control.core import SessionCore
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import PlanError
+from graftlab.jobs.host import listen_as
+from graftlab.jobs.meeting import Meeting
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions, StartMethod
+from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def launch(
-    baseline: int = 1,
-    target: int = 1,
+    baseline: int | Recorded = 1,
+    target: int | Recorded = 1,
     *,
     device: str | None = None,
     backend: str | None = None,
@@ -44,6 +48,9 @@ def launch(
     tap_timeout: float | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
+
+    A side that is a :class:`Recording` has as many ranks as were recorded, and shows what was recorded again in each
+    run that gives it nothing else to do.
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
@@ -62,16 +69,79 @@ def launch(
     if plan is not None and not isinstance(plan, GraftPlan):
         raise PlanError(f"plan={plan!r}: give a graftlab.GraftPlan, such as GraftPlan().edit(b2t=...)")
     options = LaunchOptions(
-        baseline, target, device, backend, timeout, start_method, buffer_budget, keep_budget, tap_timeout
+        _ranks_of(baseline),
+        _ranks_of(target),
+        device,
+        backend,
+        timeout,
+        start_method,
+        buffer_budget,
+        keep_budget,
+        tap_timeout,
     )
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    return Session.launched(options, plan or GraftPlan(), made, append=append)
+    session = Session.launched(options, plan or GraftPlan(), made, append=append)
+    sides = {"baseline": baseline, "target": target}
+    session.by_default = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
+    return session
+
+
+def _ranks_of(side: int | Recorded) -> int:
+    return side.world_size if isinstance(side, Recorded) else side
+
+
+def listen(
+    baseline: int = 1,
+    target: int = 1,
+    *,
+    plan: GraftPlan | None = None,
+    timeout: float = limits.TIMEOUT,
+    folder: str | Path | None = None,
+    append: bool = False,
+    buffer_budget: int = limits.BUFFER_BUDGET,
+    keep_budget: int = limits.KEEP_BUDGET,
+    tap_timeout: float | None = None,
+) -> Session:
+    """A :class:`Session` of jobs that something else starts: returns at once, and says how to start each job.
+
+    A job joins where its environment says so, or with :func:`attach`. When all ranks of both sides are there, they
+    begin, and all that they do is one run. Plans are edited from here while they go on, rows come in, and kept tensors,
+    figures and widgets are as in a session that was launched. Only to run code on the ranks, or to interrupt it, is not
+    the session's. When it is closed, or this process ends, the jobs go on: another :func:`listen` with the same
+    ``folder`` and ``append=True`` takes them over.
+
+    ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
+    also where the jobs find this session. Only processes of the same user on this machine can join.
+
+    Raises :class:`LaunchError` where somebody listens in that folder already.
+
+    >>> with gl.listen(baseline=1, target=2) as other:
+    ...     other.status()["state"].tolist()
+    start each job with these variables, and its own command:
+      baseline: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE=baseline ...
+      target: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE=target ...
+    ['not joined yet', 'not joined yet', 'not joined yet']
+    """
+    if plan is not None and not isinstance(plan, GraftPlan):
+        raise PlanError(f"plan={plan!r}: give a graftlab.GraftPlan, such as GraftPlan().edit(b2t=...)")
+    options = LaunchOptions(
+        baseline,
+        target,
+        timeout=timeout,
+        buffer_budget=buffer_budget,
+        keep_budget=keep_budget,
+        tap_timeout=tap_timeout,
+    )
+    where = make_run_folder(folder)
+    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append)
+    sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
+    return session
 
 
 class Session(SessionCore):
-    """Live ranks of both sides, the plan in force, and every row so far. Made by :func:`launch`.
+    """Live ranks of both sides, the plan in force, and every row so far. Made by :func:`launch` or :func:`listen`.
 
     Methods may be called from any thread (widgets do).
 

@@ -10,3 +10,6 @@ BUFFER_BUDGET = 256 << 20
 
 KEEP_BUDGET = 256 << 20
 """Bytes a rank, for the pairs of tensors that the plan's ``keep`` filter holds."""
+
+LONGEST = 1e6
+"""Seconds: what a wait can be told to take. What waits use counts in more than milliseconds of 32 bits."""

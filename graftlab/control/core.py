@@ -9,7 +9,8 @@ import contextlib
 import html
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pandas as pd
 
 from graftlab.base.html import bundle
+from graftlab.base.world import RunInfo
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
 from graftlab.control.keeping import how_to_keep
@@ -31,18 +33,19 @@ from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.uninterrupted import uninterrupted
 from graftlab.control.works import Callee, Works, code_of
-from graftlab.errors import LaunchError, SessionClosedError, SessionError
+from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
-from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
+from graftlab.plan.plan import GraftPlan, PlanEdit, filters_of, takes_plan_edit
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import end_ranks, launch_ranks
-from graftlab.ranks.messages import Question, Work
+from graftlab.ranks.messages import OwnWork, Question, Work
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.rank_process import RankProcess
 from graftlab.ranks.trial_process import try_in_process
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.store import RowStore
-from graftlab.transforms import Transform, TransformSpec
+from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import AnyTransform, each_of, specs_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +64,7 @@ class SessionCore:
     """
 
     def __init__(
-        self, options: LaunchOptions, ranks: Sequence[RankProcess], plan: GraftPlan, rows: RowStore, folder: Path
+        self, options: LaunchOptions, ranks: Sequence[RankHandle], plan: GraftPlan, rows: RowStore, folder: Path
     ) -> None:
         self.folder = folder
         self.options = options
@@ -80,6 +83,10 @@ class SessionCore:
         self._pairs = PairsOnRanks(
             self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
         )
+        # What a side does in a run that says nothing of it: one that is a recording is shown.
+        self.by_default: Mapping[str, Callee] = {}
+        # What else ends with the session, before its ranks are let go.
+        self.closes_first: Callable[[], None] = lambda: None
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
@@ -150,6 +157,7 @@ class SessionCore:
         >>> run.wait().done
         True
         """
+        baseline, target = self._or_default("baseline", baseline), self._or_default("target", target)
         if baseline is None and target is None:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works: dict[int, Work] = {}
@@ -163,6 +171,9 @@ class SessionCore:
             code[side] = code_of(callee)
             works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
         return self._begin(works, on_failure, code)
+
+    def _or_default(self, side: str, callee: Callee | None) -> Callee | None:
+        return self.by_default.get(side) if callee is None else callee
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
@@ -178,7 +189,7 @@ class SessionCore:
         work = self._works.of_cell(source)
         return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure, {on: source}).wait()
 
-    def select(self, on: str) -> list[RankProcess]:
+    def select(self, on: str) -> list[RankHandle]:
         """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
 
         >>> [rank.label for rank in session.select("target")]
@@ -195,6 +206,7 @@ class SessionCore:
             raise SessionError(f"on_failure={on_failure!r}: a run takes 'stop' or 'continue'")
         with self._lock:
             self._require_open()
+            self._require_workers("run code on")
             return self._runs.begin(works, self.plan, on_failure, code)
 
     @property
@@ -274,7 +286,7 @@ class SessionCore:
 
     def try_transform(
         self,
-        transform: str | Transform | TransformSpec,
+        transform: AnyTransform,
         name: str | None = None,
         *,
         rank: int | None = None,
@@ -285,19 +297,26 @@ class SessionCore:
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
         It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds, since a draft may
-        loop forever, or exit. The result holds what is wrong with the draft; raises :class:`SessionError` only when no
-        such pair is kept, and :class:`ShippingError` for a function that cannot be sent.
+        loop forever, or exit. Of several transforms the first that is for the pair's tap runs. The result holds what is
+        wrong with the draft, and says so where the draft would not be applied at this tap. Raises :class:`SessionError`
+        only when no such pair is kept, :class:`FilterError` for a filter that cannot be compiled, and
+        :class:`ShippingError` for a function that cannot be sent.
 
         >>> trial = session.try_transform(lambda graft_input: graft_input.received_list[0], "hidden", layer=3)
         >>> trial.ok, trial.after.max_abs
         (True, 0.0)
         """
         self._require_open()
+        drafts = specs_of(transform, TransformSpec.draft)
+        if drafts is None:
+            raise TransformError("the default transform needs no trying: the rows show what it makes of each tap")
+        # Refused here, where the message finds its reader.
+        filters_of(each_of(drafts))
         kept: bytes | None = None
         process = self._ranks[-1]
         if name is not None:
             process, kept = self._pairs.packed_input(name, rank, tags)
-        return try_in_process(TransformSpec.draft(transform), kept, process.seat.device, limit)
+        return try_in_process(drafts, self.plan, kept, process.seat.device, limit)
 
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
@@ -373,10 +392,37 @@ class SessionCore:
         """
         return self._taps.all(self.plan)
 
+    # ---- jobs that join -----------------------------------------------------------------------------------------
+
+    def hear(self, rank: RankHandle) -> None:
+        """Read what this rank sends, from now on: its line is a new one."""
+        self._hub.add(rank)
+
+    def begin_joined(self) -> Run:
+        """The jobs that joined begin, each to do its own work: all of it is one run."""
+        with self._lock:
+            self._require_open()
+            works: dict[int, Work] = {rank.place.world_rank: OwnWork() for rank in self._ranks}
+            return self._runs.begin(works, self.plan, "continue")
+
+    def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
+        """Take over a run of jobs that another session held, under their plan, or under the one ``published`` here."""
+        with self._lock:
+            self._runs.resume(run)
+            if published:
+                mine = self.plan
+                self._plans.publish(replace(mine, version=max(mine.version, plan.version + 1)))
+            else:
+                self._plans.publish(plan)
+
+    def tell_plan(self, rank: RankHandle) -> None:
+        """Send the newest plan to a rank that has come back."""
+        self._plans.tell(rank)
+
     # ---- the ranks ----------------------------------------------------------------------------------------------
 
     @property
-    def ranks(self) -> list[RankProcess]:
+    def ranks(self) -> list[RankHandle]:
         """Every rank as the notebook sees it: the baseline's first, then the target's.
 
         >>> [rank.label for rank in session.ranks]
@@ -436,6 +482,7 @@ class SessionCore:
         graftlab.errors.RunError: run ... failed on baseline[0], target[0]
         ...
         """
+        self._require_workers("interrupt")
         self._runs.interrupt()
 
     def log(self, on: str, lines: int = 50) -> str:
@@ -474,6 +521,7 @@ class SessionCore:
             self._rows.close()
 
     def _end_ranks(self) -> None:
+        self.closes_first()
         end_ranks(self._ranks, patience=0.5 if self._runs.busy else 2.0)
         self._hub.stop()
         for rank in self._ranks:
@@ -502,6 +550,7 @@ class SessionCore:
     def _restart(self) -> None:
         with self._ending, self._lock:
             self._require_open()
+            self._require_workers("restart")
             self._runs.close("the session was restarted")
             self._end_ranks()
             started = launch_ranks(self.options, self.folder)
@@ -541,7 +590,14 @@ class SessionCore:
         if self._closed:
             raise SessionClosedError("this session is closed; launch another with gl.launch(...) or %graft up")
 
-    def _ask(self, rank: RankProcess, question: Question, expected: type[A]) -> A:
+    def _require_workers(self, to: str) -> None:
+        if not all(rank.takes_work for rank in self._ranks):
+            raise SessionError(
+                f"this session did not start its ranks, which are jobs of their own, and cannot {to} them; do that "
+                f"where each was started. Plans, rows, kept tensors, status and stacks work from here"
+            )
+
+    def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         self._require_open()
         return self._queries.ask(rank, question, expected)
 

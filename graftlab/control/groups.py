@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure
-from graftlab.ranks.rank_process import RankProcess
 
 # How collectives fail: gloo by a RuntimeError that names its own source, NCCL and the store by classes of their own.
 _BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
@@ -20,11 +20,11 @@ _NEAR = 3
 class Groups:
     """Of the ranks of one session. A side with a single rank has no group to lose."""
 
-    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+    def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._failed: dict[str, str] = {}
 
-    def note_failure(self, rank: RankProcess, failure: Failure) -> None:
+    def note_failure(self, rank: RankHandle, failure: Failure) -> None:
         """After a collective has failed, gloo's connections are closed and NCCL's communicator is aborted."""
         if failure.kind in _BACKEND_ERRORS or (failure.kind == "RuntimeError" and _GLOO in failure.message):
             brief = failure.message.strip().partition("\n")[0][-120:]
@@ -34,7 +34,8 @@ class Groups:
         """By side, why its group is gone."""
         found: dict[str, str] = {}
         for rank in self._ranks:
-            if rank.place.world_size > 1 and not rank.alive:
+            # Of the groups of jobs that joined nothing is known here.
+            if rank.takes_work and rank.place.world_size > 1 and not rank.alive:
                 found.setdefault(rank.place.side, f"{rank.label} {rank.how_it_ended()}")
         return found | {side: why for side, why in self._failed.items() if side not in found}
 

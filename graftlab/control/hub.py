@@ -10,12 +10,13 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, Protocol
 
 from graftlab.errors import MessageError
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import FromRank, unpack_from_rank
-from graftlab.ranks.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +35,33 @@ class Listener(Protocol):
     def on_rows(self, lines: Sequence[bytes]) -> None:
         """Encoded rows, in the order in which their rank sent them."""
 
-    def on_message(self, message: FromRank, rank: RankProcess) -> None: ...
+    def on_message(self, message: FromRank, rank: RankHandle) -> None: ...
 
-    def on_gone(self, rank: RankProcess) -> None:
+    def on_gone(self, rank: RankHandle) -> None:
         """The rank's process has ended, or will at once."""
 
 
 class Hub:
     """Reads until :meth:`stop`."""
 
-    def __init__(self, ranks: Sequence[RankProcess], listener: Listener) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], listener: Listener) -> None:
         self._ranks = {rank.channel.fileno(): rank for rank in ranks}
         self._listener = listener
+        self._added: deque[RankHandle] = deque()
+        self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._listen, name="graftlab-hub", daemon=True)
         self._thread.start()
 
+    def add(self, rank: RankHandle) -> None:
+        """Read what this rank sends too; any thread may say so."""
+        self._added.append(rank)
+        os.write(self._wake_write, b"+")
+
     def stop(self) -> None:
         """Read what has come, and end the thread."""
         if self._thread.is_alive():
+            self._stopping = True
             os.write(self._wake_write, b"x")
             self._thread.join(5.0)
 
@@ -66,7 +75,14 @@ class Hub:
         while not stopping:
             rows = 0
             ready = [descriptor for descriptor, _ in poller.poll()]
-            stopping = self._wake_read in ready
+            if self._wake_read in ready:
+                stopping = self._stopping
+                os.read(self._wake_read, 4096)
+                while self._added:
+                    added = self._added.popleft()
+                    self._ranks[added.channel.fileno()] = added
+                    poller.register(added.channel.fileno(), select.POLLIN)
+                    bells.add(added.bell)
             for descriptor in list(self._ranks) if stopping else ready:
                 rank = self._ranks.get(descriptor)
                 if rank is None:
@@ -84,7 +100,7 @@ class Hub:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _read(self, rank: RankProcess) -> int:
+    def _read(self, rank: RankHandle) -> int:
         """Read what this rank has sent; returns how many rows there were."""
         came = 0
         rows: list[bytes] = []
@@ -109,7 +125,7 @@ class Hub:
             self._tell(rank, self._listener.on_rows, rows)
         return came
 
-    def _tell(self, rank: RankProcess, listen: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _tell(self, rank: RankHandle, listen: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             listen(*args, **kwargs)
         except Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,7 +87,8 @@ class _Judging:
     def give_plan_back(self) -> None:
         # Somebody else's newer plan is theirs.
         if self._ours is not None and self.session.plan.version == self._ours:
-            self.session.edit(**{name: getattr(self._before, name) for name in FILTERS})
+            before = {name: getattr(self._before, name) for name in FILTERS}
+            self.session.edit(**before, transform=self._before.transform)
 
     def verdict(
         self, output: str | None, constant: float | None, exact: Callee | None, threshold: float, explain: bool
@@ -156,7 +158,9 @@ class _Judging:
     ) -> pd.DataFrame:
         left_alone = " and ".join(f"not {each}" for each in (DATA, self._lonely) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
-        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep).version
+        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
+        transforms = [replace(spec, where=spec.where or "True") for spec in self._before.transforms]
+        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transforms).version
         self._ours = version
         run = self._run(why, *self._callees)
         frame = run.frame

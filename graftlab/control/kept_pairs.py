@@ -9,6 +9,7 @@ from graftlab.base.tags import plain
 from graftlab.control.pickles import open_value, require_trusted
 from graftlab.control.queries import A
 from graftlab.errors import SessionError
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     AskKeptInput,
     AskKeptMap,
@@ -19,13 +20,12 @@ from graftlab.ranks.messages import (
     Pickled,
     Question,
 )
-from graftlab.ranks.rank_process import RankProcess
 
 
 class Ask(Protocol):
     """See :meth:`graftlab.control.queries.Queries.ask`."""
 
-    def __call__(self, rank: RankProcess, question: Question, expected: type[A], /) -> A: ...
+    def __call__(self, rank: RankHandle, question: Question, expected: type[A], /) -> A: ...
 
 
 class PairsOnRanks:
@@ -37,7 +37,7 @@ class PairsOnRanks:
 
     def __init__(
         self,
-        ranks: Sequence[RankProcess],
+        ranks: Sequence[RankHandle],
         ask: Ask,
         advise: Callable[[str, Mapping[str, Any]], str] = lambda name, tags: "",
     ) -> None:
@@ -57,15 +57,15 @@ class PairsOnRanks:
         """The :class:`graftlab.diffs.maps.DifferenceMap` of the pair."""
         return open_value(*self._find(AskKeptMap(name, _plain(tags), dims), rank))
 
-    def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankProcess, Pickled]:
+    def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankHandle, Pickled]:
         """The rank that has the pair, and a :class:`graftlab.grafting.kept.KeptPair` that another process may open."""
         process, packed = self._find(AskKeptInput(name, _plain(tags)), rank)
         require_trusted(process)
         return process, packed
 
-    def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankProcess, Pickled]:
+    def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankHandle, Pickled]:
         name, tags = question.name, question.tags
-        steps: dict[RankProcess, int] = {}
+        steps: dict[RankHandle, int] = {}
         for process in self._receivers():
             if rank in (None, process.place.rank):
                 for found in self._tags_on(process, isinstance(question, AskKeptInput)):
@@ -84,10 +84,10 @@ class PairsOnRanks:
             f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. {self._advise(name, tags)}"
         )
 
-    def _tags_on(self, rank: RankProcess, failed: bool) -> list[dict[str, Any]]:
+    def _tags_on(self, rank: RankHandle, failed: bool) -> list[dict[str, Any]]:
         return self._ask(rank, AskKeptTags(failed), KeptTags).tags
 
-    def _receivers(self) -> list[RankProcess]:
+    def _receivers(self) -> list[RankHandle]:
         # Taps are received by the target's ranks, except those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
 

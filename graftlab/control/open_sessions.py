@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-from graftlab.ranks.rank_process import RankProcess
+from graftlab.ranks.handle import RankHandle
 
 
 class OpenSession(Protocol):
     @property
-    def ranks(self) -> Sequence[RankProcess]: ...
+    def ranks(self) -> Sequence[RankHandle]: ...
 
     def close(self) -> None: ...
 

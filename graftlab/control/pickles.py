@@ -7,11 +7,11 @@ from typing import Any
 
 from graftlab.base import shipping
 from graftlab.errors import GraftError, SessionError
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure, Pickled
-from graftlab.ranks.rank_process import RankProcess
 
 
-def require_trusted(rank: RankProcess) -> None:
+def require_trusted(rank: RankHandle) -> None:
     """Raises :class:`SessionError` for a rank that is not trusted."""
     if not rank.trusted:
         raise SessionError(
@@ -20,13 +20,13 @@ def require_trusted(rank: RankProcess) -> None:
         )
 
 
-def open_value(rank: RankProcess, packed: Pickled) -> Any:
+def open_value(rank: RankHandle, packed: Pickled) -> Any:
     """A result, or what a rank keeps. Raises :class:`SessionError` for a rank that is not trusted."""
     require_trusted(rank)
     return shipping.unpack_result(packed)
 
 
-def open_exception(rank: RankProcess, failure: Failure) -> BaseException | None:
+def open_exception(rank: RankHandle, failure: Failure) -> BaseException | None:
     """The exception itself, where it can travel and the rank is trusted; None otherwise."""
     if failure.exception is None or not rank.trusted:
         return None

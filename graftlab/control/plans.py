@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import PlanAdopted, PlanUpdate, pack
-from graftlab.ranks.rank_process import RankProcess
 
 
 class Plans:
     """Oldest first, and never empty after the first :meth:`publish`."""
 
-    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+    def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._published: list[GraftPlan] = []
         self._adopted: dict[int, dict[str, int]] = {}
@@ -26,7 +26,7 @@ class Plans:
         return list(self._published)
 
     def publish(self, plan: GraftPlan) -> None:
-        """Send a plan to every rank; it is the newest from now on."""
+        """Send a plan to every rank that is there; it is the newest from now on."""
         self._published.append(plan)
         self._send()
 
@@ -36,11 +36,15 @@ class Plans:
         self._send()
 
     def _send(self) -> None:
-        frame = pack(PlanUpdate(to_wire(self.newest)))
         for rank in self._ranks:
-            rank.channel.send(frame)
+            if rank.alive:
+                self.tell(rank)
 
-    def note_adopted(self, message: PlanAdopted, rank: RankProcess) -> None:
+    def tell(self, rank: RankHandle) -> None:
+        """Send the newest plan to one rank."""
+        rank.channel.send(pack(PlanUpdate(to_wire(self.newest))))
+
+    def note_adopted(self, message: PlanAdopted, rank: RankHandle) -> None:
         self._adopted.setdefault(message.version, {})[rank.label] = message.step
 
     def adopted(self, version: int) -> dict[str, int]:

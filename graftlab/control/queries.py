@@ -9,8 +9,8 @@ import time
 from typing import TypeVar
 
 from graftlab.errors import SessionError
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refused, Reply, Stacks, pack
-from graftlab.ranks.rank_process import RankProcess
 
 A = TypeVar("A", bound=Answer)
 
@@ -24,9 +24,9 @@ class Queries:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._numbers = itertools.count(1)
-        self._answers: dict[int, tuple[RankProcess, queue.SimpleQueue[Answer]]] = {}
+        self._answers: dict[int, tuple[RankHandle, queue.SimpleQueue[Answer]]] = {}
 
-    def ask(self, rank: RankProcess, question: Question, expected: type[A]) -> A:
+    def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         """The answer of the rank's desk, which is of the type ``expected``.
 
         Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
@@ -57,17 +57,19 @@ class Queries:
         if waiting is not None:
             waiting[1].put(reply.answer)
 
-    def note_gone(self, rank: RankProcess) -> None:
+    def note_gone(self, rank: RankHandle) -> None:
         """Nobody waits for the answer of a rank that has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
                 waiting.put(Refused(f"it {rank.how_it_ended()} before it answered"))
 
-    def stack_of(self, rank: RankProcess) -> str:
+    def stack_of(self, rank: RankHandle) -> str:
         """Where the rank's threads are in the code, even if one of them never releases the interpreter."""
         try:
             return self.ask(rank, AskStacks(), Stacks).text
-        except SessionError:
+        except SessionError as error:
+            if rank.stacks_file is None:
+                return f"{error}; `py-spy dump --pid {rank.pid}` shows it, whatever holds the interpreter"
             # The desk never gets to run, so some C code holds the interpreter. The signal handler does not need it.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from graftlab.base.html import cell, shortened, table
-from graftlab.ranks.rank_process import RankProcess
+from graftlab.ranks.handle import RankHandle
 
 
 def ranks_frame(
-    ranks: Sequence[RankProcess], failing: Mapping[str, str], lost_groups: Mapping[str, str]
+    ranks: Sequence[RankHandle], failing: Mapping[str, str], lost_groups: Mapping[str, str]
 ) -> pd.DataFrame:
     """One line a rank; see :meth:`Session.status`.
 
@@ -40,7 +40,7 @@ def ranks_frame(
 
 
 def ranks_table(
-    ranks: Sequence[RankProcess], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
+    ranks: Sequence[RankHandle], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
 ) -> str:
     """The strip: most of what the frame says, in a line each."""
     lines = []
@@ -67,9 +67,9 @@ def ranks_table(
     return table(("rank", "pid", "device", "state", "step", "plan", "taps", "last tap"), lines)
 
 
-def _state(rank: RankProcess, state: str, failing: Mapping[str, str], lost_groups: Mapping[str, str]) -> str:
+def _state(rank: RankHandle, state: str, failing: Mapping[str, str], lost_groups: Mapping[str, str]) -> str:
     if not rank.alive:
-        return f"gone: {rank.how_it_ended()}"
+        return rank.absence()
     if rank.label in failing:
         return f"failed: {failing[rank.label]}"
     return f"{state}; its group is gone" if rank.place.side in lost_groups else state

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from graftlab.control.plans import Plans
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     Dispatch,
     FromRank,
+    Hello,
     Output,
     PlanAdopted,
     Reply,
@@ -18,7 +20,6 @@ from graftlab.ranks.messages import (
     RunSettled,
     TapSeen,
 )
-from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.store import RowStore
 
 
@@ -29,20 +30,25 @@ class Reports:
         self._rows = rows
         self._runs = runs
         self._queries = queries
-        self._handle = Dispatch[[RankProcess], None]()
+        self._handle = Dispatch[[RankHandle], None]()
         self._handle.on(Output, runs.note_output)
         self._handle.on(RunDone, runs.note_done)
         self._handle.on(RunSettled, runs.note_settled)
         self._handle.on(TapSeen, taps.note)
         self._handle.on(PlanAdopted, plans.note_adopted)
         self._handle.on(Reply, lambda reply, rank: queries.on_reply(reply))
+        self._handle.on(Hello, lambda hello, rank: self.on_joined(rank))
+        # For whoever lets jobs join.
+        self.on_joined: Callable[[RankHandle], None] = lambda rank: None
+        self.on_left: Callable[[RankHandle], None] = lambda rank: None
 
     def on_rows(self, lines: Sequence[bytes]) -> None:
         self._rows.append(lines)
 
-    def on_message(self, message: FromRank, rank: RankProcess) -> None:
+    def on_message(self, message: FromRank, rank: RankHandle) -> None:
         self._handle(message, rank)
 
-    def on_gone(self, rank: RankProcess) -> None:
+    def on_gone(self, rank: RankHandle) -> None:
         self._runs.note_death(rank)
         self._queries.note_gone(rank)
+        self.on_left(rank)

@@ -15,8 +15,8 @@ from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.errors import RunError, SessionError, WaitInterrupted
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure, RunDone
-from graftlab.ranks.rank_process import RankProcess
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +46,7 @@ class Run:
     def __init__(
         self,
         number: int,
-        ranks: list[RankProcess],
+        ranks: list[RankHandle],
         frame: Callable[[int], pd.DataFrame],
         write: Callable[[str], object],
         count: Callable[[], int] = lambda: 0,
@@ -86,57 +86,57 @@ class Run:
 
     # ---- what the hub reports -----------------------------------------------------------------------------------
 
-    def note_output(self, rank: RankProcess, text: str) -> None:
+    def note_output(self, rank: RankHandle, text: str) -> None:
         with self._changed:
             self._output.append((rank.label, text))
             self._changed.notify_all()
 
-    def note_done(self, rank: RankProcess, done: RunDone) -> None:
+    def note_done(self, rank: RankHandle, done: RunDone) -> None:
         with self._changed:
             self._done[rank.place.world_rank] = done
             if done.failure is not None:
                 self._note_failure(rank, f"{done.failure.kind}: {done.failure.message}")
             self._changed.notify_all()
 
-    def stop_the_others(self) -> list[RankProcess]:
+    def stop_the_others(self) -> list[RankHandle]:
         """The ranks whose code goes on beside one that failed; from now on their end is told as its consequence."""
         with self._changed:
             others = [rank for rank in self._ranks if not self.has_ended(rank)]
             self._stopped.update(rank.place.world_rank for rank in others)
             return others
 
-    def in_vain(self) -> list[RankProcess]:
+    def in_vain(self) -> list[RankHandle]:
         """The ranks that were to stop and go on, on a side of which some rank has failed or was stopped."""
         with self._changed:
             over = {rank.place.side for rank in self._ranks if self.has_ended(rank) and not self._is_well(rank)}
             return [rank for rank in self._ranks if not self.has_ended(rank) and rank.place.side in over]
 
-    def _is_well(self, rank: RankProcess) -> bool:
+    def _is_well(self, rank: RankHandle) -> bool:
         done = self._done.get(rank.place.world_rank)
         return done is not None and done.failure is None
 
-    def give_up_waiting(self, ending: Sequence[RankProcess]) -> None:
+    def give_up_waiting(self, ending: Sequence[RankHandle]) -> None:
         """Nobody is to wait for those that go on now, other than these, which are about to end."""
         with self._changed:
             self._held_up = any(not self.has_ended(rank) for rank in self._ranks if rank not in ending)
             self._changed.notify_all()
 
-    def has_ended(self, rank: RankProcess) -> bool:
+    def has_ended(self, rank: RankHandle) -> bool:
         """Whether this rank's part of the run is over."""
         return rank.place.world_rank in self._done or rank.place.world_rank in self._settled
 
-    def _note_failure(self, rank: RankProcess, what: str) -> None:
+    def _note_failure(self, rank: RankHandle, what: str) -> None:
         brief = what.partition("\n")[0]
         self._failed.setdefault(rank.place.world_rank, brief)
         if self.on_failure == "continue":
             self._output.append((rank.label, f"failed: {brief}; the others go on"))
 
-    def note_settled(self, rank: RankProcess) -> None:
+    def note_settled(self, rank: RankHandle) -> None:
         with self._changed:
             self._settled.add(rank.place.world_rank)
             self._changed.notify_all()
 
-    def note_death(self, rank: RankProcess, how: str) -> None:
+    def note_death(self, rank: RankHandle, how: str) -> None:
         with self._changed:
             if rank.place.world_rank not in self._settled:
                 self._deaths[rank.place.world_rank] = how
@@ -152,7 +152,7 @@ class Run:
         return len(self._settled) == len(self._ranks)
 
     @property
-    def participants(self) -> list[RankProcess]:
+    def participants(self) -> list[RankHandle]:
         return list(self._ranks)
 
     def wait(self, timeout: float | None = None, bar: LongWait | None = None) -> Run:
@@ -237,7 +237,7 @@ class Run:
         failed = [f"{self._label(world_rank)}: failed: {what}" for world_rank, what in self._failed.copy().items()]
         return "; ".join(failed + [f"{rank.label}: {self._where_is(rank)}" for rank in self._unfinished()])
 
-    def _where_is(self, rank: RankProcess) -> str:
+    def _where_is(self, rank: RankHandle) -> str:
         whereabouts = rank.whereabouts()
         if whereabouts.state != "idle":
             return str(whereabouts)
@@ -256,7 +256,7 @@ class Run:
     def _label(self, world_rank: int) -> str:
         return next(rank.label for rank in self._ranks if rank.place.world_rank == world_rank)
 
-    def _unfinished(self) -> list[RankProcess]:
+    def _unfinished(self) -> list[RankHandle]:
         ended = self._settled | self._failed.keys()
         return [rank for rank in self._ranks if rank.place.world_rank not in ended]
 
@@ -333,11 +333,11 @@ class Run:
             )
         raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
 
-    def _weight(self, rank: RankProcess, order: int) -> tuple[int, int]:
+    def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
         """Deaths first, because most other failures follow from them; last what was ended for a failure."""
         return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
 
-    def _is_consequence(self, rank: RankProcess, failure: Failure) -> bool:
+    def _is_consequence(self, rank: RankHandle, failure: Failure) -> bool:
         return rank.place.world_rank in self._stopped and failure.kind == "KeyboardInterrupt"
 
     @property

@@ -15,8 +15,8 @@ from graftlab.control.run import OnFailure, Run
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class Runs:
 
     def __init__(
         self,
-        ranks: Sequence[RankProcess],
+        ranks: Sequence[RankHandle],
         rows: RowStore,
         plans: Callable[[], Sequence[GraftPlan]],
-        stack_of: Callable[[RankProcess], str] = lambda rank: "",
+        stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
         self.groups = Groups(ranks)
         self._ranks = ranks
@@ -87,6 +87,24 @@ class Runs:
                     f"%graft restart, brings the same ranks and plan back. "
                     f"Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 )
+        run = self._make(ranks, on_failure, code)
+        info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
+        for rank in ranks:
+            rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
+        for rank in ranks:
+            # It may have died before this run existed, so nobody has noted its death yet.
+            if not rank.alive:
+                self.note_death(rank)
+        return run
+
+    def resume(self, info: RunInfo) -> Run:
+        """Take over a run that goes on already, as the first of these; its ranks know of it."""
+        self._first_run, self._next_step = info.run, info.first_step
+        return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
+
+    def _make(
+        self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
+    ) -> Run:
         run = Run(
             number=self._first_run + len(self._runs),
             ranks=ranks,
@@ -101,13 +119,6 @@ class Runs:
             lost_groups=self.groups.lost,
         )
         self._runs.append(run)
-        info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
-        for rank in ranks:
-            rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
-        for rank in ranks:
-            # It may have died before this run existed, so nobody has noted its death yet.
-            if not rank.alive:
-                self.note_death(rank)
         return run
 
     def interrupt(self) -> None:
@@ -126,7 +137,7 @@ class Runs:
         """Ranks are about to end, for a reason such as ``"the session was closed"``: what fails now fails for it."""
         self._closing = why
 
-    def reopen(self, ended: Sequence[RankProcess]) -> None:
+    def reopen(self, ended: Sequence[RankHandle]) -> None:
         """Go on with new ranks in the place of those that ended, and with steps that none of those has begun."""
         self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in ended))
         self.groups.renew()
@@ -134,11 +145,11 @@ class Runs:
 
     # ---- what the ranks report ----------------------------------------------------------------------------------
 
-    def note_output(self, output: Output, rank: RankProcess) -> None:
+    def note_output(self, output: Output, rank: RankHandle) -> None:
         if self._runs:
             self._runs[-1].note_output(rank, output.text)
 
-    def note_done(self, done: RunDone, rank: RankProcess) -> None:
+    def note_done(self, done: RunDone, rank: RankHandle) -> None:
         if done.failure is None or self._closing is None:
             run = self._runs[done.run - self._first_run]
             run.note_done(rank, done)
@@ -146,11 +157,11 @@ class Runs:
                 self.groups.note_failure(rank, done.failure)
                 self._stop_the_others(run)
 
-    def note_settled(self, settled: RunSettled, rank: RankProcess) -> None:
+    def note_settled(self, settled: RunSettled, rank: RankHandle) -> None:
         self._next_step = max(self._next_step, settled.next_step)
         self._runs[settled.run - self._first_run].note_settled(rank)
 
-    def note_death(self, rank: RankProcess) -> None:
+    def note_death(self, rank: RankHandle) -> None:
         for run in self._runs[-1:]:
             if rank in run.participants and not run.done:
                 if self._closing is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from graftlab.base.tags import SIDE_NAMES, identity, rank_tags
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import TapSeen
-from graftlab.ranks.rank_process import RankProcess
 
 
 class SeenTaps:
@@ -22,7 +22,7 @@ class SeenTaps:
         self._done = 0
         self._lock = threading.Lock()
 
-    def note(self, seen: TapSeen, rank: RankProcess) -> None:
+    def note(self, seen: TapSeen, rank: RankHandle) -> None:
         # Filters can tell apart what differs in a rank tag alone. A name may be another tap's on the other side.
         tags = seen.tags
         self._tags.setdefault((*identity(tags), rank_tags(tags), rank.place.side), tags)

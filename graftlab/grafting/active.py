@@ -16,12 +16,23 @@ def activate(grafter: Grafter, where: calls.Here) -> None:
     """Make this process a rank: from now on its taps go to this grafter. Called once, by whatever makes ranks."""
     global _grafter
     _grafter = grafter
-    calls.activate(grafter, where, compiled, torch.compiler.is_dynamo_compiling)
+    stand_in(grafter, where)
     # Forked children are no ranks; see there.
-    os.register_at_fork(after_in_child=_deactivate)
+    os.register_at_fork(after_in_child=_forget)
 
 
-def _deactivate() -> None:
+def stand_in(taker: calls.StepTaker, where: calls.Here | None) -> None:
+    """Give this process's taps to one that stands before the grafter, or in its place."""
+    calls.activate(taker, where, compiled, torch.compiler.is_dynamo_compiling)
+
+
+def deactivate() -> None:
+    """Make this process no rank any more: its taps are left alone from now on."""
+    _forget()
+    calls.deactivate()
+
+
+def _forget() -> None:
     global _grafter
     _grafter = None
 

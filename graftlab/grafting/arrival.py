@@ -27,6 +27,7 @@ from graftlab.transforms import (
     GraftTransformInput,
     Outcome,
     Transform,
+    TransformSpec,
     compare,
     run_transform,
     user_traceback,
@@ -68,6 +69,7 @@ class Arrival(NamedTuple):
     status: Status
     senders: list[int]
     stats: DiffStats | None = None
+    transform: str | None = None
     aligned_by: str | None = None
     layout: str | None = None
     rows_matched: int | None = None
@@ -97,7 +99,7 @@ class Unasked(NamedTuple):
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
     run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
-    status, senders, stats, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
     rule = None if pairing is None else pairing.rule
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
@@ -116,6 +118,7 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
         tags["name"] if pairing is None else pairing.baseline_name,
         tags["name"] if pairing is None else pairing.target_name,
+        transform,
         aligned_by,
         layout,
         None if rule is None else rule.matched_by,
@@ -137,12 +140,12 @@ class Arrivals:
     def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
         self._kept = kept
         self._warn_once = warn_once
-        self._transform: Transform | None = None
+        self._transforms: list[tuple[str, Transform]] = []
         self._grafted: list[_Grafted] = []
 
     def adopt(self, plan: GraftPlan) -> None:
-        """This plan's transform is in force from now on."""
-        self._transform = _load(plan)
+        """This plan's transforms are in force from now on."""
+        self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
 
     def take_named(
         self,
@@ -187,7 +190,7 @@ class Arrivals:
             return _nothing_came(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
-        theirs = _sent_as_it_is(call, receipt) if self._transform is None and layout is None else None
+        theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
         if theirs is None:
             return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
         # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
@@ -196,7 +199,7 @@ class Arrivals:
         try:
             stats = measure(theirs, mine) if call.action.direction == "b2t" else measure(mine, theirs)
         except Exception as error:
-            return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, error)
+            return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
         note = None
         if call.action.keep:
             note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs)
@@ -206,23 +209,26 @@ class Arrivals:
         self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
     ) -> Arrival:
         note = _absent(receipt) if receipt.absent else None
+        which = call.action.transform
+        label, transform = (None, None) if which is None else self._transforms[which]
         try:
-            outcome = run_transform(self._transform, graft_input)
+            outcome = run_transform(transform, graft_input)
             stats = compare(outcome, graft_input)
         except (Exception, SystemExit) as error:
-            return self._transform_failed(call, graft_input, note, error)
+            return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
         note = _joined(note, outcome.note)
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
-                return _no_rows_came(graft_input, outcome, note)
+                return _no_rows_came(graft_input, outcome, label, note)
         if call.action.keep:
             note = _joined(note, self._keep(graft_input, outcome))
         if call.action.graft:
             note = _joined(note, outcome.caveat)
         done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
         return done._replace(
+            transform=label,
             aligned_by=outcome.aligned_by,
             layout=outcome.layout,
             rows_matched=matched,
@@ -276,14 +282,19 @@ class Arrivals:
         return self._kept.add(replace(graft_input, target=mine), theirs)
 
     def _transform_failed(
-        self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
+        self,
+        call: TapCall,
+        graft_input: GraftTransformInput,
+        transform: str | None,
+        note: str | None,
+        error: BaseException,
     ) -> Arrival:
         text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
             # To try a better transform on.
             note = _joined(note, self._kept.add(graft_input, None))
-        return Arrival("failed", graft_input.senders, note=note, error=text)
+        return Arrival("failed", graft_input.senders, transform=transform, note=note, error=text)
 
     def _overwrite(
         self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
@@ -297,15 +308,15 @@ class Arrivals:
         return result, note
 
 
-def _load(plan: GraftPlan) -> Transform | None:
-    """The plan's transform. One that loads in the notebook but not here fails each tap, not the whole run."""
+def _load(spec: TransformSpec) -> Transform:
+    """A transform of the plan. One that loads in the notebook but not here fails each tap, not the whole run."""
     try:
-        return plan.load_transform()
+        return spec.load()
     except (Exception, SystemExit) as error:
         cause = error
 
         def fails(graft_input: GraftTransformInput) -> torch.Tensor:
-            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
+            raise TransformError(f"the plan's transform {spec.label} cannot be loaded on this rank: {cause}") from cause
 
         return fails
 
@@ -391,11 +402,14 @@ def _unreadable(call: TapCall, receipt: Receipt) -> Arrival:
     return Arrival("failed", _senders(receipt), note=_absent(receipt), error=error)
 
 
-def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str | None) -> Arrival:
+def _no_rows_came(
+    graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
+) -> Arrival:
     """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
     return Arrival(
         "missing",
         graft_input.senders,
+        transform=transform,
         aligned_by=outcome.aligned_by,
         layout=outcome.layout,
         rows_matched=0,

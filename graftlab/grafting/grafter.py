@@ -9,12 +9,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 
+from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
@@ -232,6 +234,15 @@ class Grafter:
             self._adopt(self._offered)
             self._write_page("idle")
 
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Wait as long as the other side is there, whatever the time limit: for a side that computes nothing itself."""
+        before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
+        try:
+            yield
+        finally:
+            self._exchange.timeout = before
+
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""
         for unasked in self._exchange.take_unmatched():
@@ -254,7 +265,7 @@ class Grafter:
         decisions = self._decisions
         if others.isdisjoint(run.participants):
             self._decisions = None
-        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.mentions:
+        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.looks_at:
             self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
         else:
             decisions.step = self._step

@@ -119,6 +119,24 @@ def _commands() -> dict[str, Command]:
     )
     up.add_argument("--replace", action="store_true", help="close the session that is open, with all that it holds")
 
+    listen = command(
+        "listen", "Wait for jobs that something else starts, and show how; the session is also the variable `session`."
+    )
+    listen.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
+    listen.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
+    listen.add_argument("--folder", help="where rows go and jobs look for this session (default: a new one)")
+    listen.add_argument("--append", action="store_true", help="go on in a folder that has rows, and take over its jobs")
+    listen.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=limits.TIMEOUT,
+        help=f"twice what every wait of a tap may take (default {limits.TIMEOUT:g})",
+    )
+    listen.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", default="session", help="name of the session's variable"
+    )
+
     command("status", "Show where each rank is at this moment.")
     command("stacks", "Show where each rank's threads are in the code.")
     command("interrupt", "Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.")
@@ -203,8 +221,16 @@ def _commands() -> dict[str, Command]:
     for filter_name, meaning in FILTER_MEANINGS.items():
         filter_.add_argument(f"--{filter_name}", metavar="EXPR", help=f"taps {meaning}")
 
-    transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
+    transform = command(
+        "transform",
+        "Use a function of the notebook, or a dotted path, as the transform.\n\n"
+        "It applies at the taps that the plan grafts; with --where at those that the filter matches, compared ones\n"
+        "included. The expression goes on to the end of the line; quotes around it are optional:\n"
+        "  %graft transform unfuse --where name == 'qkv'",
+        raw="where",
+    )
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")
+    transform.add_argument("--where", metavar="EXPR", help="filter: the taps that it is for")
 
     rename = command(
         "rename",
@@ -253,7 +279,7 @@ def overview() -> str:
     lines = [f"  %graft {name:<10} {command.summary.splitlines()[0]}" for name, command in COMMANDS.items()]
     lines += [
         "  %%graft baseline   run this cell on the baseline's ranks (also: target, both, target[1])",
-        "  %%graft transform  the cell is the transform",
+        "  %%graft transform  the cell is the transform (also: --where EXPR)",
         "`%graft NAME -h` tells more about one of them.",
     ]
     return "\n".join(lines)
@@ -272,6 +298,9 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
         raise UsageError(f"%graft: there is no {name!r}{hint}\n{overview()}")
     if command.raw == "filters":
         return name, _parse_filters(command, rest)
+    if command.raw == "where":
+        name_given, where = split_where(rest)
+        return name, command.parser.parse_args([*_split(name, name_given), *where])
     if command.raw == "EXPR":
         return name, _parse_expression(command, rest)
     return name, command.parser.parse_args(_split(name, rest))
@@ -300,6 +329,17 @@ def _parse_filters(command: Command, rest: str) -> argparse.Namespace:
         else:
             command.parser.error(f'{option} needs an expression; "" is the one that matches nothing')
     return command.parser.parse_args(given)
+
+
+def split_where(rest: str) -> tuple[str, list[str]]:
+    """What stands before ``--where``; and the option with its expression, as a word for argparse, if it is there."""
+    found = next((found for found in _STRING_OR_OPTION.finditer(rest) if found["option"] == "--where"), None)
+    if found is None:
+        return rest, []
+    text = _unquoted(rest[found.end() :].strip().removeprefix("=").strip())
+    if not text.strip():
+        raise UsageError("%graft transform: --where needs a filter; without it the plan's grafted taps are meant")
+    return rest[: found.start()], [f"--where={text}"]
 
 
 def _unquoted(text: str) -> str:

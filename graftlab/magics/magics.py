@@ -20,7 +20,7 @@ from graftlab.control.run import Run
 from graftlab.filters.check import Check, told
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
-from graftlab.session import Session, launch
+from graftlab.session import Session, launch, listen
 
 
 def load(shell: InteractiveShell) -> None:
@@ -80,8 +80,9 @@ class GraftMagics(Magics):
         if where in ("", "-h", "--help"):
             raise command_line.HelpShown(command_line.overview())
         session = self._open()
-        if where == "transform":
-            session.edit(transform=cell)
+        place, option = command_line.split_where(where)
+        if place.strip() == "transform":
+            session.edit(transform=(option[0].partition("=")[2], cell) if option else cell)
             return
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
@@ -114,10 +115,26 @@ class GraftMagics(Magics):
         self._assign(arguments.out, self.session)
         return self.session
 
+    def _listen(self, arguments: argparse.Namespace) -> Session:
+        before = self.open_session()
+        if before is not None:
+            raise UsageError("%graft listen: a session is open; `%graft down` closes it, and lets jobs of it go on")
+        self.session = listen(
+            arguments.baseline,
+            arguments.target,
+            timeout=arguments.timeout,
+            folder=arguments.folder,
+            append=arguments.append,
+        )
+        self._assign(arguments.out, self.session)
+        return self.session
+
     def _keep(self, session: Session, arguments: argparse.Namespace) -> Session:
         """The session that is open, where it is the one that is asked for. Raises UsageError where it is not."""
         asked = {name: getattr(arguments, name) for name in _OPTIONS_OF_UP}
         other = {name: getattr(session.options, name) for name in asked}
+        if not all(rank.takes_work for rank in session.ranks):
+            raise UsageError("%graft up: the session that is open is one of jobs; `%graft down` lets them go on")
         if asked != other:
             changed = ", ".join(
                 f"{name} {other[name]} -> {asked[name]}" for name in asked if asked[name] != other[name]
@@ -221,7 +238,12 @@ class GraftMagics(Magics):
                 f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
                 f"package.module.function"
             )
-        return session.edit(transform=None if name == "default" else self._names().get(name, name))
+        if name == "default":
+            if arguments.where is not None:
+                raise UsageError("%graft transform default: it applies where no other does; leave --where out")
+            return session.edit(transform=None)
+        transform = self._names().get(name, name)
+        return session.edit(transform=transform if arguments.where is None else (arguments.where, transform))
 
     def _rename(self, arguments: argparse.Namespace) -> Any:
         session = self._open()

@@ -92,13 +92,17 @@ class Desk:
             poller.poll()
             for frame in self._line.channel.receive():
                 try:
-                    self._handle(unpack_to_rank(frame))
+                    self.take(frame)
                 except GraftError:
                     # The notebook would wait for ever for what this was about; it hears of an end, and sees the log.
                     logger.critical("this rank cannot read what the notebook sends", exc_info=True)
                     self._end()
                     return
         self._end()
+
+    def take(self, frame: bytes) -> None:
+        """Do what one frame of the notebook says."""
+        self._handle(unpack_to_rank(frame))
 
     def _on_plan(self, update: PlanUpdate) -> None:
         self._grafter.offer_plan(from_wire(update.plan))

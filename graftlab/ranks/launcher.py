@@ -22,19 +22,18 @@ import torch.multiprocessing
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.exchange.arena import create_segment
 from graftlab.exchange.channel import Channel
 from graftlab.ranks import forkserver
 from graftlab.ranks.devices import Seat, assign
 from graftlab.ranks.entry import enter
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Dispatch, Hello, Output, Shutdown, pack, unpack_from_rank
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.rank_process import RankProcess
-from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
+from graftlab.ranks.shared import MEMORY_FILES, Shared, send_descriptors
+from graftlab.ranks.spec import RankSpec
 
 logger = logging.getLogger(__name__)
-
-_MEMORY_FILES = hasattr(os, "memfd_create")
 
 
 def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
@@ -59,7 +58,7 @@ def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
             raise
 
 
-def end_ranks(ranks: Sequence[RankProcess], patience: float = 2.0) -> None:
+def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
     """End every rank: ask, wait ``patience`` seconds in all, then kill what is left.
 
     What they sent last can still be read; see :meth:`RankProcess.release` for the rest.
@@ -97,10 +96,10 @@ def _launch(
                 f"for temporary files, so set TMPDIR to one that exists and has a short path, or pass "
                 f"start_method='spawn'"
             ) from error
-    shared = _Shared(places)
+    shared = Shared(places)
     ranks: list[RankProcess] = []
     try:
-        shared.make(folder)
+        shared.make(stores=folder)
         for place, seat in zip(places, seats, strict=True):
             ranks.append(_start(options, folder, place, seat, shared))
         _await_hellos(ranks, options.timeout, given_up)
@@ -124,62 +123,14 @@ def _abandon(ranks: list[RankProcess]) -> None:
         rank.release()
 
 
-class _Shared:
-    """What the ranks share, as open descriptors: a segment each, a socket between any two, and a store a side."""
-
-    def __init__(self, places: list[Place]) -> None:
-        self.segments: list[int] = []
-        self.segment_size = 0
-        self._places = places
-        self._stores: dict[str, int] = {}
-        self._links: dict[tuple[int, int], socket.socket] = {}
-
-    def make(self, folder: Path) -> None:
-        """Raises :class:`LaunchError` where the system's limits are too low."""
-        try:
-            for _ in self._places:
-                descriptor, self.segment_size = create_segment()
-                self.segments.append(descriptor)
-            for side in ("baseline", "target"):
-                self._stores[side] = _make_store(folder / f"{side}.store")
-            for one in range(len(self._places)):
-                for other in range(one):
-                    self._links[one, other], self._links[other, one] = socket.socketpair()
-        except OSError as error:
-            raise LaunchError(
-                f"shared memory and sockets for {len(self._places)} ranks cannot be made: {error}; "
-                f"fewer ranks, or higher limits (ulimit -n, -f, -v), may help"
-            ) from error
-
-    def of(self, place: Place) -> list[int]:
-        """What a rank is handed: all segments, its sockets to the others, and its side's store."""
-        me = place.world_rank
-        links = [self._links[me, other].fileno() for other in range(len(self._places)) if other != me]
-        return [*self.segments, *links, self._stores[place.side]]
-
-    def release(self) -> None:
-        """Close what is here; the ranks have their own."""
-        for descriptor in (*self.segments, *self._stores.values()):
-            os.close(descriptor)
-        for link in self._links.values():
-            link.close()
-
-
-def _make_store(path: Path) -> int:
-    """The file through which the ranks of a side find each other: without a name where the system has such files."""
-    if _MEMORY_FILES:
-        return os.memfd_create("graftlab-store", os.MFD_CLOEXEC)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-
-
-def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, shared: _Shared) -> RankProcess:
+def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, shared: Shared) -> RankProcess:
     log = folder / "logs" / f"{place.side}-{place.rank}.log"
     stacks = log.with_suffix(".stacks")
     spec = RankSpec(
         place=place,
         device=seat.device,
         backend=seat.backend,
-        store="" if _MEMORY_FILES else str(folder / f"{place.side}.store"),
+        store="" if MEMORY_FILES else str(folder / f"{place.side}.store"),
         log=str(log),
         stacks=str(stacks),
         segment_size=shared.segment_size,
@@ -202,7 +153,7 @@ def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, share
             with forkserver.hidden_main():
                 process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
                 process.start()
-            _send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
+            send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
         except BaseException:
             for mine in (ours, bell, lifeline):
                 mine.close()
@@ -218,11 +169,6 @@ def _environment() -> dict[str, str]:
     environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     return environ
-
-
-def _send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
-    for start in range(0, len(descriptors), FDS_A_MESSAGE):
-        socket.send_fds(connection, [b"d"], descriptors[start : start + FDS_A_MESSAGE])
 
 
 def _await_hellos(ranks: list[RankProcess], timeout: float, given_up: socket.socket) -> None:

@@ -23,6 +23,12 @@ class Line:
         self._bell = bell
         self._rung = False
 
+    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
+        """Go on with another notebook, on its channel."""
+        bell.setblocking(False)
+        self._bell.close()
+        self.channel, self._bell, self._rung = channel, bell, False
+
     def send(self, message: FromRank) -> None:
         """Send what somebody may wait for."""
         self.channel.send(pack(message))

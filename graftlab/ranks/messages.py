@@ -63,7 +63,11 @@ class Execute(Message, frozen=True):
     filename: str
 
 
-Work = Call | Evaluate | Execute
+class OwnWork(Message, frozen=True):
+    """What the process does by itself: it is a job that nobody but its own user started."""
+
+
+Work = Call | Evaluate | Execute | OwnWork
 
 
 class RunRequest(Message, frozen=True):
@@ -128,7 +132,7 @@ class Failure(Message, frozen=True):
     """An exception that ended a rank's work. ``traceback`` starts at the user's own code.
 
     ``exception`` is the object itself, where it can travel. It lets the notebook raise the same class, and to open it
-    runs what the rank says: only for ranks that the notebook started itself, never for jobs of others.
+    runs what the rank says: only for processes of the notebook's own user.
     """
 
     kind: str

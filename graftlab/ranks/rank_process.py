@@ -1,9 +1,8 @@
-"""One rank as the notebook sees it: its process, its connections, its log, and where it is at this moment."""
+"""One rank whose process the notebook has started."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import signal
 import socket
@@ -11,25 +10,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from graftlab.base.world import Place
-from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.lifeline import end_what_it_started
 
 # What multiprocessing says of a process whose forkserver has died before it.
 _UNKNOWN = 255
 
 
-class RankProcess:
-    """A process that this one started. ``bell`` rings when the rank has sent what should not wait.
-
-    The rank lives as long as this process holds its ``lifeline``. Of ``segment``, the rank's shared memory, only the
-    page that says where it is gets mapped.
-    """
-
-    trusted = True
-    """Whether what it sends pickled may be opened here, which runs what it says: true of one's own processes."""
+class RankProcess(RankHandle):
+    """A process that this one started. It lives as long as this process holds its ``lifeline``."""
 
     def __init__(
         self,
@@ -43,33 +34,12 @@ class RankProcess:
         log: Path,
         stacks: Path,
     ) -> None:
-        self.place = place
-        self.seat = seat
-        self.channel = channel
-        self.bell = bell
-        self.log = log
+        super().__init__(place, seat, channel, bell, segment, log)
         self.stacks_file = stacks
-        self.pid: int | None = None
-        self.alive = True
         self._process = process
-        self._ended: str | None = None
         self._ended_by_us: str | None = None
         self._has_ended_programs = False
         self._lifeline = lifeline
-        self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
-        self._last_look = Whereabouts()
-
-    @property
-    def label(self) -> str:
-        return self.place.label
-
-    def whereabouts(self) -> Whereabouts:
-        """Where the rank is at this moment, or was when it was released."""
-        try:
-            return self._page.read()
-        except ValueError:
-            return self._last_look
 
     def signal(self, number: int) -> None:
         if self.alive and self.pid is not None:
@@ -103,21 +73,11 @@ class RankProcess:
             self._has_ended_programs = True
             end_what_it_started(self.pid)
 
-    def drop(self, why: str) -> None:
-        """Hear no more of a rank that broke the rules of its line; it ends when it notices."""
-        self._ended = f"was dropped: {why}"
-        self.channel.close()
-
     def release(self) -> None:
         """Close what ties the process to the notebook; a rank that is still there ends now."""
-        self.alive = False
-        self.channel.close()
-        self.bell.close()
         self._lifeline.close()
         self.end_what_it_started()
-        # One mapped page would keep everything that the rank has published in memory.
-        self._last_look = self.whereabouts()
-        self._map.close()
+        super().release()
         if self._ended is None:
             self._ended = self.how_it_ended()
             if self.pid is not None:
@@ -148,13 +108,3 @@ class RankProcess:
         if code == _UNKNOWN:
             return f"ended, by a signal or with exit code {code}: the forkserver, which would know, is gone"
         return f"ended with exit code {code}"
-
-    def log_tail(self, lines: int = 30) -> str:
-        """The last lines that the rank wrote to its log."""
-        try:
-            text = self.log.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return "(nothing: the process had not come as far as its log; see what the notebook itself printed)"
-        except OSError as error:
-            return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:]) or "(nothing)"

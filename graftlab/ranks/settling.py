@@ -16,13 +16,16 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
 
+# Where the system can do it at once, so that no program that starts meanwhile is handed them too.
+_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
 
 def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
     """What the notebook hands over before the first message. Raises EOFError when it is gone."""
     connection.setblocking(True)
     descriptors: list[int] = []
     while len(descriptors) < count:
-        data, received, _, _ = socket.recv_fds(connection, 1, FDS_A_MESSAGE)
+        data, received, _, _ = socket.recv_fds(connection, 1, FDS_A_MESSAGE, _CLOSED_ON_EXEC)
         if not data:
             raise EOFError("the notebook was gone before this rank had started")
         descriptors += received

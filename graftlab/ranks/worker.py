@@ -17,14 +17,10 @@ import types
 import torch
 
 from graftlab.base import shipping
-from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
-from graftlab.grafting.arrival import Unasked
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
@@ -35,6 +31,7 @@ from graftlab.ranks.messages import Dispatch, Hello, Output, PlanUpdate, RunDone
 from graftlab.ranks.settling import receive_descriptors, settle_in
 from graftlab.ranks.spec import RankSpec
 from graftlab.ranks.streams import LabelledStream
+from graftlab.ranks.wiring import exchange_of
 from graftlab.ranks.workplace import Workplace, failure_of
 from graftlab.taps import calls as taps
 
@@ -67,20 +64,11 @@ class Rank:
     def __init__(self, spec: RankSpec, line: Line, descriptors: list[int]) -> None:
         self._line = line
         place = spec.place
-        everyone = [other.world_rank for other in place.everyone()]
-        segments, sockets = descriptors[: len(everyone)], descriptors[len(everyone) :]
-        arenas = {}
-        for world_rank, descriptor in zip(everyone, segments, strict=True):
-            arenas[world_rank] = Arena(descriptor, spec.segment_size, writable=world_rank == place.world_rank)
-            os.close(descriptor)
-        own = arenas.pop(place.world_rank)
-        channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
-        links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
-        self._exchange: LiveExchange[Unasked] = SharedMemoryExchange(
-            place, own, links, budget=spec.buffer_budget, timeout=spec.tap_timeout
+        self._exchange, own = exchange_of(
+            place, descriptors, spec.segment_size, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
-        self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own.map), taps.ambient, line, kept)
+        self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own), taps.ambient, line, kept)
         self._workplace = Workplace()
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._workplace.namespace)
         active.activate(self._grafter, here)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import reprlib
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from graftlab.errors import DumpError
 from graftlab.requests.budget import BudgetExceeded
+from graftlab.requests.journal import is_journal, read_journal
 from graftlab.requests.records import Dump, RecordedRequest, recognised
 from graftlab.requests.unpickling import Reader, Unreadable
 
@@ -38,7 +40,9 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     {'rid': 'req-0', 'text': 'hello'}
     """
     data = Path(path).read_bytes()
-    if trusted:
+    if is_journal(Path(path), data):
+        found = read_journal(Path(path), data, pickle.loads if trusted else partial(_read, path))
+    elif trusted:
         try:
             found = pickle.loads(data)
         except Exception as error:

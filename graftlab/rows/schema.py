@@ -85,6 +85,8 @@ class Row(NamedTuple):
     """What the baseline itself calls the tap; None where it has no such tap, or this rank cannot know."""
     target_name: str | None = None
     """The same on the target."""
+    transform: str | None = None
+    """Which of the plan's transforms made what the tap's own tensor was measured against; None: the default one."""
     aligned_by: str | None = None
     layout: str | None = None
     """How both tensors were brought to one layout: the pair's, and those of the ranks; ``inferred`` from shapes."""

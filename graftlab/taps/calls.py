@@ -175,7 +175,7 @@ def show_traced(
     return _traced.tap(name, value, extras, tags, layout=layout, replace=replace, grad=grad)
 
 
-def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:
+def tap_gradient(name: str, value: Any, tags: Mapping[str, Any], layout: Any = None) -> None:
     """Tap the gradient of a tensor when the backward pass comes to it; of anything else there is none."""
     if not getattr(value, "requires_grad", False) or not hasattr(value, "register_hook"):
         return
@@ -189,7 +189,7 @@ def tap_gradient(name: str, value: Any, tags: Mapping[str, Any]) -> None:
             return None
         # A DTensor is written in place, which autograd's own tensor must not be.
         own = gradient.clone() if hasattr(gradient, "to_local") else gradient
-        replaced = taker.tap(name, own, None, shown, replace=True)
+        replaced = taker.tap(name, own, None if layout is None else Laid(layout, None), shown, replace=True)
         return None if replaced is gradient else replaced
 
     value.register_hook(hook)
@@ -316,8 +316,8 @@ def _refuse_reserved(given: dict[str, Any]) -> None:
         raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
 
 
-def activate(grafter: StepTaker, where: Here, traced: Traced, is_tracing: Callable[[], bool]) -> None:
-    """Make this process a rank. Called once, by whatever makes ranks.
+def activate(grafter: StepTaker, where: Here | None, traced: Traced, is_tracing: Callable[[], bool]) -> None:
+    """Make this process a rank. Called by whatever makes ranks, or puts itself before the taps of one.
 
     ``traced`` stands for these calls where ``is_tracing``, a function that a tracer takes for a constant, says so.
     """
@@ -326,7 +326,7 @@ def activate(grafter: StepTaker, where: Here, traced: Traced, is_tracing: Callab
     _grafter = _taker = grafter
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
-    os.register_at_fork(after_in_child=_deactivate)
+    os.register_at_fork(after_in_child=deactivate)
 
 
 @contextmanager
@@ -354,7 +354,8 @@ class _Nobody:
         return None
 
 
-def _deactivate() -> None:
+def deactivate() -> None:
+    """Take no taps in this process any more."""
     global _grafter, _taker
     _grafter = _taker = None
 

@@ -217,6 +217,9 @@ class _Weights:
         self._shown_at = grafter.moment
         for name, tensor in self._find().items():
             taker.tap(name, tensor, None, {"kind": "param"})
+        # The first of them may have made this process a rank, with another count of steps.
+        grafter = taps.grafter()
+        self._shown_at = None if grafter is None else grafter.moment
 
 
 class _Inputs:

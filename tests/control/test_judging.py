@@ -179,8 +179,10 @@ def failing_transform(graft_input: Any) -> Any:
 
 
 def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
-    session.edit(transform=failing_transform)
+    # One without a filter is for what the plan grafts, and a verdict grafts all.
+    plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
+    assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
     assert text.startswith("Not looked at: 10 taps (input,")
     assert "ValueError: no way" in text
     assert "Nothing was compared" in text

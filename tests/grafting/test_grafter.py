@@ -320,6 +320,18 @@ def test_a_plan_that_reached_a_follower_alone_waits_for_the_leader() -> None:
     assert world.target.grafter.plan.version == 1
 
 
+def test_an_edit_that_came_before_an_older_run_begins_is_in_force_from_the_next_step() -> None:
+    world = GrafterWorld()
+    world.end()
+    older = world.plan
+    world.edit(b2t="True")
+    world.plan = older
+    world.begin(run=1, first_step=1)
+    assert [rank.grafter.plan.version for rank in world.ranks] == [0, 0]
+    world.step()
+    assert [rank.grafter.plan.version for rank in world.ranks] == [1, 1]
+
+
 def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_so() -> None:
     world = GrafterWorld()
     world.target.grafter.step()

@@ -145,6 +145,40 @@ def test_functions_of_the_notebook_and_dotted_paths_are_drafts_too(
     assert "module 'no_such_module' cannot be imported" in str(nowhere.error)
 
 
+def test_a_draft_says_where_it_would_not_be_applied(session: gl.Session) -> None:
+    # The plan of these tests grafts nothing.
+    doubles = source("return 2 * graft_input.received_list[0]")
+    trial = session.try_transform(doubles, "x", limit=PLENTY)
+    assert trial.ok
+    assert "the plan does not graft this tap" in str(trial.note)
+    trial = session.try_transform(("layer == 5", doubles), "x", limit=PLENTY)
+    assert trial.ok
+    assert "its filter does not match this tap" in str(trial.note)
+    assert trial.after is not None
+    trial = session.try_transform(("layer == 4", doubles), "x", limit=PLENTY)
+    assert (trial.ok, trial.note) == (True, None)
+    session.edit(b2t="layer == 4")
+    assert session.try_transform(doubles, "x", limit=PLENTY).note is None
+
+
+def test_of_several_drafts_the_one_for_the_tap_is_tried(session: gl.Session) -> None:
+    doubles = source("return 2 * graft_input.received_list[0]")
+    several = [("layer == 5", source("return 1 / 0")), ("layer == 4", doubles)]
+    trial = session.try_transform(several, "x", limit=PLENTY)
+    assert trial.after is not None
+    assert (trial.after.mean_baseline, trial.note) == (20.0, None)
+    trial = session.try_transform(several[:1] * 2, "x", limit=PLENTY)
+    assert "none of these transforms is for this tap" in str(trial.error)
+    assert not trial.ok
+    # Without a tap each of them is loaded.
+    assert session.try_transform(several, limit=PLENTY).ok
+    assert not session.try_transform([*several, "x = 1"], limit=PLENTY).ok
+    with pytest.raises(gl.FilterError, match="layer =="):
+        session.try_transform(("layer ==", doubles), "x")
+    with pytest.raises(gl.TransformError, match="the default transform needs no trying"):
+        session.try_transform(None, "x")
+
+
 # ---- what is wrong with a draft -------------------------------------------------------------------------------------
 
 

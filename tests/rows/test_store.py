@@ -347,6 +347,16 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         gl.load_run(tmp_path)
 
 
+def test_a_damaged_line_far_down_is_named(tmp_path: Path) -> None:
+    # Files are read in pieces of 128 KiB.
+    lines = [encode(row(order=order)) for order in range(2_000)]
+    assert len(b"".join(lines)) > 3 << 17
+    lines[1_500] = b'{"broken'
+    (tmp_path / ROWS_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1501: this is not a row"):
+        gl.load_run(tmp_path)
+
+
 def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     total, batch = 3000, 30

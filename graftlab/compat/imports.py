@@ -1,0 +1,46 @@
+"""Gives a module of graftlab where another kit's is imported: what ``GRAFTLAB_COMPAT`` asks for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from graftlab.config import PREFIX
+from graftlab.errors import ConfigError
+
+_KITS = {"sglang": {"sglang.srt.debug_utils.dumper": "graftlab.compat.sglang_dumper"}}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, modules: dict[str, str]) -> None:
+        self._modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in self._modules else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        ours = importlib.import_module(self._modules[module.__name__])
+        public = {name: value for name, value in vars(ours).items() if not name.startswith("__")}
+        module.__dict__.update(public)
+
+
+def replace_imports() -> None:
+    """Put in place what ``GRAFTLAB_COMPAT`` names. Raises :class:`ConfigError` for a kit that is not known."""
+    kit = os.environ.get(f"{PREFIX}COMPAT")
+    if not kit:
+        return
+    if kit not in _KITS:
+        raise ConfigError(f"compat ({PREFIX}COMPAT) is {kit!r}; it takes {', '.join(_KITS)}")
+    late = [name for name in _KITS[kit] if name in sys.modules]
+    if late:
+        raise ConfigError(
+            f"{late[0]} was imported before graftlab, which could not take its place; import graftlab first"
+        )
+    sys.meta_path.insert(0, _Finder(_KITS[kit]))

@@ -1,0 +1,221 @@
+"""SGLang's dumper with its own calls, each of which is a tap.
+
+``from graftlab.compat.sglang_dumper import dumper`` in the place of ``from sglang.srt.debug_utils.dumper import
+dumper``; with ``GRAFTLAB_COMPAT=sglang`` the latter gives this one too, so that engines and trainers which carry such
+calls join unchanged. ``DUMPER_GRAFTER_*`` variables say how, as :class:`graftlab.GraftConfig` reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from graftlab.config import GraftConfig
+from graftlab.errors import ConfigError, TagError
+from graftlab.jobs.joining import attach
+from graftlab.taps import calls
+from graftlab.taps.watch import Watch, watch
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GRAFTER = "grafter_"
+# What of a tap is shown, and whether it is at first; the variable is DUMPER_ and the name.
+_SHOWN = {"enable_value": True, "enable_grad": False, "enable_model_value": False, "enable_model_grad": False}
+# What only concerns files and the other kit's own servers.
+_WITHOUT_MEANING = frozenset(
+    {
+        *("enable", "dir", "enable_output_file", "enable_output_console", "exp_name", "cleanup_previous"),
+        *("collective_timeout", "server_port", "non_intrusive_mode", "source_patcher_config"),
+        *("include_parallel_rank_in_filename", "grafter_backend"),
+    }
+)
+_FIELDS = {
+    **{f"{_GRAFTER}{name}": name for name in ("enable", "role", "b2t_filter", "t2b_filter", "transform_path")},
+    **{f"{_GRAFTER}{name}": name for name in ("baseline_world_size", "target_world_size", "group_name", "timeout")},
+    f"{_GRAFTER}master_address": "address",
+    f"{_GRAFTER}master_port": "port",
+}
+
+
+class Dumper:
+    """The calls of SGLang's dumper. A rank that is not attached, nor recorded, does nothing in them."""
+
+    def __init__(self) -> None:
+        self._shown = {name: _flag(name, default) for name, default in _SHOWN.items()}
+        self._filter: str | None = os.environ.get("DUMPER_FILTER") or None
+        self._context: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
+        self._watches: list[Watch] = []
+        if self._filter is not None:
+            _refuse_filter()
+
+    # ---- what model code calls ----------------------------------------------------------------------------------
+
+    @property
+    def may_enable(self) -> bool:
+        """Whether taps do anything here."""
+        return calls.taker() is not None
+
+    def step(self) -> None:
+        """The end of an iteration: see :func:`graftlab.step`."""
+        calls.step()
+
+    def dump(
+        self,
+        name: str,
+        value: Any,
+        save: bool = True,
+        dims: str | None = None,
+        dims_grad: str | None = None,
+        grafter_extras: Any = None,
+        **tags: Any,
+    ) -> None:
+        """Tap a value. ``dims`` is its layout and ``dims_grad`` its gradient's, ``grafter_extras`` travel with it.
+
+        ``save`` concerns files, of which there are none. The gradient is shown where ``enable_grad`` is set.
+        """
+        taker = calls.taker()
+        if taker is None:
+            return
+        tags = {**tags, **self._context}
+        if self._shown["enable_value"]:
+            calls.tap(name, value, extras=grafter_extras, layout=dims, **tags)
+        if self._shown["enable_grad"] and isinstance(value, torch.Tensor):
+            calls.tap_gradient(name, value, tags, layout=dims_grad or dims)
+
+    def dump_model(self, model: torch.nn.Module, name_prefix: str = "param", save: bool = True, **tags: Any) -> None:
+        """Tap every parameter, and the gradient that it has now, as far as ``enable_model_value`` and ``_grad`` say."""
+        if calls.taker() is None:
+            return
+        tags = {**tags, **self._context}
+        for path, parameter in model.named_parameters():
+            name = f"{name_prefix}__{path}"
+            if self._shown["enable_model_value"]:
+                calls.tap(name, parameter, kind="param", **tags)
+            if self._shown["enable_model_grad"] and parameter.grad is not None:
+                calls.tap(name, parameter.grad, kind="param_grad", **tags)
+
+    def dump_dict(self, name_prefix: str, data: Any, save: bool = True, **tags: Any) -> None:
+        """Tap every value of a dict, or every attribute of an object, as ``prefix_key``."""
+        if calls.taker() is None:
+            return
+        values = data if isinstance(data, Mapping) else _attributes(data)
+        for key, value in values.items():
+            self.dump(f"{name_prefix}_{key}", value, save=save, **tags)
+
+    # ---- tags around taps ---------------------------------------------------------------------------------------
+
+    def set_ctx(self, **tags: Any) -> None:
+        """Give these tags to every tap from now on, in all threads; None takes one away."""
+        merged = {**self._context, **tags}
+        self._context = {name: value for name, value in merged.items() if value is not None}
+
+    def ctx(self, extractor: Callable[..., dict[str, Any]] | None = None, **tags: Any) -> Callable[[F], F]:
+        """A decorator: tags for every tap within the function, given, or made from its first argument."""
+        if (extractor is None) == (not tags):
+            raise TagError("dumper.ctx takes a function of the first argument, or tags: one of the two")
+
+        def decorate(function: F) -> F:
+            @functools.wraps(function)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                added = tags if extractor is None else extractor(args[0])
+                before = self._context
+                self.set_ctx(**added)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._context = before
+
+            return wrapped  # type: ignore[return-value]
+
+        return decorate
+
+    # ---- settings -----------------------------------------------------------------------------------------------
+
+    def configure(self, **settings: Any) -> None:
+        """Change settings, by SGLang's names. ``grafter_enable=True`` joins as the ``grafter_`` settings say.
+
+        Raises :class:`~graftlab.errors.ConfigError` for one that is not known, or cannot be used.
+        """
+        for name, value in settings.items():
+            if name in self._shown:
+                if type(value) is not bool:
+                    raise ConfigError(f"{name} (DUMPER_{name.upper()}) is {value!r}; it takes True or False")
+                self._shown[name] = value
+            elif name in _FIELDS:
+                self._settings[_FIELDS[name]] = value
+            elif name == "filter":
+                if value is not None:
+                    _refuse_filter()
+            elif name in _WITHOUT_MEANING:
+                logger.info("dumper.configure(%s=...): it concerns files and servers that are not made here", name)
+            else:
+                known = ", ".join([*self._shown, *_FIELDS])
+                raise ConfigError(f"dumper.configure: there is no setting {name!r}; what means something is {known}")
+        if settings.get("grafter_enable"):
+            attach(GraftConfig.with_defaults(**self._settings))
+
+    def configure_default(self, **settings: Any) -> None:
+        """As :meth:`configure`, where the environment says nothing else."""
+        self.configure(
+            **{name: value for name, value in settings.items() if f"DUMPER_{name.upper()}" not in os.environ}
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """The settings that mean something here."""
+        return {"config": {**self._shown, **self._settings}}
+
+    def reset(self) -> None:
+        """Forget the tags that were set, and take out the taps of watched models."""
+        self._context = {}
+        for watched in self._watches:
+            watched.remove()
+        self._watches = []
+
+    def register_non_intrusive_dumper(self, model: torch.nn.Module) -> Watch:
+        """Tap every module's output; see :func:`graftlab.watch`."""
+        self._watches.append(watch(model))
+        return self._watches[-1]
+
+    def apply_source_patches(self) -> None:
+        """Does nothing: patches of source code are not made here."""
+        if os.environ.get("DUMPER_SOURCE_PATCHER_CONFIG"):
+            logger.warning("DUMPER_SOURCE_PATCHER_CONFIG is set, and graftlab patches no source code")
+
+    @contextmanager
+    def capture_output(self) -> Iterator[dict[str, Any]]:
+        """Refused: rows and kept tensors take its place."""
+        raise ConfigError("dumper.capture_output has no counterpart; session.tensors and gl.record keep tensors")
+        yield {}
+
+
+def _flag(name: str, default: bool) -> bool:
+    variable = f"DUMPER_{name.upper()}"
+    text = os.environ.get(variable, "").strip().lower()
+    if text not in ("", "0", "1", "true", "false"):
+        raise ConfigError(f"{name} ({variable}) is {text!r}; it takes 1 or 0")
+    return default if not text else text in ("1", "true")
+
+
+def _refuse_filter() -> None:
+    raise ConfigError(
+        "filter (DUMPER_FILTER) chooses what is dumped to files; a plan chooses here: GRAFTLAB_COMPARE_FILTER, or "
+        "session.edit(compare=...)"
+    )
+
+
+def _attributes(data: Any) -> dict[str, Any]:
+    if hasattr(data, "__dict__"):
+        return {name: value for name, value in vars(data).items() if not name.startswith("_")}
+    raise ConfigError(f"dumper.dump_dict takes a dict or an object with attributes, not {type(data).__name__}")
+
+
+dumper = Dumper()

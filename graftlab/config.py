@@ -1,0 +1,320 @@
+"""How a job joins a graft world: read from the environment, from ``name=value`` pairs, or written out.
+
+Every error names the field, its environment variable, what it got and what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from graftlab.base import limits
+from graftlab.base.world import MAX_RANKS, Side
+from graftlab.errors import ConfigError, FilterError, TransformError
+from graftlab.filters.expressions import compile_filter
+from graftlab.plan.plan import GraftPlan
+from graftlab.transforms import TransformSpec
+
+PREFIX = "GRAFTLAB_"
+
+# How other graft kits call the same thing; ours win.
+_ALIASES = {
+    "enable": "DUMPER_GRAFTER_ENABLE",
+    "role": "DUMPER_GRAFTER_ROLE",
+    "b2t_filter": "DUMPER_GRAFTER_B2T_FILTER",
+    "t2b_filter": "DUMPER_GRAFTER_T2B_FILTER",
+    "transform_path": "DUMPER_GRAFTER_TRANSFORM_PATH",
+    "address": "DUMPER_GRAFTER_MASTER_ADDRESS",
+    "port": "DUMPER_GRAFTER_MASTER_PORT",
+    "baseline_world_size": "DUMPER_GRAFTER_BASELINE_WORLD_SIZE",
+    "target_world_size": "DUMPER_GRAFTER_TARGET_WORLD_SIZE",
+    "group_name": "DUMPER_GRAFTER_GROUP_NAME",
+    "timeout": "DUMPER_GRAFTER_TIMEOUT",
+}
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
+_FILTERS = ("b2t_filter", "t2b_filter", "compare_filter", "keep_filter")
+
+
+@dataclass(frozen=True)
+class GraftConfig:
+    """How this process joins a graft world. The environment variable of a field is ``GRAFTLAB_`` and its name.
+
+    ``role`` is ``"baseline"`` or ``"target"``. The four filters and ``transform_path`` (``"pkg.module.function"``) are
+    the plan until somebody edits it; a notebook that listens has its own, and they are left aside.
+
+    Both sides meet at ``address``: a folder, or ``"localhost"`` with a ``port``, which names a folder of this user's
+    that both can work out. Without it they meet in ``run_dir``, where the rows go. ``group_name`` tells meetings at one
+    address apart. ``timeout``, in seconds, bounds the wait for the others and each wait of a tap is at most half of it.
+
+    ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
+    each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
+    the plan, or compare ``"nothing"``, until another listens at that address.
+
+    Raises :class:`ConfigError` for a value of another type or that cannot be used.
+
+    >>> config = gl.GraftConfig(role="target", run_dir="/tmp/runs/1", baseline_world_size=1, target_world_size=2)
+    >>> config.replace(b2t_filter="layer < 4").plan().b2t
+    'layer < 4'
+    """
+
+    enable: bool = False
+    role: str | None = None
+    b2t_filter: str | None = None
+    t2b_filter: str | None = None
+    compare_filter: str | None = "True"
+    keep_filter: str | None = None
+    transform_path: str | None = None
+    address: str | None = None
+    port: int | None = None
+    baseline_world_size: int | None = None
+    target_world_size: int | None = None
+    group_name: str = "graftlab"
+    timeout: float = limits.TIMEOUT
+    buffer_budget: int = limits.BUFFER_BUDGET
+    keep_budget: int = limits.KEEP_BUDGET
+    run_dir: str | None = None
+    watch: str | None = None
+    without_host: str = "keep"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            kind = _KINDS[field.name]
+            value = getattr(self, field.name)
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, field.name, value)
+            if kind is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, field.name, value)
+            if (value is None and field.default is None) or type(value) is kind:
+                continue
+            if value is None and field.name in _FILTERS:
+                continue
+            raise _refusal(field.name, value, _TAKES[kind])
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if self.role is not None and self.role not in get_args(Side):
+            raise _refusal("role", self.role, "'baseline' or 'target'")
+        if self.without_host not in ("keep", "nothing"):
+            raise _refusal("without_host", self.without_host, "'keep' or 'nothing'")
+        for name in ("baseline_world_size", "target_world_size"):
+            size = getattr(self, name)
+            if size is not None and not 0 < size < MAX_RANKS:
+                raise _refusal(name, size, f"how many ranks that side has, from 1 to {MAX_RANKS - 1}")
+        if not 0 < self.timeout <= 1e6:
+            raise _refusal("timeout", self.timeout, "seconds, more than 0 and at most 1,000,000")
+        for name in ("buffer_budget", "keep_budget"):
+            if getattr(self, name) < 0:
+                raise _refusal(name, getattr(self, name), "a number of bytes")
+        if self.port is not None and not 0 < self.port < 65536:
+            raise _refusal("port", self.port, "a number from 1 to 65535")
+        if not self.group_name or "/" in self.group_name or self.group_name.startswith("."):
+            raise _refusal("group_name", self.group_name, "a word that can be a file's name")
+        for name in (*_FILTERS, "watch"):
+            try:
+                compile_filter(getattr(self, name))
+            except FilterError as error:
+                raise _refusal(name, getattr(self, name), f"a filter expression: {error}") from error
+        if self.transform_path is not None:
+            try:
+                TransformSpec.of(self.transform_path)
+            except TransformError as error:
+                raise _refusal("transform_path", self.transform_path, f"'pkg.module.function': {error}") from error
+
+    # ---- where it comes from ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> GraftConfig:
+        """What the environment says: ``GRAFTLAB_<FIELD>``, or else SGLang's ``DUMPER_GRAFTER_*``.
+
+        Raises :class:`ConfigError` for a value that cannot be read, and for a ``GRAFTLAB_`` variable that is one letter
+        or so away from one that is known.
+
+        >>> gl.GraftConfig.from_env({"GRAFTLAB_ROLE": "target", "GRAFTLAB_TIMEOUT": "30"}).timeout
+        30.0
+        """
+        return cls(**_from_env(os.environ if environ is None else environ))
+
+    @classmethod
+    def from_kv_pairs(cls, pairs: Sequence[str]) -> GraftConfig:
+        """What these say: ``["role=target", "timeout=30"]``.
+
+        >>> gl.GraftConfig.from_kv_pairs(["role=target", "b2t_filter=layer == 3"]).b2t_filter
+        'layer == 3'
+        """
+        found = {}
+        for pair in pairs:
+            name, equals, text = pair.partition("=")
+            if not equals or name not in _KINDS:
+                raise ConfigError(f"{pair!r} is no setting; write name=value with one of {', '.join(_KINDS)}")
+            found[name] = _read(name, text, name)
+        return cls(**found)
+
+    @classmethod
+    def with_defaults(cls, **defaults: Any) -> GraftConfig:
+        """These values, where the environment says nothing else.
+
+        >>> gl.GraftConfig.with_defaults(role="target", timeout=30).role
+        'target'
+        """
+        _require_known(defaults)
+        return cls(**{**defaults, **_from_env(os.environ)})
+
+    def replace(self, **changes: Any) -> GraftConfig:
+        """The same with these changed.
+
+        >>> gl.GraftConfig().replace(timeout=5).timeout
+        5.0
+        """
+        _require_known(changes)
+        return replace(self, **changes)
+
+    # ---- what it means ------------------------------------------------------------------------------------------
+
+    def require_complete(self) -> GraftConfig:
+        """This, once it is known to say all that joining needs. Raises :class:`ConfigError` that names what is missing.
+
+        >>> gl.GraftConfig(role="target", run_dir="/tmp/r").require_complete()
+        Traceback (most recent call last):
+        graftlab.errors.ConfigError: baseline_world_size (GRAFTLAB_BASELINE_WORLD_SIZE) is not given...
+        """
+        needed = {
+            "role": "'baseline' or 'target'",
+            "baseline_world_size": "how many ranks the baseline has",
+            "target_world_size": "how many ranks the target has",
+        }
+        for name, takes in needed.items():
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} ({PREFIX}{name.upper()}) is not given; it takes {takes}")
+        if self.baseline_world_size + self.target_world_size > MAX_RANKS:  # type: ignore[operator]
+            raise _refusal(
+                "target_world_size", self.target_world_size, f"at most {MAX_RANKS} ranks with the baseline's"
+            )
+        if not any((getattr(self, name) or "").strip() for name in _FILTERS):
+            named = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in _FILTERS)
+            raise ConfigError(
+                f"no filter could ever match a tap: {named} are all blank; compare_filter=True compares all"
+            )
+        _ = self.meeting
+        return self
+
+    @property
+    def meeting(self) -> Path:
+        """The folder in which the processes of both sides meet. Raises :class:`ConfigError` where none is named."""
+        if self.address is None:
+            if self.run_dir is None:
+                raise ConfigError(
+                    f"address ({PREFIX}ADDRESS) is not given, nor is run_dir ({PREFIX}RUN_DIR); one of them takes the "
+                    f"folder in which both sides meet"
+                )
+            return Path(self.run_dir).expanduser().absolute()
+        if self.address in _LOOPBACK:
+            if self.port is None:
+                raise _refusal("port", None, f"a number that both sides share, because address is {self.address!r}")
+            # A system-wide name on purpose: both sides find it without knowing more than the port.
+            return Path("/tmp") / f"graftlab-{os.getuid()}" / f"{self.group_name}-{self.port}"
+        if os.sep not in self.address:
+            raise _refusal(
+                "address",
+                self.address,
+                "a folder, with a / in it, or 'localhost'; ranks on several machines cannot meet",
+            )
+        return Path(self.address).expanduser().absolute()
+
+    @property
+    def side(self) -> Side:
+        """The role. Raises :class:`ConfigError` where there is none."""
+        if self.role is None:
+            raise ConfigError(f"role ({PREFIX}ROLE) is not given; it takes 'baseline' or 'target'")
+        return cast(Side, self.role)
+
+    def world_size(self, side: Side) -> int:
+        """How many ranks this side has, once it is known."""
+        size: int | None = getattr(self, f"{side}_world_size")
+        return size or 0
+
+    def plan(self) -> GraftPlan:
+        """The plan that the filters and the transform make."""
+        return GraftPlan(
+            b2t=self.b2t_filter,
+            t2b=self.t2b_filter,
+            compare=self.compare_filter,
+            keep=self.keep_filter,
+            transform=None if self.transform_path is None else TransformSpec.of(self.transform_path),
+        )
+
+
+_KINDS: dict[str, type] = {
+    "enable": bool,
+    "port": int,
+    "baseline_world_size": int,
+    "target_world_size": int,
+    "timeout": float,
+    "buffer_budget": int,
+    "keep_budget": int,
+}
+_KINDS = {field.name: _KINDS.get(field.name, str) for field in fields(GraftConfig)}
+_TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}
+# Variables that are no field of it.
+OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "SKIP_JS"})
+
+
+def enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment asks a job to join by itself. Anything but a plain no is read as yes here."""
+    environ = os.environ if environ is None else environ
+    text = environ.get(f"{PREFIX}ENABLE", environ.get(_ALIASES["enable"], ""))
+    return text.strip().lower() not in _FALSE
+
+
+def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {f"{PREFIX}{name.upper()}" for name in _KINDS} | {PREFIX + name for name in OTHER_VARIABLES}
+    for variable in environ:
+        if variable.startswith(PREFIX) and variable not in known and _is_close(variable, known):
+            raise ConfigError(f"{variable} is none of graftlab's variables; there are {', '.join(sorted(known))}")
+    found = {}
+    for name in _KINDS:
+        for variable in (f"{PREFIX}{name.upper()}", _ALIASES.get(name, "")):
+            if variable in environ:
+                found[name] = _read(name, environ[variable], variable)
+                break
+    return found
+
+
+def _is_close(variable: str, known: set[str]) -> bool:
+    import difflib
+
+    return bool(difflib.get_close_matches(variable, known, n=1, cutoff=0.85))
+
+
+def _read(name: str, text: str, source: str) -> Any:
+    kind = _KINDS[name]
+    if kind is str:
+        # A blank filter matches nothing; a blank anything else was meant as absent.
+        return text if text or name in _FILTERS else (GraftConfig.__dataclass_fields__[name].default)
+    text = text.strip()
+    if kind is bool:
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+    else:
+        try:
+            return kind(text)
+        except ValueError:
+            pass  # told below, as of every kind
+    raise _refusal(name, text, _TAKES[kind], source)
+
+
+def _refusal(name: str, value: object, takes: str, source: str = "") -> ConfigError:
+    variable = source or f"{PREFIX}{name.upper()}"
+    shown = name if variable == name else f"{name} ({variable})"
+    return ConfigError(f"{shown} is {value!r}; it takes {takes}")
+
+
+def _require_known(given: Mapping[str, object]) -> None:
+    unknown = given.keys() - _KINDS.keys()
+    if unknown:
+        raise ConfigError(f"there is no setting {min(unknown)!r}; there are {', '.join(_KINDS)}")

@@ -1,0 +1,117 @@
+"""What a job and the holder of a session say to each other before the job has joined: one message each.
+
+Plain data, checked on arrival. What is handed over with it, as open descriptors, follows.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from graftlab.base import wire
+from graftlab.base.world import RunInfo, Side
+from graftlab.errors import MessageError
+from graftlab.plan.wire import WirePlan
+
+_LENGTH = struct.Struct("<I")
+# A plan's transform may be a function with what it captures.
+_LARGEST = 256 << 20
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The root of all of them."""
+
+
+class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job that is in a graft world already has: the run that goes on, and the plan in force.
+
+    ``lost_rows`` is how many rows were made while nobody took them.
+    """
+
+    run: RunInfo
+    plan: WirePlan
+    lost_rows: int
+
+
+class Join(Greeting, frozen=True):
+    """A process asks to be this rank. With ``plan`` it is one that wants to meet others that have the same.
+
+    One that has a ``membership`` asks for a new line alone; the descriptor of its own segment follows.
+    """
+
+    version: str
+    side: Side
+    rank: int
+    world_size: int
+    other_world_size: int
+    pid: int
+    device: str
+    backend: str
+    plan: WirePlan | None
+    membership: Membership | None
+
+
+class Joined(Greeting, frozen=True):
+    """It is. Descriptors follow, so many: its share of what all have, its line and its bell."""
+
+    folder: str
+    log: str
+    segment_size: int
+    tap_timeout: float
+    buffer_budget: int
+    keep_budget: int
+    descriptors: int
+
+
+class Refused(Greeting, frozen=True):
+    """It is not. ``settings`` where it is what the two were told that does not fit."""
+
+    error: str
+    settings: bool
+
+
+_decoder = wire.Decoder(Join | Joined | Refused)
+
+
+def our_version() -> str:
+    """Which graftlab this is; only equal ones understand each other."""
+    try:
+        return version("graftlab")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def tell(connection: socket.socket, message: Greeting) -> None:
+    data = wire.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def hear(connection: socket.socket) -> Any:
+    """The next message; None where the other end is gone. Raises :class:`MessageError` for anything else, and
+    TimeoutError."""
+    head = _exactly(connection, _LENGTH.size)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > _LARGEST:
+        raise MessageError(f"a greeting of {length:,} bytes is none")
+    data = _exactly(connection, length)
+    return None if data is None else _decoder.decode(data)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes | None:
+    # Not a byte more: descriptors come with the next one.
+    parts = bytearray()
+    while len(parts) < length:
+        try:
+            more = connection.recv(length - len(parts))
+        except ConnectionError:
+            return None
+        if not more:
+            return None
+        parts += more
+    return bytes(parts)

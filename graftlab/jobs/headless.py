@@ -1,0 +1,120 @@
+"""The host: the process that holds the session of jobs that run without a notebook, and ends with them.
+
+The first job starts it and gives it the socket on which it listens already, so that no job comes too early.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from graftlab.base import wire
+from graftlab.config import PREFIX, GraftConfig
+from graftlab.control.core import SessionCore
+from graftlab.control.run_folder import make_run_folder
+from graftlab.jobs.host import listen_as
+from graftlab.jobs.meeting import Meeting
+from graftlab.plan.wire import WirePlan, from_wire, to_wire
+from graftlab.ranks.options import LaunchOptions
+
+logger = logging.getLogger(__name__)
+
+
+class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the job that starts a host tells it, on its standard input."""
+
+    meeting: str
+    run_dir: str | None
+    listener: int
+    baseline: int
+    target: int
+    timeout: float
+    buffer_budget: int
+    keep_budget: int
+    plan: WirePlan
+
+
+_decoder = wire.Decoder(HostOrder)
+
+
+def start_host(config: GraftConfig, meeting: Meeting, listener: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the host of these jobs as a process of its own, which outlives the one that starts it."""
+    order = HostOrder(
+        meeting=str(meeting.folder),
+        run_dir=config.run_dir,
+        listener=listener.fileno(),
+        baseline=config.world_size("baseline"),
+        target=config.world_size("target"),
+        timeout=config.timeout,
+        buffer_budget=config.buffer_budget,
+        keep_budget=config.keep_budget,
+        plan=to_wire(config.plan()),
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "DUMPER_"))}
+    if home := os.environ.get(f"{PREFIX}HOME"):
+        environ[f"{PREFIX}HOME"] = home
+    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
+    log = os.open(meeting.folder / "host.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-m", "graftlab.jobs.headless"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environ,
+            pass_fds=[listener.fileno()],
+            # What ends the job by a signal to its group must not end the session of the others.
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(wire.encode(order))
+    return process
+
+
+def main() -> int:
+    """Hold the session until the last job is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    order: HostOrder = _decoder.decode(sys.stdin.buffer.read())
+    listener = socket.socket(fileno=order.listener)
+    listener.set_inheritable(False)
+    folder = make_run_folder(order.run_dir)
+    options = LaunchOptions(
+        order.baseline,
+        order.target,
+        timeout=order.timeout,
+        buffer_budget=order.buffer_budget,
+        keep_budget=order.keep_budget,
+    )
+    session, host = listen_as(
+        SessionCore,
+        options,
+        from_wire(order.plan),
+        folder,
+        Meeting(Path(order.meeting)),
+        listener,
+        # Jobs that run again go on in their folder: each time is a run of its own there.
+        append=True,
+        agreed=True,
+    )
+    logger.info("rows go to %s", folder)
+    with session:
+        # Whoever started this may have died before it could join.
+        while not host.over.wait(order.timeout):
+            if host.is_empty:
+                logger.error("nobody has joined within %g s", order.timeout)
+                return 1
+    logger.info("all jobs are gone; %d rows", session.row_count)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What the ranks of a graft world share, as open descriptors, made before any of them is there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from graftlab.base.world import Place
+from graftlab.errors import LaunchError
+from graftlab.exchange.arena import create_segment
+from graftlab.ranks.spec import FDS_A_MESSAGE
+
+MEMORY_FILES = hasattr(os, "memfd_create")
+
+
+class Shared:
+    """A segment each, a socket between any two, and perhaps a store a side."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self.segments: list[int] = []
+        self.segment_size = 0
+        self._places = places
+        self._stores: dict[str, int] = {}
+        self._links: dict[tuple[int, int], socket.socket] = {}
+
+    def make(self, stores: Path | None = None) -> None:
+        """Raises :class:`LaunchError` where the system's limits are too low.
+
+        With the folder ``stores`` each side gets the file through which its ranks find each other.
+        """
+        try:
+            for _ in self._places:
+                descriptor, self.segment_size = create_segment()
+                self.segments.append(descriptor)
+            if stores is not None:
+                for side in ("baseline", "target"):
+                    self._stores[side] = _make_store(stores / f"{side}.store")
+            for one in range(len(self._places)):
+                for other in range(one):
+                    self._links[one, other], self._links[other, one] = socket.socketpair()
+        except OSError as error:
+            raise LaunchError(
+                f"shared memory and sockets for {len(self._places)} ranks cannot be made: {error}; "
+                f"fewer ranks, or higher limits (ulimit -n, -f, -v), may help"
+            ) from error
+
+    def of(self, place: Place) -> list[int]:
+        """What a rank is handed: all segments, its sockets to the others, and its side's store where there is one."""
+        me = place.world_rank
+        links = [self._links[me, other].fileno() for other in range(len(self._places)) if other != me]
+        stores = [self._stores[place.side]] if self._stores else []
+        return [*self.segments, *links, *stores]
+
+    def release(self) -> None:
+        """Close what is here; the ranks have their own."""
+        for descriptor in (*self.segments, *self._stores.values()):
+            os.close(descriptor)
+        for link in self._links.values():
+            link.close()
+        self.segments, self._stores, self._links = [], {}, {}
+
+
+def send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
+    """Hand these to whoever reads the other end with :func:`graftlab.ranks.settling.receive_descriptors`."""
+    for start in range(0, len(descriptors), FDS_A_MESSAGE):
+        socket.send_fds(connection, [b"d"], descriptors[start : start + FDS_A_MESSAGE])
+
+
+def _make_store(path: Path) -> int:
+    """The file through which the ranks of a side find each other: without a name where the system has such files."""
+    if MEMORY_FILES:
+        return os.memfd_create("graftlab-store", os.MFD_CLOEXEC)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,0 +1,54 @@
+"""A recording that ``GRAFTLAB_RECORD=folder`` asks for: it begins with the process's first tap and ends with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from multiprocessing.util import Finalize
+from typing import Any
+
+from graftlab.grafting import active
+from graftlab.recordings.recorder import record
+from graftlab.taps import calls
+
+FOLDER, FILTER = "GRAFTLAB_RECORD", "GRAFTLAB_RECORD_FILTER"
+
+
+class FirstTapRecords:
+    """In place of a grafter until the first tap or step; by then the job knows which rank this process is."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        recorder = _begin()
+        return value if recorder is None else recorder.tap(name, value, extras, tags, replace)
+
+    @property
+    def moment(self) -> object:
+        return object()
+
+    def step(self) -> None:
+        recorder = _begin()
+        if recorder is not None:
+            recorder.step()
+
+
+def record_by_environment() -> bool:
+    """Record from the first tap on where the environment asks for it; returns whether it does."""
+    if not os.environ.get(FOLDER):
+        return False
+    if not isinstance(calls.grafter(), FirstTapRecords):
+        active.stand_in(FirstTapRecords(), None)
+    return True
+
+
+def _begin() -> calls.StepTaker | None:
+    import torch
+
+    calls.deactivate()
+    # A data loader's worker is no rank, whatever it taps.
+    if torch.utils.data.get_worker_info() is None:
+        recording = ExitStack()
+        recording.enter_context(record(os.environ[FOLDER], os.environ.get(FILTER, "True")))
+        # Also in processes that multiprocessing has started, which skip what atexit has.
+        Finalize(recording, recording.close, exitpriority=100)
+    return calls.grafter()

@@ -1,0 +1,111 @@
+"""Dumps of SGLang's dumper as a recording: a folder of ``.pt`` files, with a tap's tags in each file's name.
+
+Each holds ``{"value": tensor, "meta": {...}}`` and is read by torch's restricted unpickler, which runs nothing of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
+from graftlab.base.tensor_bytes import DTYPE_NAMES
+from graftlab.errors import RecordingError
+from graftlab.recordings.layout import End, Entry, StoredLayout, StoredTensor
+from graftlab.recordings.recorded import Recorded
+
+_BETWEEN = "___"
+# In every file's name, beside the tags.
+_OWN = frozenset({"step", "rank", "dump_index", "name", "recompute_status"})
+
+
+class OldDump(Recorded):
+    """A folder of such files. The numbers of steps begin with the first that is there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self._found = _entries(self.folder)
+        self.world_size = max(self._found) + 1
+        missing = sorted(set(range(self.world_size)) - set(self._found))
+        if missing:
+            raise RecordingError(
+                f"{self.folder}: there are dumps of ranks up to {self.world_size - 1}, not of {missing}"
+            )
+
+    def _read_index(self, rank: int) -> tuple[list[Entry], End]:
+        entries, left_out = self._found[rank]
+        return entries, End(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+
+    def _load(self, rank: int, entry: Entry, stored: StoredTensor) -> torch.Tensor:
+        value: torch.Tensor = _read(self.folder / stored.shard)["value"]
+        return value.detach().as_subclass(torch.Tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OldDump, (str(self.folder),)
+
+
+def _entries(folder: Path) -> dict[int, tuple[list[Entry], list[str]]]:
+    files = []
+    for path in folder.glob("*.pt"):
+        named = _tags_in(path)
+        files.append((int(named["rank"]), int(named["dump_index"]), path, named))
+    files.sort(key=lambda file: file[:2])
+    first = min(int(named["step"]) for *_, named in files)
+    found: dict[int, tuple[list[Entry], list[str]]] = {}
+    for rank, _, path, named in files:
+        entries, left_out = found.setdefault(rank, ([], []))
+        entry = _entry(path, named, first)
+        if isinstance(entry, str):
+            left_out.append(entry)
+        else:
+            entries.append(entry)
+    return found
+
+
+def _entry(path: Path, named: dict[str, str], first: int) -> Entry | str:
+    """The tap of a file, or in words why it can be none."""
+    content = _read(path)
+    value, meta = content["value"], content["meta"]
+    name = str(meta.get("name", named["name"]))
+    if not isinstance(value, torch.Tensor):
+        return f"tap {name!r}, whose value is {type(value).__name__}, not a tensor"
+    if named.get("recompute_status", "") == "recompute":
+        return f"tap {name!r} where a forward is computed again in the backward pass"
+    tags = {
+        tag: plain(meta.get(tag, text))
+        for tag, text in named.items()
+        if tag not in _OWN | RESERVED_TAGS | PLACE_TAGS and not is_no_tag(tag, meta.get(tag, text))
+    }
+    if name.startswith("grad__"):
+        # As taps call the gradient of a value.
+        name, tags = name.removeprefix("grad__"), {**tags, "kind": "grad"}
+    dims = meta.get("dims")
+    stored = StoredTensor(path.name, "value", DTYPE_NAMES[value.dtype], tuple(value.shape), crc32=0)
+    layout = StoredLayout(dims) if isinstance(dims, str) else None
+    return Entry(int(named["step"]) - first, name, tags, stored, layout=layout)
+
+
+def _tags_in(path: Path) -> dict[str, str]:
+    named = dict(part.partition("=")[::2] for part in path.stem.split(_BETWEEN))
+    if not {"step", "rank", "dump_index", "name"} <= named.keys() or not all(
+        named[tag].isdecimal() for tag in ("step", "rank", "dump_index")
+    ):
+        raise RecordingError(f"{path}: its name has no step=, rank=, dump_index= and name=, so it is no dump of a tap")
+    return named
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).partition("\n")[0]
+        raise RecordingError(
+            f"tap {_tags_in(path)['name']!r}: {path} is damaged, or holds more than tensors and plain data: {reason}"
+        ) from error
+    if not isinstance(content, dict) or "value" not in content or not isinstance(content.get("meta"), dict):
+        raise RecordingError(f"tap {_tags_in(path)['name']!r}: {path} has no value and meta, so it is no dump of a tap")
+    return content

@@ -1,0 +1,209 @@
+"""Calls of SGLang's dumper are taps, by its own names and variables; its dumps can be a side."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.job_scripts import end, start
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.compat.imports import replace_imports
+from graftlab.compat.sglang_dumper import Dumper
+from graftlab.grafting import active
+
+
+def recorded(folder: Path, show: Any) -> list[dict[str, Any]]:
+    with gl.record(folder):
+        show(Dumper())
+    frame = gl.Recording(folder).frame
+    return [
+        {name: value for name, value in row.items() if name not in ("rank", "dtype", "shape") and value == value}
+        for row in frame.to_dict("records")
+    ]
+
+
+def test_values_come_with_their_tags_and_the_context_and_steps(tmp_path: Path) -> None:
+    def show(dumper: Dumper) -> None:
+        dumper.set_ctx(phase="decode", layer_id=3)
+        dumper.dump("hidden", torch.ones(2), save=False, kind_of="mlp")
+        dumper.step()
+        dumper.set_ctx(layer_id=None)
+        dumper.dump_dict("batch", {"ids": torch.arange(3), "note": "text"})
+
+    with pytest.warns(gl.GraftWarning, match="batch_note"):
+        found = recorded(tmp_path, show)
+    assert found == [
+        {"step": 0, "name": "hidden", "kind_of": "mlp", "phase": "decode", "layer_id": 3.0},
+        {"step": 1, "name": "batch_ids", "phase": "decode"},
+    ]
+
+
+def test_dims_are_the_layout_and_extras_travel(tmp_path: Path) -> None:
+    with gl.record(tmp_path):
+        Dumper().dump("q", torch.ones(1, 2, 4), dims="b s h", grafter_extras={"phase": "prefill"})
+    ((entry, _, extras),) = gl.Recording(tmp_path).taps(0)
+    assert entry.layout is not None
+    assert entry.layout.text == "b s h"
+    assert extras == {"phase": "prefill"}
+
+
+def test_gradients_and_parameters_are_shown_where_they_are_enabled(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+
+    def show(dumper: Dumper) -> None:
+        dumper.dump_model(model)
+        x = torch.ones(2, requires_grad=True)
+        dumper.dump("x", x)
+        model(x).sum().backward()
+        dumper.configure(enable_value=False, enable_grad=True, enable_model_value=True, enable_model_grad=True)
+        dumper.dump("x", x)
+        model(x).sum().backward()
+        dumper.dump_model(model, name_prefix="p")
+
+    found = recorded(tmp_path, show)
+    assert [(tap["name"], tap.get("kind")) for tap in found] == [
+        ("x", None),
+        ("x", "grad"),
+        ("p__weight", "param"),
+        ("p__weight", "param_grad"),
+        ("p__bias", "param"),
+        ("p__bias", "param_grad"),
+    ]
+
+
+def test_the_decorator_gives_tags_and_takes_them_back(tmp_path: Path) -> None:
+    def show(dumper: Dumper) -> None:
+        dumper.set_ctx(layer_id=7)
+
+        @dumper.ctx(layer_id=1)
+        def inner() -> None:
+            dumper.dump("inside", torch.ones(1))
+            raise ValueError("the function's own")
+
+        with pytest.raises(ValueError, match="own"):
+            inner()
+        dumper.dump("outside", torch.ones(1))
+
+    assert [(tap["name"], tap["layer_id"]) for tap in recorded(tmp_path, show)] == [("inside", 1), ("outside", 7)]
+    for wrong in ({}, {"extractor": dict, "layer_id": 1}):
+        with pytest.raises(gl.TagError):
+            Dumper().ctx(**wrong)
+
+
+def test_outside_of_a_session_nothing_is_done() -> None:
+    assert active.grafter() is None
+    dumper = Dumper()
+    assert not dumper.may_enable
+    dumper.dump("x", object())
+    dumper.dump_dict("x", object())
+    dumper.step()
+
+
+def test_settings_that_mean_nothing_here_are_told_from_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    dumper = Dumper()
+    dumper.configure(enable=True, dir="/tmp/dumper", cleanup_previous=True)
+    with pytest.raises(gl.ConfigError, match="there is no setting 'enable_gard'"):
+        dumper.configure(enable_gard=True)
+    with pytest.raises(gl.ConfigError, match=r"filter \(DUMPER_FILTER\) chooses what is dumped"):
+        dumper.configure(filter="layer_id=[0-3]")
+    with pytest.raises(gl.ConfigError, match=r"role \(GRAFTLAB_ROLE\) is not given"):
+        dumper.configure(grafter_enable=True)
+    monkeypatch.setenv("DUMPER_ENABLE_GRAD", "perhaps")
+    with pytest.raises(gl.ConfigError, match=r"enable_grad \(DUMPER_ENABLE_GRAD\) is 'perhaps'"):
+        Dumper()
+
+
+def test_another_kit_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "vllm")
+    with pytest.raises(gl.ConfigError, match=r"compat \(GRAFTLAB_COMPAT\) is 'vllm'; it takes sglang"):
+        replace_imports()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_engines_that_carry_its_calls_join_by_its_variables_alone(tmp_path: Path) -> None:
+    told = {
+        "DUMPER_GRAFTER_ENABLE": "1",
+        "DUMPER_GRAFTER_B2T_FILTER": "layer_id == 1",
+        "DUMPER_GRAFTER_MASTER_ADDRESS": "127.0.0.1",
+        "DUMPER_GRAFTER_MASTER_PORT": "23456",
+        "DUMPER_GRAFTER_GROUP_NAME": tmp_path.name,
+        "DUMPER_GRAFTER_BASELINE_WORLD_SIZE": "1",
+        "DUMPER_GRAFTER_TARGET_WORLD_SIZE": "1",
+        "GRAFTLAB_COMPAT": "sglang",
+        "GRAFTLAB_RUN_DIR": str(tmp_path),
+    }
+    jobs = [
+        start("engine/serve.py", command=("-m", "graftlab", "attach"), DUMPER_GRAFTER_ROLE=role, **told)
+        for role in ("baseline", "target")
+    ]
+    ends = [end(job) for job in jobs]
+    assert [(code, out) for code, out, _ in ends] == [(0, "sum 8.0\n")] * 2, ends
+    wait_until(lambda: len(gl.load_run(tmp_path)) == 4, "rows")
+    frame = gl.load_run(tmp_path)
+    assert sorted(zip(frame["step"], frame["layer_id"], frame["status"], strict=True)) == [
+        (step, layer, status) for step in range(2) for layer, status in ((0, "compared"), (1, "grafted"))
+    ]
+
+
+# ---- dumps that are there already -----------------------------------------------------------------------------------
+
+
+def dump(folder: Path, value: object, **tags: object) -> Path:
+    path = folder / ("___".join(f"{name}={each}" for name, each in tags.items()) + ".pt")
+    torch.save({"value": value, "meta": {**tags, "world_size": 2, "dims": "b h[tp]"}}, path)
+    return path
+
+
+def two_ranks(folder: Path) -> None:
+    for rank in range(2):
+        for index, layer in enumerate((2, 0)):
+            value = torch.full((1, 2), 10.0 * layer + rank)
+            dump(folder, value, step=5, rank=rank, dump_index=index + 1, name="attn", layer_id=layer)
+
+
+def test_a_dump_is_a_recording_in_its_own_order(tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    dump(tmp_path, {"no": "tensor"}, step=5, rank=0, dump_index=9, name="config")
+    recording = gl.Recording.open(tmp_path)
+    assert recording.world_size == 2
+    taps = list(recording.taps(1))
+    assert [(entry.step, entry.name, entry.tags) for entry, _, _ in taps] == [
+        (0, "attn", {"layer_id": 2}),
+        (0, "attn", {"layer_id": 0}),
+    ]
+    assert torch.equal(taps[0][1], torch.full((1, 2), 21.0))
+    assert taps[0][0].layout is not None
+    assert taps[0][0].layout.text == "b h[tp]"
+    assert recording.left_out == ["tap 'config', whose value is dict, not a tensor"]
+    assert pickle.loads(pickle.dumps(recording)).world_size == 2
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("this was run",)
+
+
+def test_nothing_of_a_dump_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump(tmp_path, Payload(), step=0, rank=0, dump_index=1, name="evil")
+    with pytest.raises(gl.RecordingError, match=r"tap 'evil': .* more than tensors and plain data"):
+        gl.Recording.open(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dump_that_is_damaged_or_lacks_a_rank_is_told(tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    path = next(tmp_path.glob("*rank=0*layer_id=2.pt"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(gl.RecordingError, match=r"tap 'attn': .* is damaged"):
+        gl.Recording.open(tmp_path)
+    for each in tmp_path.glob("*rank=0*"):
+        each.unlink()
+    with pytest.raises(gl.RecordingError, match=r"not of \[0\]"):
+        gl.Recording.open(tmp_path)

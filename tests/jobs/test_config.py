@@ -1,0 +1,125 @@
+"""What a job is told of joining: where it comes from, and what is refused with the field and its variable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graftlab as gl
+from graftlab.config import GraftConfig
+
+COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
+
+
+def test_the_environment_is_read_by_the_names_of_the_fields() -> None:
+    config = GraftConfig.from_env(
+        {
+            "GRAFTLAB_ENABLE": "true",
+            "GRAFTLAB_ROLE": "baseline",
+            "GRAFTLAB_BASELINE_WORLD_SIZE": " 3 ",
+            "GRAFTLAB_TIMEOUT": "1.5",
+            "GRAFTLAB_COMPARE_FILTER": "",
+            "GRAFTLAB_WATCH": "",
+            "UNRELATED": "x",
+        }
+    )
+    assert (config.enable, config.role, config.baseline_world_size, config.timeout) == (True, "baseline", 3, 1.5)
+    # A blank filter matches nothing; a blank anything else was not given.
+    assert (config.compare_filter, config.watch) == ("", None)
+
+
+def test_ours_win_over_the_names_of_other_kits() -> None:
+    environ = {"DUMPER_GRAFTER_ROLE": "baseline", "DUMPER_GRAFTER_TIMEOUT": "7", "GRAFTLAB_ROLE": "target"}
+    config = GraftConfig.from_env(environ)
+    assert (config.role, config.timeout) == ("target", 7.0)
+
+
+def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_TIMEOUT", "9")
+    config = GraftConfig.with_defaults(role="target", timeout=3)
+    assert (config.role, config.timeout) == ("target", 9.0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("ROLE", "trainer", "role (GRAFTLAB_ROLE) is 'trainer'; it takes 'baseline' or 'target'"),
+        ("ENABLE", "maybe", "enable (GRAFTLAB_ENABLE) is 'maybe'; it takes 1 or 0"),
+        ("TIMEOUT", "soon", "timeout (GRAFTLAB_TIMEOUT) is 'soon'; it takes a number"),
+        ("TIMEOUT", "0", "timeout (GRAFTLAB_TIMEOUT) is 0.0; it takes seconds"),
+        ("TIMEOUT", "nan", "timeout (GRAFTLAB_TIMEOUT) is nan; it takes seconds"),
+        ("TARGET_WORLD_SIZE", "0", "target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 0; it takes how many ranks"),
+        (
+            "TARGET_WORLD_SIZE",
+            "2.5",
+            "target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is '2.5'; it takes a whole",
+        ),
+        ("PORT", "70000", "port (GRAFTLAB_PORT) is 70000; it takes a number from 1 to 65535"),
+        ("B2T_FILTER", "layer = 4", "b2t_filter (GRAFTLAB_B2T_FILTER) is 'layer = 4'; it takes a filter expression"),
+        ("WATCH", "(", "watch (GRAFTLAB_WATCH) is '('; it takes a filter expression"),
+        ("TRANSFORM_PATH", "nodots", "transform_path (GRAFTLAB_TRANSFORM_PATH) is 'nodots'; it takes 'pkg.module"),
+        ("WITHOUT_HOST", "die", "without_host (GRAFTLAB_WITHOUT_HOST) is 'die'; it takes 'keep' or 'nothing'"),
+        ("GROUP_NAME", "../x", "group_name (GRAFTLAB_GROUP_NAME) is '../x'; it takes a word"),
+        ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is none of graftlab's variables; there are"),
+    ],
+)
+def test_what_cannot_be_used_names_field_variable_and_what_it_takes(variable: str, text: str, message: str) -> None:
+    with pytest.raises(gl.ConfigError) as caught:
+        GraftConfig.from_env({f"GRAFTLAB_{variable}": text})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("missing", ["role", "baseline_world_size", "target_world_size", "run_dir"])
+def test_what_joining_needs_is_asked_for(missing: str) -> None:
+    GraftConfig(**COMPLETE).require_complete()
+    with pytest.raises(gl.ConfigError, match="is not given") as caught:
+        GraftConfig(**{name: value for name, value in COMPLETE.items() if name != missing}).require_complete()
+    assert f"(GRAFTLAB_{missing.upper()})" in str(caught.value)
+
+
+def test_a_filter_that_could_match_is_asked_for() -> None:
+    with pytest.raises(gl.ConfigError, match="no filter could ever match a tap"):
+        GraftConfig(**COMPLETE, compare_filter=" ").require_complete()
+
+
+def test_an_address_on_another_machine_is_refused() -> None:
+    with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is '10.0.0.7'; .* several machines"):
+        GraftConfig(**COMPLETE, address="10.0.0.7", port=1).require_complete()
+    with pytest.raises(gl.ConfigError, match=r"port \(GRAFTLAB_PORT\) is None; it takes a number that both sides"):
+        GraftConfig(**COMPLETE, address="localhost").require_complete()
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": "3"}, {"enable": 1}, {"role": 3}, {"port": True}])
+def test_types_are_checked_where_it_is_written_out(wrong: dict[str, Any]) -> None:
+    with pytest.raises(gl.ConfigError, match=rf"GRAFTLAB_{next(iter(wrong)).upper()}"):
+        GraftConfig(**wrong)
+
+
+def test_pairs_are_read_and_unknown_names_refused() -> None:
+    assert GraftConfig.from_kv_pairs(["timeout=30", "b2t_filter=layer == 3"]).b2t_filter == "layer == 3"
+    for wrong in ("timeout", "timeouts=3"):
+        with pytest.raises(gl.ConfigError, match="is no setting"):
+            GraftConfig.from_kv_pairs([wrong])
+    with pytest.raises(gl.ConfigError, match="there is no setting 'timeouts'"):
+        GraftConfig().replace(timeouts=3)
+
+
+@given(st.dictionaries(st.sampled_from(["role", "timeout", "enable", "port", "watch", "keep_filter"]), st.text()))
+def test_any_text_is_read_or_refused_by_its_name(settings: dict[str, str]) -> None:
+    environ = {f"GRAFTLAB_{name.upper()}": text for name, text in settings.items()}
+    try:
+        said = ""
+        GraftConfig.from_env(environ)
+    except gl.ConfigError as error:
+        said = str(error)
+    assert not said or any(f"({variable})" in said for variable in environ)
+
+
+def test_the_plan_is_what_the_fields_say() -> None:
+    plan = GraftConfig(**COMPLETE, t2b_filter="layer == 1", transform_path="os.path.join").plan()
+    assert (plan.t2b, plan.compare) == ("layer == 1", "True")
+    assert plan.transform is not None
+    assert plan.transform.text == "os.path.join"

@@ -1,0 +1,131 @@
+"""Two jobs that no notebook launched, told by environment variables alone, make rows in their run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from kit.job_scripts import end, start, variables
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.config import GraftConfig
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+
+def ranks_of(
+    script: str, role: str, mine: int, baseline: int, target: int, *arguments: object, **settings: object
+) -> list[subprocess.Popen[str]]:
+    jobs = []
+    for rank in range(mine):
+        ranked = {"RANK": str(rank), "WORLD_SIZE": str(mine)} if mine > 1 else {}
+        jobs.append(start(script, *arguments, **variables(role, baseline, target, **settings), **ranked))
+    return jobs
+
+
+def host_has_ended(folder: Path) -> None:
+    wait_until(lambda: not (folder / ".meeting" / "socket").exists(), "the end of the host")
+
+
+def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> None:
+    told = {"run_dir": tmp_path / "run", "b2t_filter": "layer == 1 and step == 1"}
+    jobs = [
+        *ranks_of("trusted_model.py", "baseline", 1, 1, 3, **told),
+        *ranks_of("engine_rank.py", "target", 3, 1, 3, **told),
+    ]
+    ends = [end(job) for job in jobs]
+    assert [code for code, _, _ in ends] == [0] * 4, ends
+    assert ends[0][1] == "done True\n"
+    host_has_ended(tmp_path / "run")
+    frame = gl.load_run(tmp_path / "run")
+    measured = frame[frame["name"] == "hidden"]
+    assert len(measured) == 3 * 3 * 2
+    assert set(measured[measured["layer"] == 0]["rel_l2"]) == {0.0}
+    grafted = measured[measured["status"] == "grafted"]
+    assert set(zip(grafted["step"], grafted["layer"], strict=True)) == {(1, 1)}
+    assert sorted(grafted["rank"]) == [0, 1, 2]
+    assert set(grafted["aligned_by"]) == {"slice dim=1"}
+    wrong = measured[(measured["layer"] == 1) & (measured["status"] == "compared")]
+    assert wrong["rel_l2"].to_numpy() == pytest.approx(0.05, rel=1e-4)
+    # What only the baseline has is told, once it is known that nobody asks for it.
+    assert frame[frame["name"] == "logits"]["status"].tolist() == ["unmatched"] * 3
+    assert gl.plots.divergence(frame) is not None
+    log = (tmp_path / "run" / "logs" / "target-2.log").read_text()
+    assert log.count("grafted b2t at tap 'hidden' step 1") == 1
+
+
+def test_both_sides_meet_at_a_port_too_and_a_second_time_is_a_run_of_its_own(tmp_path: Path) -> None:
+    told = {"address": "localhost", "port": 20001, "group_name": f"{tmp_path.name}-{os.getpid()}", "run_dir": tmp_path}
+    meeting = GraftConfig(address="localhost", port=20001, group_name=str(told["group_name"])).meeting
+    for _ in range(2):
+        jobs = [
+            *ranks_of("trusted_model.py", "baseline", 1, 1, 1, 1, **told),
+            *ranks_of("engine_rank.py", "target", 1, 1, 1, 1, **told),
+        ]
+        assert [end(job)[0] for job in jobs] == [0, 0]
+        host_has_ended(meeting)
+    assert sorted(gl.load_run(tmp_path)["run"].unique()) == [0, 1]
+
+
+def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_path: Path) -> None:
+    jobs = [
+        start(
+            "engine_rank.py",
+            **variables("target", 1, 3, run_dir=tmp_path),
+            RANK=str(rank),
+            WORLD_SIZE="2",
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        code, _, err = end(job)
+        assert code == 1
+        assert "target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 3, and this job has 2 processes" in err
+
+
+def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Path) -> None:
+    first = start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path))
+    try:
+        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the baseline's joining")
+        second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
+        code, _, err = end(second)
+        assert code == 1
+        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, and 'True' in the job that came" in err
+        assert len(gl.load_run(tmp_path)) == 0
+    finally:
+        first.kill()
+        end(first)
+
+
+def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Path) -> None:
+    code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path, timeout=30)))
+    assert (code, out) == (0, "done False\n")
+    assert err.count("GraftWarning") == 1
+    assert "target[0] had not joined within 30 s" in err
+
+
+def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> None:
+    stays = start(
+        "trusted_model.py",
+        40,
+        **variables("baseline", 1, 1, run_dir=tmp_path, t2b_filter="layer == 0", compare_filter=""),
+    )
+    killed = start(
+        "dies_in_step.py", 3, **variables("target", 1, 1, run_dir=tmp_path, t2b_filter="layer == 0", compare_filter="")
+    )
+    assert end(killed)[0] == -signal.SIGKILL
+    code, out, err = end(stays)
+    assert (code, out) == (0, "done True\n"), err
+    host_has_ended(tmp_path)
+    frame = gl.load_run(tmp_path)
+    received = frame[(frame["name"] == "hidden") & (frame["layer"] == 0)].sort_values("step")
+    assert received["status"].tolist() == ["grafted"] * 3 + ["missing"] * 37
+    assert "died" in received["error"].iloc[-1]
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -1,0 +1,52 @@
+"""Jobs as users start them: scripts in processes of their own, told by environment variables alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kit.deadline import DEADLINE
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "jobs" / "scripts"
+ROOT = SCRIPTS.parent.parent.parent
+
+
+def variables(role: str, baseline: int, target: int, **settings: object) -> dict[str, str]:
+    """What a job of this role finds in its environment; ``settings`` by the names of their fields."""
+    settings = {
+        "enable": 1,
+        "baseline_world_size": baseline,
+        "target_world_size": target,
+        "timeout": DEADLINE,
+    } | settings
+    return {"GRAFTLAB_ROLE": role, **{f"GRAFTLAB_{name.upper()}": str(value) for name, value in settings.items()}}
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRAFTLAB_", "DUMPER_"))}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**kept, "GRAFTLAB_HOME": os.environ["GRAFTLAB_HOME"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+
+
+def start(script: str, *arguments: object, command: tuple[str, ...] = (), **extra: str) -> subprocess.Popen[str]:
+    """Start a script of ``tests/jobs/scripts``; ``command`` stands before its path."""
+    return subprocess.Popen(
+        [sys.executable, *command, str(SCRIPTS / script), *map(str, arguments)],
+        env=environment(extra),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its exit code, and what it printed to either stream."""
+    try:
+        out, err = process.communicate(timeout=4 * DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    return process.returncode, out, err

@@ -1,0 +1,222 @@
+"""What is recorded comes back bit by bit; what is damaged, cut off or left out is told with its tap."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graftlab as gl
+from graftlab.base.tensor_bytes import as_bytes
+from graftlab.recordings import writer
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+
+
+def index_of(folder: Path) -> Path:
+    return folder / "rank-00000" / "index.jsonl"
+
+
+def record_two_steps(folder: Path) -> None:
+    with gl.record(folder, filter="name != 'secret'"):
+        for step in range(2):
+            for layer in range(2):
+                gl.tap("hidden", torch.full((3,), 10.0 * step + layer), layer=layer)
+            gl.tap("secret", torch.ones(1))
+            gl.step()
+
+
+def test_taps_come_back_with_their_tags_and_steps(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    recording = gl.Recording(tmp_path)
+    assert recording.frame[["step", "name", "layer"]].values.tolist() == [
+        [step, "hidden", layer] for step in range(2) for layer in range(2)
+    ]
+    assert torch.equal(recording.tensor("hidden", step=1, layer=1), torch.full((3,), 11.0))
+    assert recording.left_out == []
+    # Readable by anybody.
+    plain = safetensors.torch.load_file(tmp_path / "rank-00000" / "000000.safetensors")
+    first = json.loads(index_of(tmp_path).read_text().splitlines()[0])
+    assert torch.equal(plain[first["tensor"]["key"]], torch.zeros(3))
+    assert gl.here() is None
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (3,), (2, 0, 3), (4, 5)]), st.booleans())
+def test_every_dtype_and_shape_comes_back_bit_by_bit(
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: tuple[int, ...], transposed: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("recording")
+    size = int(torch.Size(shape).numel()) * dtype.itemsize
+    value = torch.randint(0, 2, (size,), dtype=torch.uint8).view(dtype).view(shape)
+    if transposed:
+        value = value.permute(list(reversed(range(value.dim()))))
+    with gl.record(folder):
+        gl.tap("x", value)
+    found = gl.Recording(folder).tensor("x")
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert torch.equal(as_bytes(found), as_bytes(value))
+
+
+def test_the_tensor_is_recorded_as_it_was_at_the_tap(tmp_path: Path) -> None:
+    x = torch.ones(4)
+    with gl.record(tmp_path):
+        gl.tap("x", x, extras={"rids": torch.arange(2), "phase": "decode"})
+        x.zero_()
+    recording = gl.Recording(tmp_path)
+    ((_, tensor, extras),) = recording.taps(0)
+    assert torch.equal(tensor, torch.ones(4))
+    assert extras["phase"] == "decode"
+    assert torch.equal(extras["rids"], torch.arange(2))
+
+
+def test_extras_that_are_no_data_are_left_out_and_told(tmp_path: Path) -> None:
+    with gl.record(tmp_path), pytest.warns(gl.GraftWarning, match="extras of tap 'x'"):
+        gl.tap("x", torch.ones(1), extras={"object": object()})
+    assert "extras of tap 'x'" in gl.Recording(tmp_path).left_out[0]
+
+
+def test_a_recording_without_taps_is_told(tmp_path: Path) -> None:
+    with pytest.warns(gl.GraftWarning, match="nothing was recorded"), gl.record(tmp_path, filter="name == 'other'"):
+        gl.tap("x", torch.ones(1))
+
+
+def test_a_changed_tensor_names_its_tap(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "000000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(gl.RecordingError, match=r"tap 'hidden', layer=1 of step 1 on rank 0: .* were changed"):
+        list(gl.Recording(tmp_path).taps(0))
+
+
+def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "000000.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(gl.RecordingError, match=r"tap 'hidden', layer=0 of step 0 on rank 0 cannot be read"):
+        gl.Recording(tmp_path).tensor("hidden")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda lines: lines[:-1], r"was cut off: the last whole one is tap 'hidden', layer=1 of step 1"),
+        (lambda lines: [*lines[:1], *lines[2:]], r"should have 4 taps and has 3; it was edited"),
+        (lambda lines: ["{}", *lines], r"line 1: this is no tap"),
+        (lambda lines: [*lines, lines[0]], r"line 6: there is more after its end"),
+    ],
+)
+def test_an_index_that_was_cut_or_edited_is_told(tmp_path: Path, edit: Any, message: str) -> None:
+    record_two_steps(tmp_path)
+    index = index_of(tmp_path)
+    index.write_text("".join(f"{line}\n" for line in edit(index.read_text().splitlines())))
+    with pytest.raises(gl.RecordingError, match=message):
+        gl.Recording(tmp_path)
+
+
+def test_a_recording_that_was_cut_off_can_be_taken_as_far_as_it_goes(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    index = index_of(tmp_path)
+    index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines()[:3]))
+    recording = gl.Recording(tmp_path, partial=True)
+    assert len(recording.frame) == 3
+    assert recording.left_out == ["what came after it was cut off"]
+
+
+def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "rank.json"
+    path.write_text(path.read_text().replace('"world_size":1', '"world_size":2'))
+    with pytest.raises(gl.RecordingError, match=r"rank-00001/rank.json cannot be read"):
+        gl.Recording(tmp_path)
+
+
+def test_a_folder_is_recorded_into_once(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    with pytest.raises(gl.RecordingError, match="has a recording of rank 0 already"), gl.record(tmp_path):
+        pass
+    assert gl.tap("x", 1) == 1
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(writer, "_SHARD", 1)
+
+    def job() -> None:
+        with gl.record(tmp_path):
+            for _ in range(100):
+                assert gl.tap("x", torch.ones(1 << 10)).sum() == 1 << 10
+
+    with pytest.warns(gl.GraftWarning, match="the recording ended: .*No space left on device") as said:
+        job()
+    assert sum("ended" in str(each.message) for each in said) == 1
+    with pytest.raises(gl.RecordingError, match="was cut off: there is no whole one"):
+        gl.Recording(tmp_path)
+
+
+def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    put = writer.Writer.put
+
+    def watched(self: writer.Writer, taken: writer.Taken) -> None:
+        nonlocal most
+        put(self, taken)
+        most = max(most, self._waiting)
+
+    monkeypatch.setattr(writer.Writer, "put", watched)
+    monkeypatch.setattr(writer, "_WAITING", 10_000)
+    with gl.record(tmp_path):
+        for number in range(50):
+            gl.tap("x", torch.full((1_000,), float(number)))
+    assert 0 < most <= 10_000
+    assert len(gl.Recording(tmp_path).frame) == 50
+
+
+@pytest.mark.ranks
+def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) -> None:
+    def baseline() -> None:
+        for step in range(2):
+            gl.tap("hidden", torch.arange(8.0) + step, layer=3)
+            gl.step()
+
+    def target(scale: float) -> float:
+        me = gl.here()
+        assert me is not None
+        total = 0.0
+        for step in range(2):
+            x = ((torch.arange(8.0) + step) * scale).chunk(me.world_size)[me.rank].clone()
+            total += gl.tap("hidden", x, layer=3).sum().item()
+            gl.step()
+        return total
+
+    with gl.record(tmp_path / "recorded"):
+        baseline()
+    columns = ["step", "name", "layer", "side", "rank", "status", "senders", "rel_l2", "aligned_by"]
+    with gl.launch(baseline=1, target=2) as live:
+        run = live.run(baseline, lambda: target(1.25))
+        expected = run.frame[columns]
+    with gl.launch(baseline=gl.Recording(tmp_path / "recorded"), target=2) as session:
+        for number, scale in enumerate((1.25, 1.0)):
+            run = session.run(target=lambda scale=scale: target(scale))
+            assert run.baseline == [2]
+            found = run.frame[columns].assign(step=run.frame["step"] - run.first_step)
+            if number == 0:
+                assert found.equals(expected)
+            else:
+                assert set(found["rel_l2"]) == {0.0}
+        session.edit(b2t="layer == 3")
+        run = session.run(target=lambda: target(1.25))
+        assert sum(run.target) == pytest.approx(28.0 + 36.0)
