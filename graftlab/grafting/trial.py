@@ -6,6 +6,7 @@ import contextlib
 import io
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,26 +94,34 @@ def _try_one(draft: TransformSpec, kept: KeptPair | None, device: str, note: str
     trial = Trial()
     printed = _Bounded()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            if kept is not None:
-                trial = _described(kept)
+        if kept is not None:
+            trial = _described(kept)
+        with _shown_in(printed):
             transform = draft.load()
-            if kept is not None:
-                graft_input = replace(
-                    kept.graft_input,
-                    target=kept.graft_input.target.to(device),
-                    received_list=[tensor.to(device) for tensor in kept.graft_input.received_list],
-                )
-                began = time.perf_counter()
+        if kept is not None:
+            graft_input = replace(
+                kept.graft_input,
+                target=kept.graft_input.target.to(device),
+                received_list=[tensor.to(device) for tensor in kept.graft_input.received_list],
+            )
+            began = time.perf_counter()
+            with _shown_in(printed):
                 outcome = run_transform(transform, graft_input)
-                trial = replace(trial, seconds=time.perf_counter() - began)
-                trial = replace(
-                    trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
-                )
+            trial = replace(trial, seconds=time.perf_counter() - began)
+            trial = replace(
+                trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
+            )
     except (Exception, SystemExit) as error:
         called_exit = f"the draft called exit({error.code!r})\n" if isinstance(error, SystemExit) else ""
         trial = replace(trial, error=_cut(called_exit + user_traceback(error)), error_line=_line_of(error, draft))
     return replace(trial, printed=printed.shown(), note=note)
+
+
+@contextlib.contextmanager
+def _shown_in(printed: _Bounded) -> Iterator[None]:
+    """Catch what the draft prints, and nothing that graftlab itself says around it: that it has no kernel, say."""
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        yield
 
 
 def _cut(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: An
     taker = Taker(**more)
     made = call(own, action)
     arrival = taker.take(made, came)
+    taker.arrivals.log_grafts()
     return arrival, row_of(made, arrival, 0.5)
 
 
@@ -322,6 +324,21 @@ def test_the_log_is_not_written_where_nobody_reads_it(
     with caplog.at_level(logging.WARNING, logger="graftlab"):
         taken(torch.ones(2), receipt(torch.zeros(2)), GRAFT)
     assert not described
+
+
+def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter(range(1000, 2000))
+    clock = SimpleNamespace(time=lambda: next(moments) + 0.25)
+    monkeypatch.setattr("graftlab.grafting.arrival.time", clock)
+    taker = Taker()
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        for _ in range(100):
+            taker.take(call(torch.ones(2), GRAFT), receipt(torch.zeros(2)))
+        assert 0 < len(caplog.records) < 100
+        taker.arrivals.log_grafts()
+    assert [(record.created, record.msecs) for record in caplog.records] == [(1000.25 + n, 250.0) for n in range(100)]
 
 
 # ---- what the transform is given ------------------------------------------------------------------------------------

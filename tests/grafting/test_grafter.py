@@ -129,7 +129,7 @@ def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graftlab.grafting.arrival.compare", interrupted)
+    monkeypatch.setattr("graftlab.grafting.arrival.measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.target.tap("interrupted", 1.0)
     assert world.target.exchange.released == 3

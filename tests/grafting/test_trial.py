@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -373,3 +374,28 @@ def test_a_killed_kernel_leaves_no_trial_process(hang: str, tmp_path: Path) -> N
         assert int(told.read_text()) in everyone
         os.kill(notebook.pid, signal.SIGKILL)
         assert still_there(everyone) == []
+
+
+WITHOUT_A_KERNEL = """
+import torch
+from graftlab.grafting.kept import KeptPair
+from graftlab.grafting.trial import try_draft
+from graftlab.transforms import GraftTransformInput, TransformSpec
+
+given = GraftTransformInput({"name": "x"}, [torch.ones(2)], [None], target=torch.zeros(2))
+draft = "def transform(graft_input):\\n    print('mine')\\n    return graft_input.received_list[0]"
+trial = try_draft(TransformSpec.draft(draft), KeptPair(given, torch.ones(2)), "cpu")
+print(repr(trial.printed), trial.ok)
+"""
+
+
+def test_what_graftlab_says_of_itself_is_nothing_that_the_draft_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_KERNEL],
+        env={**os.environ, "GRAFTLAB_KERNEL": "fallback"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "'mine\\n' True\n"
+    assert "tensors are measured by torch operations" in done.stderr

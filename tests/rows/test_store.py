@@ -258,6 +258,12 @@ def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -
     assert decode(encode(tagged(kind="\ud800"))).tags["kind"] == "?"
 
 
+@pytest.mark.parametrize("value", [2**62 + 1, 2**63 - 1, 2**63 + 1, 2**64 + 1, -(2**63), -(2**63) - 1, 10**40 + 1])
+def test_integers_of_any_length_come_back_to_the_last_digit(value: int) -> None:
+    back = decode(encode(tagged(layer=value))).tags["layer"]
+    assert (type(back), back) == (int, value)
+
+
 def test_numbers_of_other_libraries_stay_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5)))).tags
