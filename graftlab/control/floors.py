@@ -55,7 +55,7 @@ def floor_key(
         shipped = callee if isinstance(callee, str) else callee and shipping.pack_call(callee, args, kwargs, what="it")
         digest.update(repr(shipped).encode())
     # The plan's filters are set aside; its transform and its renaming count.
-    digest.update(pack_plan(replace(plan, version=0, b2t=None, t2b=None, compare="True", keep=None)))
+    digest.update(pack_plan(replace(plan, version=0, b2t="True", t2b=None, compare=None, keep=None)))
     digest.update(repr((list(keep), session.options.keep_budget)).encode())
     measured = rows[rows["status"].isin(MEASURED)]
     for row in records(measured):
