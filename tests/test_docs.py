@@ -277,6 +277,7 @@ def test_the_site_lists_every_page_and_notebook() -> None:
         *(ROOT / "notebooks").glob("*.ipynb"),
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
     ]
     assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in paths)
 

@@ -129,6 +129,8 @@ _INT64 = 1 << 63
 
 def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
     """The first value that its column cannot have, with the index of its row and the column's name; None usually."""
+    if not rows:
+        return None
     for column, cells in zip(TABLE, zip(*rows, strict=True), strict=True):
         kinds = _KINDS[column.storage] - ({type(None)} if column.name in ("name", "step", "status") else set())
         is_integer = column.storage == "integer"

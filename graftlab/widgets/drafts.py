@@ -31,6 +31,11 @@ _MEANINGS = {
     "senders": "the ranks behind received_list ...",
     "send_world_size": "... of so many on the sending side",
     "target_extras": "what this rank's own tap gave as extras, or None",
+    "layout": "how this rank's part is made of the whole, where that is said",
+    "received_layouts": "the same of received_list, in its order",
+    "pair": "the layout of the plan's pair, or None",
+    "whole": '"received" or "target": which of the pair is the larger',
+    "target_reduced": "the target with partial sums taken, or why not",
 }
 FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 

@@ -389,12 +389,12 @@ def test_a_recomputed_forward_meets_the_other_sides_recomputed_one() -> None:
     ]
 
 
-def test_a_forward_that_only_one_side_recomputes_is_missing_or_unmatched() -> None:
+def test_a_forward_that_only_one_side_recomputes_is_told_as_such() -> None:
     world = GrafterWorld()
     forward(world, "baseline", 1.0)
     world.target.tap("h", 1.0)
     world.end()
     assert [(row.status, row.tags["recompute_status"]) for row in world.rows] == [
-        ("unmatched", "recompute"),
+        ("recomputed", "recompute"),
         ("compared", "original"),
     ]
