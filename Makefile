@@ -11,6 +11,7 @@ PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=
+MUTANTS_ARGS ?=
 DOCS_ARGS ?=
 
 run := $(VENV)/bin/python
@@ -21,7 +22,7 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak bench clean
+.PHONY: help demo lab test test-fast lint docs soak mutants bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,10 @@ docs: $(docs_ready) ## build the pages, the API and the executed notebooks into 
 
 soak: $(test_ready) ## run the tests that take minutes
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
+
+mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no fast test notices
+	$(install) -q 'cosmic-ray>=8.7,<9'
+	$(run) tests/mutants.py $(MUTANTS_ARGS)
 
 bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")
 	$(run) -m benchmarks $(BENCH_ARGS)

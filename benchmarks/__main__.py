@@ -20,13 +20,16 @@ SUBJECTS = (
     "diff_statistics",
     "taps",
     "minilm",
+    "matching",
     "launch",
     "edit",
     "rows",
+    "dumps",
     "memory",
     "steps",
     "graphs",
     "jobs",
+    "verdicts",
     "cuda",
 )
 

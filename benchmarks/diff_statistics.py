@@ -13,22 +13,30 @@ from graftlab.diffs import measure as diffs
 
 # Bytes, and how often we and the reference measure tensors of that size.
 _SIZES = ((4 << 10, 2000, 500), (4 << 20, 100, 15), (64 << 20, 20, 5))
-_JUDGED = 64 << 20
+# Of 4 KiB, how long one measurement may take; of 64 MiB, how many times faster than the reference it has to be, and
+# which share of the time that reading both takes once.
+_SMALL, _SECONDS = 4 << 10, 4e-6
+_LARGE, _RATIO = 64 << 20, 90.0
+_SHARES = {torch.float32: 0.7, torch.bfloat16: 0.35, torch.float16: 0.35}
+# Of integers: how large they are.
+_SPREAD = 30.0
 
 
 def measure(setup: Setup) -> list[Line]:
     lines = []
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
         for size, repeats, of_reference in _SIZES:
             exact = torch.randn(size // dtype.itemsize, generator=generator)
             noise = torch.randn(exact.shape, generator=generator)
+            if not dtype.is_floating_point:
+                exact.mul_(_SPREAD).clamp_(-100, 100)
+                noise.mul_(1e3)
             x, y = exact.to(dtype), (exact + 1e-3 * noise).to(dtype)
             del exact, noise
             with one_thread():
                 ours = seconds(partial(diffs.measure, x, y), setup.repeats(repeats))
                 theirs = seconds(partial(reference.diff_statistics, x, y), setup.repeats(of_reference))
-            judged = size == _JUDGED
             lines.append(
                 Line(
                     "diff_statistics",
@@ -38,8 +46,17 @@ def measure(setup: Setup) -> list[Line]:
                     Spread.of(theirs),
                     # Both tensors have to be read once.
                     limit=2 * size / setup.read_bandwidth if size >= 4 << 20 else None,
-                    budgets=(Budget("ratio", "at least", 25), Budget("share", "at least", 1 / 5)) if judged else (),
-                    in_readme=judged,
+                    budgets=_budgets(dtype, size),
+                    in_readme=size in (_SMALL, _LARGE),
                 )
             )
     return lines
+
+
+def _budgets(dtype: torch.dtype, size: int) -> tuple[Budget, ...]:
+    if size == _SMALL:
+        return (Budget("figure", "at most", _SECONDS),) if dtype == torch.float32 else ()
+    if size != _LARGE:
+        return ()
+    ratio = Budget("ratio", "at least", _RATIO)
+    return (ratio, Budget("share", "at least", _SHARES[dtype])) if dtype in _SHARES else (ratio,)

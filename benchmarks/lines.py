@@ -135,5 +135,5 @@ def _bound_text(budget: Budget, unit: str) -> str:
     if budget.of == "ratio":
         return f"{budget.bound:g}x reference"
     if budget.of == "share":
-        return f"1/{1 / budget.bound:g} of limit"
+        return f"{budget.bound:.0%} of limit"
     return quantity(budget.bound, unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
@@ -11,6 +11,7 @@ import torch
 import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread, quantity
+from benchmarks.machine import seconds
 from graftlab.diffs import measure as diffs
 from graftlab.grafting import active
 from graftlab.rows.encoding import encode
@@ -70,7 +71,7 @@ def _as_fast_as_they_come(setup: Setup) -> list[Line]:
             "rows from a rank into the frame",
             "rows/s",
             Spread.of(rates[1:]),
-            budgets=(Budget("figure", "at least", 50_000),),
+            budgets=(Budget("figure", "at least", 100_000),),
             note="none lost",
             in_readme=True,
         ),
@@ -149,10 +150,17 @@ def _large_frames(setup: Setup) -> list[Line]:
             appended.append(time.perf_counter() - began)
             assert len(frame) == count + (index + 1) * more
             del frame
+        loads = seconds(lambda: gl.load_run(session.folder), setup.repeats(3, 1), warm_up=0)
+        rows = session.row_count
     return [
-        Line("rows", f"frame of {count:,} rows", "s", Spread.of([built])),
-        Line("rows", f"the frame again after {more:,} more", "s", Spread.of(appended)),
+        _judged(f"frame of {count:,} rows", [built], 1.0),
+        _judged(f"the frame again after {more:,} more", appended, 0.05),
+        _judged(f"gl.load_run of {rows:,} rows", loads, 1.5),
     ]
+
+
+def _judged(name: str, taken: Sequence[float], limit: float) -> Line:
+    return Line("rows", name, "s", Spread.of(taken), budgets=(Budget("figure", "at most", limit),), in_readme=True)
 
 
 def _append(session: gl.Session, line: bytes, first: int, count: int) -> None:

@@ -11,12 +11,15 @@ import torch
 
 import graftlab as gl
 from benchmarks import worlds
-from benchmarks.lines import Line, Setup, Spread
+from benchmarks.lines import Budget, Line, Setup, Spread
 from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
 
 _FILTER = "search('hidden', name)"
 # Taps a step, how many steps we take, and how many the reference.
 _STEPS = ((10, 200, 20), (100, 60, 5), (1000, 15, 2), (10_000, 5, 0))
+
+# How many taps of 4 KiB are compared in a step.
+_COMPARED = 1000
 
 
 def measure(setup: Setup) -> list[Line]:
@@ -36,9 +39,15 @@ def measure(setup: Setup) -> list[Line]:
                     Spread.of(each / taps for each in beside) if beside else None,
                 )
             )
+        session.edit(b2t=None, compare="True")
+        compared = session.run(_compared, _compared, args=(setup.repeats(60, 2),))
+        whole = [max(both) for both in zip(compared.baseline[0], compared.target[0], strict=True)]
     counts, seconds = np.log(np.array(costs)).T
     exponent = float(np.polyfit(counts, seconds, 1)[0])
     note = "1 is linear; the slope of log(time of a step) over log(taps)"
+    budgets = (Budget("figure", "at most", 60e-6),)
+    name = f"tap compared, 4 KiB, a tap in a loop of {_COMPARED:,}"
+    lines.append(Line("steps", name, "s", Spread.of(whole), budgets=budgets, in_readme=True))
     return [*lines, Line("steps", "growth with the number of taps", "", Spread.of([exponent]), note=note)]
 
 
@@ -47,14 +56,22 @@ def _ours(taps: int, repeats: int) -> list[float]:
     return _time_steps(gl.tap, gl.step, taps, repeats)
 
 
+def _compared(repeats: int) -> list[float]:
+    """Seconds a tap, of each of so many steps."""
+    torch.set_num_threads(1)
+    return [taken / _COMPARED for taken in _time_steps(gl.tap, gl.step, _COMPARED, repeats, torch.randn(1024))]
+
+
 def _reference(seat: Seat, taps: int, repeats: int) -> list[float]:
     grafter = ReferenceGrafter(seat, b2t=_FILTER)
     return _time_steps(grafter.tap, grafter.step, taps, repeats)
 
 
-def _time_steps(tap: Callable[..., Any], step: Callable[[], None], taps: int, repeats: int) -> list[float]:
+def _time_steps(
+    tap: Callable[..., Any], step: Callable[[], None], taps: int, repeats: int, value: torch.Tensor | None = None
+) -> list[float]:
     """Seconds of each step of so many distinct small taps, the first one left out."""
-    value = torch.randn(64)
+    value = torch.randn(64) if value is None else value
     taken = []
     for _ in range(repeats + 1):
         began = time.perf_counter()

@@ -42,6 +42,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 if TYPE_CHECKING:
     from graftlab import plots, transforms
     from graftlab.config import GraftConfig
+    from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.jobs.joining import attach
     from graftlab.matching.weights import make_converter, match_weights
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from graftlab.session import Session, launch, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
+    from graftlab.taps.training import watch_training
     from graftlab.taps.watch import Watch, watch
     from graftlab.transforms import GraftTransformInput
 
@@ -79,9 +81,11 @@ _LAZY = {
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",
+    "runs": "graftlab.control.past_runs",
     "strip": "graftlab.taps.exported",
     "transforms": "graftlab.transforms",
     "watch": "graftlab.taps.watch",
+    "watch_training": "graftlab.taps.training",
 }
 
 __all__ = [
@@ -126,12 +130,14 @@ __all__ = [
     "match_weights",
     "plots",
     "record",
+    "runs",
     "step",
     "strip",
     "tags",
     "tap",
     "transforms",
     "watch",
+    "watch_training",
 ]
 
 

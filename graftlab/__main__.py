@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from graftlab.errors import GraftError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command.add_arguments(zoo)
     zoo.set_defaults(run=command.run)
+    summary = "list the folders of past and open sessions, and remove the oldest"
+    runs = commands.add_parser("runs", help=summary, description=summary)
+    runs.add_argument("--prune", action="store_true", help="remove what is over the budgets, never an open one")
+    runs.add_argument("--gib", type=float, help="budget of all in GiB (default: $GRAFTLAB_RUNS_GIB or 10)")
+    runs.add_argument("--days", type=float, help="budget of each in days (default: $GRAFTLAB_RUNS_DAYS or 30)")
+    runs.add_argument(
+        "folder", nargs="?", type=Path, help="where they lie (default: $GRAFTLAB_HOME or ~/.graftlab, runs)"
+    )
+    runs.set_defaults(run=_runs)
     from graftlab.jobs import script
 
     summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
@@ -25,6 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from graftlab.control import past_runs
+    from graftlab.control.run_folder import home
+
+    try:
+        if arguments.prune:
+            removed = past_runs.prune(arguments.folder, arguments.gib, arguments.days)
+            sys.stdout.write(f"removed:\n{past_runs.told(removed)}\n\nleft:\n")
+        sys.stdout.write(past_runs.told(past_runs.find_runs(arguments.folder or home() / "runs")) + "\n")
+    except GraftError as error:
+        sys.stderr.write(f"graftlab runs: {error}\n")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
 from graftlab.control.core import SessionCore
+from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import PlanError
 from graftlab.jobs.host import listen_as
@@ -19,6 +20,8 @@ from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
+    from graftlab.control.checking import Check
+    from graftlab.control.compiling import CompiledComparison
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
@@ -53,9 +56,9 @@ def launch(
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
     collectives; ``tap_timeout`` every wait of a tap, by default half of it, so that a tap that waits in vain ends
     before the collective in which a peer waits for its rank. ``folder`` is where this session's rows and logs go
-    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``); it belongs to one session at a time, and one
-    with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are bytes a rank, for
-    tensors on their way and for pairs that the plan keeps.
+    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); it belongs to one session at
+    a time, and one with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are
+    bytes a rank, for tensors on their way and for pairs that the plan keeps.
 
     Raises :class:`LaunchError`, with the log's tail where a rank died.
 
@@ -76,7 +79,10 @@ def launch(
         keep_budget,
         tap_timeout,
     )
-    session = Session.launched(options, plan or GraftPlan(), make_run_folder(folder), append=append)
+    made = make_run_folder(folder)
+    if folder is None:
+        prune()
+    session = Session.launched(options, plan or GraftPlan(), made, append=append)
     sides = {"baseline": baseline, "target": target}
     session.by_default = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
     return session
@@ -294,6 +300,64 @@ class Session(SessionCore):
         from graftlab.control.matching_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
+
+    def compare_compiled(
+        self,
+        function: Callee,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        threshold: float = 5.0,
+        **options: Any,
+    ) -> CompiledComparison:
+        """Does this function compute the same when it is compiled, and where not?
+
+        The baseline calls it as it is and the target as ``torch.compile(function, **options)``: ``backend``,
+        ``fullgraph``, ``dynamic``, ``mode``. It is a function or an expression, as for :meth:`run`; both sides need
+        the same state, and each call has to be repeatable. A :meth:`verdict` says which computation is other, with the
+        taps in the graph. Since a tap keeps the compiler from fusing across it, the results without any tap are
+        compared too; where they part only without taps, the tap that makes the difference is found by leaving taps out
+        of the graph, which compiles the function a few times more.
+
+        Raises what :meth:`verdict` raises.
+
+        >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
+        Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00.
+        No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
+        """
+        from graftlab.control.compiling import compare_compiled
+
+        return compare_compiled(self, function, args, dict(kwargs or {}), options, threshold)
+
+    def check(
+        self,
+        target: Callee | None = None,
+        baseline: Callee | None = None,
+        *,
+        layouts: Mapping[str, str] | None = None,
+        mesh: Mapping[str, int] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Check:
+        """What the ranks of one side should agree on and do not; no other side is needed.
+
+        ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. Told are copies
+        that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients and
+        optimizer state), partial sums that nobody reduced, and inputs that differ. Which taps are copies is read from
+        DTensors' placements. ``layouts`` says it of others: a layout by a filter over ``name``, such as
+        ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
+        dimension). What nothing is said of is inferred, and the text says so: tensors that are near to each other are
+        copies, as are those whose like in another layer are equal, and gradients of weights that are copies.
+
+        Raises what :meth:`run` raises, and :class:`SessionError` for a side of one rank.
+
+        >>> session.check(target=forward, args=(x,))
+        Traceback (most recent call last):
+        graftlab.errors.SessionError: check: the target has one rank, which has nobody to agree with; launch ...
+        """
+        from graftlab.control.checking import check
+
+        return check(self, baseline, target, layouts=layouts, mesh=mesh, args=args, kwargs=kwargs)
 
     @property
     def plot(self) -> SessionPlots:

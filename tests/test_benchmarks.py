@@ -110,7 +110,7 @@ def test_a_budget_is_met_missed_or_cannot_be_told() -> None:
     assert line(ours=Spread.of([1e-6]), reference=Spread.of([14e-6]), budgets=both).all_met is False
     assert line(ours=Spread.of([1e-6]), budgets=both).all_met is None
     assert met.budget_text() == "<= 1.00 us, >= 15x reference"
-    assert line(budgets=(Budget("share", "at least", 1 / 5),)).budget_text() == ">= 1/5 of limit"
+    assert line(budgets=(Budget("share", "at least", 1 / 5),)).budget_text() == ">= 20% of limit"
 
 
 def test_a_spread_is_the_median_and_the_quartiles() -> None:

@@ -203,6 +203,23 @@ def test_files_that_pages_name_are_there() -> None:
     assert wrong == []
 
 
+def test_every_promise_stands_on_its_page_and_its_test_is_there() -> None:
+    def words(text: str) -> str:
+        return " ".join(text.split())
+
+    page = (DOCS / "promises.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[.+?\]\((.+?)\) \| (.+) \| `(.+?)::(.+?)` \|$", page, re.MULTILINE)
+    assert len(rows) > 45
+    wrong = []
+    for link, promise, file, test in rows:
+        if words(promise) not in words((DOCS / link).read_text(encoding="utf-8")):
+            wrong.append(f"not on {link}: {promise}")
+        path = ROOT / "tests" / file
+        if not path.is_file() or f"def {test}(" not in path.read_text(encoding="utf-8"):
+            wrong.append(f"no such test: {file}::{test}")
+    assert wrong == []
+
+
 # ---- links and pictures ---------------------------------------------------------------------------------------------
 
 
@@ -260,6 +277,7 @@ def test_the_site_lists_every_page_and_notebook() -> None:
         *(ROOT / "notebooks").glob("*.ipynb"),
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
     ]
     assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in paths)
 

@@ -43,10 +43,12 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "cuda_graphs.ipynb",
+        "porting.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
         "replay.ipynb",
         "tensor_diffs.ipynb",
+        "verdict.ipynb",
     }
     for path in NOTEBOOKS.glob("*.ipynb"):
         document = nbformat.read(path, as_version=4)
@@ -119,3 +121,38 @@ def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repai
     before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
     assert before == after
     assert "(0, ['compared'], True)" in text, "mended, nothing differs"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path: Path) -> None:
+    outputs = execute("porting.ipynb", tmp_path)
+    said = texts(outputs)
+    assert "24 problems" in said
+    assert "in_proj_weight holds encoder.layer.0.attention.self.key.weight where its v belongs" in said
+    assert "True ()" in said
+    assert "60 of 60 target taps have a partner" in said
+    added = [line.split()[:2] for line in said.splitlines() if line.strip().startswith("encoder.layer.")]
+    assert added == [[f"encoder.layer.{n}.intermediate", f"encoder.layers.{n}.dropout"] for n in range(6)]
+    assert "60 taps compared" in said
+    assert "equal outputs: True" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Path) -> None:
+    outputs = execute("verdict.ipynb", tmp_path)
+    assert not any(output.output_type == "error" for output in outputs)
+    assert pictures(outputs) == 2
+    verdicts = re.findall(r"<Verdict of \d+ runs: (.*)>", texts(outputs))
+    assert verdicts == [
+        "nothing named",
+        "encoder.layer.*.output.dense",
+        "encoder.layer.*.intermediate.intermediate_act_fn",
+        "encoder.layer.*.attention[0]@grad",
+    ]
+    shown = texts(outputs)
+    assert "output.dense is computed otherwise in layer 3 of 0-5 on all ranks (" in shown
+    assert "the target computes gelu (tanh approximation) of encoder.layer" in shown
+    assert "attention[0] is computed otherwise in layer 2 of 0-5 on all ranks (" in shown
+    assert "the gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks and is not" in shown

@@ -19,6 +19,7 @@ from kit import prose
 from kit.support import reset
 
 import graftlab as gl
+from graftlab.control.checking import Check
 from graftlab.control.replay import Replay
 from graftlab.control.verdicts import Verdict
 from graftlab.grafting.trial import Trial
@@ -103,6 +104,7 @@ def attributes(kind: type, *of_instances: str) -> set[str]:
         ("The session", attributes(gl.Session, "folder", "options")),
         ("A run", attributes(gl.Run, "number", "first_step")),
         ("A replay", attributes(Replay) | set(Replay.__dataclass_fields__)),
+        ("A check of one side's ranks", attributes(Check) | set(Check.__dataclass_fields__)),
         ("A verdict", attributes(Verdict) | set(Verdict.__dataclass_fields__)),
         ("A trial of a transform", attributes(Trial) | set(Trial.__dataclass_fields__)),
     ],

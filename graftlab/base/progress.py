@@ -12,19 +12,32 @@ from typing import Any
 PATIENCE = 1.0
 # Seconds between two looks at the counter.
 INTERVAL = 0.2
+# Seconds without news until the bar says what is waited for.
+SILENCE = 5.0
+_SAID = 160
 
 
 class LongWait:
     """Shows how many of ``what`` have come by now, once it has taken more than a second. For use in ``with``.
 
-    ``total`` is how many there will be, if that is known.
+    ``total`` is how many there will be, if that is known. ``where`` says who waits for what, once nothing has come for
+    some seconds.
     """
 
-    def __init__(self, title: str, what: str, count: Callable[[], int], total: int | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        what: str,
+        count: Callable[[], int],
+        total: int | None = None,
+        where: Callable[[], str] | None = None,
+    ) -> None:
         self._title, self._what, self._count, self._total = title, what, count, total
+        self._where = where
         self._bar: Any = None
         self._start = count()
         self._show_from = time.monotonic() + PATIENCE
+        self._news_at = time.monotonic()
 
     def __enter__(self) -> LongWait:
         return self
@@ -53,4 +66,14 @@ class LongWait:
             self._bar.close()
 
     def _count_up(self) -> None:
-        self._bar.update(self._count() - self._start - self._bar.n)
+        more = self._count() - self._start - self._bar.n
+        now = time.monotonic()
+        if more:
+            self._news_at = now
+        silent = now - self._news_at
+        said = self._where() if self._where is not None and silent >= SILENCE else ""
+        said = f"nothing for {silent:.0f} s: {said}" if said else ""
+        self._bar.set_postfix_str(said if len(said) <= _SAID else f"{said[:_SAID]}…", refresh=False)
+        self._bar.update(more)
+        # Of itself a bar to which nothing is added does not show that time goes by.
+        self._bar.refresh()

@@ -13,8 +13,9 @@ import inspect
 import io
 import logging
 import pickle
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -134,6 +135,12 @@ def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
     try:
         blob = _pack(value, _Packer)
     except Exception as error:
+        # cloudpickle makes an error of its own of a RecursionError.
+        if deep := next((name for name, part in parts if _is_deep(part)), None):
+            raise ShippingError(
+                f"{deep} cannot be sent to the ranks: it nests deeper than pickle can follow. Flatten it, or create it "
+                f"on the ranks instead"
+            ) from error
         raise ShippingError(
             f"{_culprit(parts, {id(value)}) or what} cannot be sent to the ranks: {error}. Create it on the ranks "
             f"instead (in a %%graft cell, or inside the function), or pass what it is made from"
@@ -145,6 +152,23 @@ def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
             f"create large values on the ranks instead"
         )
     return blob
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists, tuples and dicts are deeper in each other than Python calls may be."""
+    level = _nested([value])
+    seen: set[int] = set()  # what holds itself is another matter
+    for _ in range(sys.getrecursionlimit()):
+        inner = [_nested(each.values() if type(each) is dict else each) for each in level]
+        level = list({id(part): part for parts in inner for part in parts if id(part) not in seen}.values())
+        seen.update(map(id, level))
+        if not level:
+            return False
+    return True
+
+
+def _nested(values: Iterable[Any]) -> list[Any]:
+    return [part for part in values if type(part) in (list, tuple, dict)]
 
 
 def _culprit(parts: list[tuple[str, Any]], seen: set[int]) -> str | None:

@@ -33,10 +33,10 @@ from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.uninterrupted import uninterrupted
 from graftlab.control.works import Callee, Works, code_of
-from graftlab.errors import LaunchError, SessionClosedError, SessionError
+from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
-from graftlab.plan.plan import GraftPlan, PlanEdit, takes_plan_edit
+from graftlab.plan.plan import GraftPlan, PlanEdit, filters_of, takes_plan_edit
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import end_ranks, launch_ranks
 from graftlab.ranks.messages import OwnWork, Question, Work
@@ -44,7 +44,8 @@ from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.trial_process import try_in_process
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.store import RowStore
-from graftlab.transforms import Transform, TransformSpec
+from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import AnyTransform, each_of, specs_of
 
 if TYPE_CHECKING:
     import torch
@@ -285,7 +286,7 @@ class SessionCore:
 
     def try_transform(
         self,
-        transform: str | Transform | TransformSpec,
+        transform: AnyTransform,
         name: str | None = None,
         *,
         rank: int | None = None,
@@ -296,19 +297,26 @@ class SessionCore:
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
         It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds, since a draft may
-        loop forever, or exit. The result holds what is wrong with the draft; raises :class:`SessionError` only when no
-        such pair is kept, and :class:`ShippingError` for a function that cannot be sent.
+        loop forever, or exit. Of several transforms the first that is for the pair's tap runs. The result holds what is
+        wrong with the draft, and says so where the draft would not be applied at this tap. Raises :class:`SessionError`
+        only when no such pair is kept, :class:`FilterError` for a filter that cannot be compiled, and
+        :class:`ShippingError` for a function that cannot be sent.
 
         >>> trial = session.try_transform(lambda graft_input: graft_input.received_list[0], "hidden", layer=3)
         >>> trial.ok, trial.after.max_abs
         (True, 0.0)
         """
         self._require_open()
+        drafts = specs_of(transform, TransformSpec.draft)
+        if drafts is None:
+            raise TransformError("the default transform needs no trying: the rows show what it makes of each tap")
+        # Refused here, where the message finds its reader.
+        filters_of(each_of(drafts))
         kept: bytes | None = None
         process = self._ranks[-1]
         if name is not None:
             process, kept = self._pairs.packed_input(name, rank, tags)
-        return try_in_process(TransformSpec.draft(transform), kept, process.seat.device, limit)
+        return try_in_process(drafts, self.plan, kept, process.seat.device, limit)
 
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tags import own_tags
+from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee
+from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import Added, SelfGraft, graft_self
+from graftlab.grafting.self_graft import Added, SelfGraft, differences_of_repeat, graft_self
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED
-from graftlab.taps.calls import here
-from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, records, roundoff, unseen_of
+from graftlab.verdict.activations import activation_hint
+from graftlab.verdict.added import (
+    added_frame,
+    coarser_dtype,
+    lonely_filter,
+    named_groups,
+    records,
+    roundoff,
+    unseen_of,
+)
 from graftlab.verdict.causes import Causes, find_causes
+from graftlab.verdict.consequences import consequences
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.groups import GRADIENT, filter_of, group_of, is_gradient
+from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
+from graftlab.verdict.groups import DATA, KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from graftlab.control.core import SessionCore
 
 
@@ -68,6 +79,7 @@ class _Judging:
         self._args, self._kwargs = args, kwargs
         self._before = session.plan
         self._ours: int | None = None
+        self._lonely: str | None = None
 
     def plan_given_back(self) -> _PlanGivenBack:
         return _PlanGivenBack(self)
@@ -75,17 +87,22 @@ class _Judging:
     def give_plan_back(self) -> None:
         # Somebody else's newer plan is theirs.
         if self._ours is not None and self.session.plan.version == self._ours:
-            self.session.edit(**{name: getattr(self._before, name) for name in FILTERS})
+            before = {name: getattr(self._before, name) for name in FILTERS}
+            self.session.edit(**before, transform=self._before.transform)
 
     def verdict(
         self, output: str | None, constant: float | None, exact: Callee | None, threshold: float, explain: bool
     ) -> Verdict:
-        compared = self._both("without grafts", b2t=None, t2b=None, compare="True", keep=None)
-        grafted = self._both("what each tap adds", b2t="True", t2b=None, compare=None, keep=None)
+        compared = self._both("without grafts", b2t=None, t2b=None, compare="True")
+        grafted = self._both("what each tap adds", b2t="True", t2b=None)
+        # In a swap a side that waits for such a tap could hold up one that waits for it.
+        self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
         outputs = self._outputs(rows, output)
         selves = self._self_graft(rows, exact, list(outputs))
         unseen = _unseen(compared, grafted, selves)
+        given = {*input_names(compared), *input_names(grafted)}
+        inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
         frame = added_frame(
             grafted,
@@ -94,18 +111,23 @@ class _Judging:
             constant=constant,
         )
         named = named_groups(frame, threshold)
+        following = consequences(frame, named, threshold)
+        named = [group for group in named if group not in following]
+        target_not_repeated = self._target_repeats() if explain and named else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
         if explain and named and not not_repeated:
             names = self._names_by_group(rows, selves)
-            for of_gradient, where in self._at(outputs):
-                groups = [group for group in named if group.endswith(GRADIENT) == of_gradient]
+            for where in outputs:
+                rank = place_in_blame(where)
+                groups = [group for group in named if _judged_at(group) == rank]
                 # A gradient is judged with the baseline's values, which go before it.
-                settled = [group for group in named if of_gradient and not group.endswith(GRADIENT)]
+                settled = [group for group in named if _judged_at(group) < rank] + following
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
             remarks += self._unexplained(named, causes)
-        frame = _labelled(frame, named, causes, threshold)
+        unseen += _may_have_passed(grafted, frame, threshold)
+        frame = _labelled(frame, named, following, causes, threshold)
         hints: dict[str, str] = {}
         if causes:
             hints = self._hints(
@@ -121,14 +143,24 @@ class _Judging:
                 causes,
                 hints,
                 remarks,
+                differing_data(compared, threshold),
+                inputs,
+                following,
+                target_not_repeated,
             ),
             self.runs,
         )
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
-    def _both(self, why: str, **plan: str | None) -> pd.DataFrame:
-        version = self.session.edit(**plan).version  # type: ignore[arg-type]
+    def _both(
+        self, why: str, *, b2t: str | None, t2b: str | None, compare: str | None = None, keep: str | None = None
+    ) -> pd.DataFrame:
+        left_alone = " and ".join(f"not {each}" for each in (DATA, self._lonely) if each)
+        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
+        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
+        transforms = [replace(spec, where=spec.where or "True") for spec in self._before.transforms]
+        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transforms).version
         self._ours = version
         run = self._run(why, *self._callees)
         frame = run.frame
@@ -157,6 +189,12 @@ class _Judging:
         for row in records(rows):
             name = row["name"]
             dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
+        key = floor_key(
+            self.session, self._before, rows, (self._callees[0], exact), self._args, self._kwargs, list(keep)
+        )
+        known = known_floor(self.session, key)
+        if known is not None:
+            return known
         call = partial(
             _graft_self_here,
             self._callees[0],
@@ -169,7 +207,15 @@ class _Judging:
             list(keep),
         )
         run = self._run("the baseline against itself", call, None, args=())
-        return list(run.baseline)
+        measured = list(run.baseline)
+        remember_floor(self.session, key, measured)
+        return measured
+
+    def _target_repeats(self) -> list[str]:
+        """Taps at which the target differs from itself, on any of its ranks."""
+        call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
+        found = self._run("the target against itself", None, call, args=()).target
+        return list(dict.fromkeys(tap for each in found for tap in each))
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
@@ -193,9 +239,9 @@ class _Judging:
     def _outputs(self, rows: pd.DataFrame, output: str | None) -> dict[str, dict[str, Any]]:
         """The taps at which effects are measured, by group: the last value, and the last gradient."""
         found: dict[str, dict[str, Any]] = {}
-        for gradient in (False, True):
-            chosen = rows[[is_gradient(tags) == gradient for tags in rows["tags"]]] if len(rows) else rows
-            if output is not None and not gradient:
+        for kind in (None, "grad"):
+            chosen = rows[[kind_of(tags) == kind for tags in rows["tags"]]] if len(rows) else rows
+            if output is not None and kind is None:
                 chosen = chosen[chosen["name"] == output]
                 if not len(chosen):
                     known = ", ".join(list(dict.fromkeys(rows["name"]))[-5:])
@@ -209,17 +255,16 @@ class _Judging:
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"]}
         return found
 
-    def _at(self, outputs: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        return [(group.endswith(GRADIENT), group) for group in outputs]
-
-    def _names_by_group(self, rows: pd.DataFrame, selves: Sequence[SelfGraft]) -> dict[str, set[tuple[str, bool]]]:
+    def _names_by_group(
+        self, rows: pd.DataFrame, selves: Sequence[SelfGraft]
+    ) -> dict[str, set[tuple[str, str | None]]]:
         """Under which names the taps of each group are known on either side; what filters see."""
-        names: dict[str, set[tuple[str, bool]]] = {}
+        names: dict[str, set[tuple[str, str | None]]] = {}
         for name, tags in zip(rows["name"], rows["tags"], strict=True):
             group = group_of(name, tags)
-            names.setdefault(group, set()).add((name, is_gradient(tags)))
+            names.setdefault(group, set()).add((name, kind_of(tags)))
         for added in (row for each in selves for row in each.added):
-            names.setdefault(self._group(added), set()).add((self._paired(added), is_gradient(added.tags)))
+            names.setdefault(self._group(added), set()).add((self._paired(added), kind_of(added.tags)))
         return names
 
     def _causes(
@@ -228,31 +273,30 @@ class _Judging:
         settled: Sequence[str],
         where: str,
         output: Mapping[str, Any],
-        names: Mapping[str, set[tuple[str, bool]]],
+        names: Mapping[str, set[tuple[str, str | None]]],
         selves: Sequence[SelfGraft],
         threshold: float,
     ) -> Causes:
         dtype = max((output["dtype"], *(output["cast"] or "").split(" -> ")[:1]), key=roundoff)
         drift = self._pool(row for each in selves for row in each.outputs if self._group(row) == where)
         floor = drift.get(where, Floor(0.0, 0.0)).at_least(roundoff(dtype)).rel_l2
-        at_output = filter_of(sorted(names[where]))
+        at_output = filter_of(sorted(names[where], key=str))
+        later = f"kind in {_computed_after(where)!r}"
         wanted = [each.last.get(where) for each in selves]
         # The baseline's own name for it: the pair is kept there.
         name = [row.name for row in selves[0].outputs if self._group(row) == where][-1]
 
         def effect(kept: frozenset[str]) -> float:
-            taken = sorted(name for group in (*settled, *groups) if group not in kept for name in names[group])
-            from_baseline = filter_of(taken)
-            if from_baseline is None:
-                plan = {"b2t": None, "t2b": "True"}
-            else:
-                # The output's pair is kept on the baseline's ranks, whole or in its shards.
-                plan = {
-                    "b2t": f"({from_baseline}) and not ({at_output})",
-                    "t2b": f"not ({from_baseline}) or ({at_output})",
-                }
+            taken = sorted(
+                (name for group in (*settled, *groups) if group not in kept for name in names[group]), key=str
+            )
+            # What is computed after the output is for the next step, which begins from the baseline's state.
+            from_baseline = " or ".join(filter(None, (filter_of(taken), later)))
+            # The output's pair is kept on the baseline's ranks, whole or in its shards.
+            b2t = f"({from_baseline}) and not ({at_output})"
+            t2b = f"not ({from_baseline}) or ({at_output})"
             why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere it is other'}"
-            self._both(why, **plan, compare=None, keep=at_output)
+            self._both(why, b2t=b2t, t2b=t2b, keep=at_output)
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if where in groups and where not in kept else 1
             return self._distance(wanted, name, where, side) / floor
@@ -262,7 +306,8 @@ class _Judging:
     def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
         off = whole = 0.0
-        tags = {"kind": "grad"} if where.endswith(GRADIENT) else {}
+        kind = kind_of_group(where)
+        tags = {"kind": kind} if kind else {}
         for rank, recorded in enumerate(wanted):
             pair = self.session.tensors(name, rank=rank, **tags)
             if recorded is None or pair[side].shape != recorded.shape:
@@ -280,26 +325,60 @@ class _Judging:
         for group in culprits:
             rows = frame[frame["group"] == group]
             worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
-        keep = filter_of((row["name"], is_gradient(row["tags"])) for row in worst.values())
+        before = {group: _taps_before(frame, row) for group, row in worst.items()}
+        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
+        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return {}
-        self._both("how the values differ", b2t="True", t2b=None, compare=None, keep=keep)
+        self._both("how the values differ", b2t="True", t2b=None, keep=keep)
         hints = {}
         for group, row in worst.items():
             try:
-                tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-                pair = self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+                pair = self._pair(row)
+                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
-            hint = hint_of(*pair)
+            hint = hint_of(*pair) or activation_hint(*pair, inputs)
             if hint is not None:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
 
+    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+        return self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
-        left = [group for group in named if not any(group in each.labels for each in causes.values())]
+        # The update of a weight, and what it is made from, has no part in the output of this step.
+        left = [
+            g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())
+        ]
         return [f"What {', '.join(left)} does to the output was not measured."] if left else []
+
+
+def _computed_after(group: str) -> tuple[str, ...]:
+    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
+
+
+# An activation follows its inputs, of which a gated one has two.
+_INPUTS_SHOWN = 3
+
+
+def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
+    """The rows of values just before this one on its rank."""
+    if kind_of(row["tags"]) is not None:
+        return []
+    values = frame[(frame["rank"] == row["rank"]) & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
+
+
+_JUDGED_LAST = place_in_blame("@grad")
+
+
+def _judged_at(group: str) -> int:
+    """With which output's groups the effects of a group are measured: an input's at the last value."""
+    return max(place_in_blame(group), place_in_blame(""))
 
 
 class _PlanGivenBack:
@@ -316,7 +395,9 @@ class _PlanGivenBack:
 
 
 def _unseen(compared: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]) -> list[str]:
-    said = unseen_of(grafted)
+    data = data_rows(compared)
+    said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
+    compared = without_data(compared)
     measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
     lost = [n for n in dict.fromkeys(compared.loc[compared["status"].isin(MEASURED), "name"]) if n not in measured]
     if lost:
@@ -333,10 +414,26 @@ def _unseen(compared: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[Self
     return said
 
 
+def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """Taps that could not be grafted, before one that is named: what is other there goes on with the model."""
+    over = frame.loc[frame["ratio"] > threshold, "order"]
+    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
+    if not len(failed):
+        return []
+    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    return [
+        f"what came through {groups}, where nothing could be grafted. Taps after it may have inherited what is named."
+    ]
+
+
 def _labelled(
-    frame: pd.DataFrame, named: Sequence[str], causes: Mapping[str, Causes], threshold: float
+    frame: pd.DataFrame,
+    named: Sequence[str],
+    following: Sequence[str],
+    causes: Mapping[str, Causes],
+    threshold: float,
 ) -> pd.DataFrame:
-    labels = dict.fromkeys(named, "culprit")
+    labels = {**dict.fromkeys(named, "culprit"), **dict.fromkeys(following, "inherited")}
     alone: dict[str, float] = {}
     for each in causes.values():
         labels.update(each.labels)
@@ -365,18 +462,14 @@ def _graft_self_here(
     keep: list[str],
 ) -> SelfGraft:
     return graft_self(
-        _call(baseline, args, kwargs),
+        call_here(baseline, args, kwargs),
         dtypes,
         paired_name=lambda name: plan.pairings("baseline", name, {})[0].name,
         budget=budget,
-        exact=None if exact is None else _call(exact, args, kwargs),
+        exact=None if exact is None else call_here(exact, args, kwargs),
         keep=keep,
     )
 
 
-def _call(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    if isinstance(callee, str):
-        me = here()
-        assert me is not None
-        return partial(eval, callee, me.vars)
-    return partial(callee, *args, **kwargs)
+def _repeat_here(target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
+    return differences_of_repeat(call_here(target, args, kwargs), budget=budget)

@@ -70,6 +70,7 @@ class _Matching:
         self._values: dict[str, Tensor] = {}
         self._grafted: dict[str, list[Pair]] = {}
         self._notes: dict[str, None] = {}
+        self._moved = 0
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
 
     def proposal(self, rounds: int) -> Proposal:
@@ -85,6 +86,7 @@ class _Matching:
         return replace(
             found,
             problems=problems,
+            moved=self._moved,
             unmatched_baseline={**found.unmatched_baseline, **self._skipped["baseline"]},
             unmatched_target={**found.unmatched_target, **self._skipped["target"]},
         )
@@ -102,6 +104,7 @@ class _Matching:
         ours = None if self._runs else partial(record_here, self._callees[0], *given, {}, [])
         theirs = partial(record_here, self._callees[1], *given, new, gone)
         title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
+        self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
         try:
             run.wait(bar=LongWait(title, "taps", lambda: 0))
@@ -149,6 +152,7 @@ class _Matching:
             values: list[Tensor | None] = self._session.run(baseline=work).baseline
         else:
             values = self._session.run(target=work).target
+        self._moved += sum(_size(value) for value in values if value is not None)
         return values[0]
 
     # ---- ranks --------------------------------------------------------------------------------------------------
@@ -156,6 +160,7 @@ class _Matching:
     def _one(self, ranks: Sequence[Records], side: Side) -> list[RecordedTap]:
         """One side's taps as one rank would have them, of what each of its ranks recorded."""
         for rank, records in enumerate(ranks):
+            self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)
             for note in records.notes:
                 self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
         skipped = self._skipped[side]
@@ -200,6 +205,10 @@ class _Matching:
 
     def _note(self, text: str) -> None:
         self._notes[text] = None
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _alike(one: RecordedTap, other: RecordedTap) -> bool:

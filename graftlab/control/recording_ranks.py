@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,13 +62,13 @@ def record_here(
         _grafts.pop(name, None)
     _grafts.update(grafts)
     recorder = _RankRecorder(_grafts, budget)
-    call = partial(callee, *args, **kwargs)
-    if isinstance(callee, str):
-        me = here()
-        assert me is not None
-        call = partial(eval, callee, me.vars)
     with taken_by(recorder):
-        call()
+        if isinstance(callee, str):
+            me = here()
+            assert me is not None
+            eval(callee, me.vars)
+        else:
+            callee(*args, **kwargs)
     _held.clear()
     for tap in recorder.taps:
         tap.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from graftlab.base.tags import own_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
 from graftlab.errors import DumpError, RequestError
+from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
 from graftlab.taps.calls import here, step, tags
@@ -116,7 +117,12 @@ def replay(
         partial(_feed, target),
         args=(list(zip(names, requests, strict=True)),),
     )
-    run.wait(bar=LongWait("replay", "batches", lambda: run.steps, total=len(batches)))
+
+    def ended() -> int:
+        # The last step is only counted as ended by the next one, which there is none of.
+        return len(batches) if run.done and not run.failing else run.steps
+
+    run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
     summary = _summary(run, batches, noise_floor)
     return Replay(run, _with_skipped(summary, skipped), skipped)
 
@@ -133,16 +139,19 @@ def _read(path: Path, trusted: bool) -> list[_Read]:
     """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
     if not path.is_dir():
         return _read_file(path, trusted)
-    files = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
+    whole = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
+    files = [*whole, *sorted(path.glob(f"*{SUFFIX}"))]
     if not files:
         raise DumpError(
-            f"there are no recorded requests in the folder {path}: no file in it ends in .pkl. A dumper writes a "
-            "file when its threshold is reached, and at flush() and close()"
+            f"there are no recorded requests in the folder {path}: no file in it ends in .pkl or {SUFFIX}. A dumper "
+            "writes a file when its threshold is reached, and at flush() and close()"
         )
-    return [each for file in files for each in _read_file(file, trusted)]
+    names = {file.name for file in files}
+    return [each for file in files for each in _read_file(file, trusted, names)]
 
 
-def _read_file(path: Path, trusted: bool) -> list[_Read]:
+def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_Read]:
+    """The requests of a file; of a crash's, without those that another of these files has too."""
     try:
         dump = load_dump(path, trusted)
     except OSError as error:
@@ -153,7 +162,20 @@ def _read_file(path: Path, trusted: bool) -> list[_Read]:
         logger.warning("%s; these are replayed", error)
         return [_Read(record, _damage(record)) for record in error.requests]
     lost = _lost(dump)
-    return [_Read(record, lost.get(index) or _damage(record)) for index, record in enumerate(dump["requests"])]
+    marks = _marks(dump)
+    return [
+        _Read(record, lost.get(index) or _damage(record))
+        for index, record in enumerate(dump["requests"])
+        if not names or Path(marks.get(index, "")).name not in names
+    ]
+
+
+def _marks(dump: Dump) -> dict[int, str]:
+    """Where else the requests of a crash's file are, by their number."""
+    crash = dump.get("crash")
+    marks = crash.get("marks") if isinstance(crash, dict) else None
+    found = enumerate(marks) if isinstance(marks, list) else ()
+    return {index: mark for index, mark in found if isinstance(mark, str)}
 
 
 def _lost(dump: Dump) -> dict[int, str]:

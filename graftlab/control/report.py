@@ -154,9 +154,10 @@ def _notes(found: SoFar) -> str:
 def _plan(plan: GraftPlan) -> str:
     rows = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
     rows += [f"<tr>{cell('rename')}{cell(f'{side}: {old} → {new}')}</tr>" for side, old, new in plan.rename]
-    spec = plan.transform
-    source = f"<pre>{html.escape(spec.text)}</pre>" if spec is not None else ""
-    rows.append(f"<tr>{cell('transform')}{cell('the default' if spec is None else 'see below')}</tr>")
+    source = "".join(
+        f"<p>{html.escape(spec.described)}</p><pre>{html.escape(spec.text)}</pre>" for spec in plan.transforms
+    )
+    rows.append(f"<tr>{cell('transform')}{cell('see below' if plan.transforms else 'the default')}</tr>")
     return _section(f"Plan {plan.version}", table(("filter", "taps"), rows) + source)
 
 

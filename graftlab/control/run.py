@@ -168,7 +168,10 @@ class Run:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            with bar or LongWait(f"run {self.number}", "rows", self._count) as progress, self._changed:
+            with (
+                bar or LongWait(f"run {self.number}", "rows", self._count, where=self.where) as progress,
+                self._changed,
+            ):
                 while True:
                     output, over = list(self._output), self.done
                     self._output.clear()
@@ -232,7 +235,14 @@ class Run:
     def where(self) -> str:
         """One line on each rank that failed, the first one first, and on where each is that has not ended."""
         failed = [f"{self._label(world_rank)}: failed: {what}" for world_rank, what in self._failed.copy().items()]
-        return "; ".join(failed + [f"{rank.label}: {rank.whereabouts()}" for rank in self._unfinished()])
+        return "; ".join(failed + [f"{rank.label}: {self._where_is(rank)}" for rank in self._unfinished()])
+
+    def _where_is(self, rank: RankHandle) -> str:
+        whereabouts = rank.whereabouts()
+        if whereabouts.state != "idle":
+            return str(whereabouts)
+        # What it was told to do is on its way to it, or what it has to say to us.
+        return "about to end" if rank.place.world_rank in self._done else "about to begin"
 
     @property
     def failing(self) -> dict[str, str]:
@@ -356,10 +366,12 @@ class Run:
 
 def _summary(run: Run) -> list[str]:
     """What came of a run that is done: what is wrong first, then how far apart the sides are."""
+    from graftlab.verdict.renaming import suggested_rename
     from graftlab.verdict.summary import differences
 
     missed = [f"{name} matched no tap in this run: {text}" for name, text in run.unmatched.items()]
-    return [*missed, *differences(run.frame)]
+    rename = suggested_rename(run.frame)
+    return [*missed, *([rename] if rename else []), *differences(run.frame)]
 
 
 def _html(run: Run, lines: Sequence[str]) -> str:

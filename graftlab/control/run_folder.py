@@ -15,11 +15,21 @@ logger = logging.getLogger(__name__)
 HOME_VARIABLE = "GRAFTLAB_HOME"
 
 
+def home() -> Path:
+    """Where run folders lie that nobody named: ``$GRAFTLAB_HOME`` or ``~/.graftlab``.
+
+    Raises :class:`LaunchError` where the user has no home.
+    """
+    try:
+        return Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
+    except RuntimeError as error:
+        raise LaunchError(f"{error}; set {HOME_VARIABLE} to a folder you can write to") from error
+
+
 def make_run_folder(folder: str | Path | None) -> Path:
     """The session's run folder, made if need be, for nobody else to enter. Raises LaunchError when it cannot be."""
     if folder is None:
-        home = Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
-        path = home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+        path = home() / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
         source = f"set {HOME_VARIABLE} to a folder you can write to"
     elif isinstance(folder, (str, os.PathLike)):
         path, source = Path(folder).expanduser(), "pass another folder="

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _MOMENT = 0.25
 # So many seconds those that were interrupted have to end. What waits in a collective does not: gloo cannot be told to.
 _GRACE = 1.5
+# Of a log, where it tells of a death: faulthandler takes some thirty for a segmentation fault.
+_LAST_LINES = 60
 
 
 class Runs:
@@ -170,7 +172,7 @@ class Runs:
                     tap = rank.whereabouts().tap
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
                     how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
-                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(15)}")
+                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(_LAST_LINES)}")
                     self._stop_the_others(run)
 
     def _stop_the_others(self, run: Run) -> None:

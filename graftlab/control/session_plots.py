@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graftlab import plots
+from graftlab.errors import SessionError
+from graftlab.verdict.summary import first_divergent_at, floor_of
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from graftlab.control.core import SessionCore
@@ -40,14 +44,61 @@ class SessionPlots:
         self._session = session
 
     @_like(plots.divergence, leaving_out="frames")
-    def divergence(self, **options: Any) -> Figure:
-        """The newest run that has rows: each tap's difference, in execution order.
+    def divergence(self, *, step: int | None = None, **options: Any) -> Figure:
+        """One step of the newest run that has rows, by default its last one: each tap's difference, in execution order.
+
+        While the run goes on, that is the last step that every rank has ended. Without ``noise_floor`` the one that is
+        assumed for these dtypes is drawn; None leaves it out.
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
+        frame = self._newest_run()
+        elsewhere = ""
+        if len(frame):
+            steps = frame["step"].unique()
+            if step is None:
+                step = int(self._last_ended(steps))
+            elif step not in steps:
+                raise SessionError(
+                    f"run {frame['run'].iloc[0]} has no rows of step {step}; it has those of steps {steps.min()} to "
+                    f"{steps.max()}"
+                )
+            options.setdefault("noise_floor", floor_of(frame)[0])
+            at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
+            if at is not None and frame["step"].iloc[at] != step:
+                # The step that is shown may be in order by now.
+                elsewhere = f" (the first divergent tap is in step {frame['step'].iloc[at]})"
+            frame = frame[frame["step"] == step]
+        figure = plots.divergence(frame, **options)
+        if len(frame) and options.get("ax") is None:
+            [ax] = figure.axes
+            ax.set_xlabel(f"{ax.get_xlabel()}; run {frame['run'].iloc[0]}, step {step}{elsewhere}")
+        return figure
+
+    @_like(plots.over_steps, leaving_out="frame")
+    def over_steps(self, *, steps: range | None = None, **options: Any) -> Figure:
+        """The newest run that has rows: its taps over all its steps, or over those of ``steps``.
+
+        >>> figure = session.plot.over_steps()
+        """
+        frame = self._newest_run()
+        if steps is not None and len(frame):
+            frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
+        return plots.over_steps(frame, **options)
+
+    def _newest_run(self) -> pd.DataFrame:
+        for run in reversed(self._session.runs):
+            frame = run.frame
+            if len(frame):
+                return frame
         frame = self._session.frame
-        newest = frame["run"].max() if len(frame) else None
-        return plots.divergence(frame[frame["run"] == newest] if newest is not None else frame, **options)
+        return frame[frame["run"] == frame["run"].max()] if len(frame) else frame
+
+    def _last_ended(self, steps: Any) -> Any:
+        """The last of these steps; of a run that goes on the one before, as that may lack taps yet."""
+        runs = self._session.runs
+        going_on = bool(runs) and not runs[-1].done
+        return sorted(steps)[-2] if going_on and len(steps) > 1 else steps.max()
 
     @_like(plots.history, leaving_out="frame")
     def history(self, name: str, **options: Any) -> Figure:

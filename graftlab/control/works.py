@@ -6,14 +6,25 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import CodeType
 from typing import Any, Literal
 
 from graftlab.base import shipping
 from graftlab.errors import SessionError
 from graftlab.ranks.messages import Call, Evaluate, Execute
+from graftlab.taps.calls import here
 
 Callee = Callable[..., Any] | str
+
+
+def call_here(callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """On a rank: what calls a function there, or evaluates an expression where ``%%graft`` cells run."""
+    if isinstance(callee, str):
+        me = here()
+        assert me is not None
+        return partial(eval, callee, me.vars)
+    return partial(callee, *args, **kwargs)
 
 
 class Works:

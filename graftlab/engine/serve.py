@@ -9,17 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from graftlab.control.run_folder import home
+from graftlab.engine.access import make_token, write_token
 from graftlab.engine.engine import Engine
 from graftlab.engine.presets import DTYPES, PRESETS, build_model
 from graftlab.engine.server import Server
 from graftlab.errors import GraftError
 from graftlab.requests import RequestDumper, RequestLogging
-
-TOKEN_VARIABLE = "GRAFTLAB_ENGINE_TOKEN"
-_LOOPBACK = ("127.", "::1", "localhost")
+from graftlab.requests.configure_logging import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Files of recorded requests hold the command line, and are passed on.
         hidden = {token: "***", f"--token={token}": "--token=***"}
         sys.orig_argv[:] = [hidden.get(argument, argument) for argument in sys.orig_argv]
-    elif not options.host.startswith(_LOOPBACK):
-        logger.warning("whoever reaches %s may use this server: consider a --token", options.host)
+    elif not options.no_token:
+        token = make_token()
+    else:
+        logger.warning("whoever reaches %s, every user of this machine at least, may use this server", options.host)
+    made = token is not None and options.token is None and TOKEN_VARIABLE not in os.environ
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
@@ -46,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An AssertionError is how torch says that it was built without the device.
     except (GraftError, ValueError, RuntimeError, AssertionError) as error:
         return _cannot_start(error)
-    requests = RequestLogging(dumper, options.log_requests, options.log_requests_level)
-    return asyncio.run(_serve(options, engine, requests, token))
+    root = options.dump_root or options.dump_requests_folder or home() / "dumps"
+    requests = RequestLogging(dumper, options.log_requests, options.log_requests_level, root=Path(root))
+    return asyncio.run(_serve(options, engine, requests, token, made))
 
 
 def _engine(options: argparse.Namespace) -> Engine:
@@ -77,7 +82,9 @@ def _dumper(options: argparse.Namespace) -> RequestDumper:
     )
 
 
-async def _serve(options: argparse.Namespace, engine: Engine, requests: RequestLogging, token: str | None) -> int:
+async def _serve(
+    options: argparse.Namespace, engine: Engine, requests: RequestLogging, token: str | None, made: bool
+) -> int:
     server = Server(engine, requests, token=token, max_live=options.max_live)
     ending, hurry = asyncio.Event(), asyncio.Event()
 
@@ -90,15 +97,22 @@ async def _serve(options: argparse.Namespace, engine: Engine, requests: RequestL
         asyncio.get_running_loop().add_signal_handler(number, end)
     try:
         port = server.listen(options.host, options.port)
+        if made and token is not None:
+            path = home() / f"engine-{port}.token"
+            write_token(path, token)
     except (OSError, OverflowError) as error:
         requests.dumper.close()
         return _cannot_start(error)
     host = f"[{options.host}]" if ":" in options.host else options.host
     sys.stdout.write(f"graftlab engine: {options.model} model, ready at http://{host}:{port}\n")
+    if made:
+        sys.stdout.write(f"its token, which is also in {path}: {token}\n")
     sys.stdout.flush()
     await ending.wait()
     await server.close(options.drain_seconds, hurry)
     await asyncio.to_thread(requests.dumper.close)
+    if made:
+        path.unlink(missing_ok=True)
     return 0
 
 
@@ -117,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--host", default="127.0.0.1", help="address to listen at")
     where.add_argument("--port", type=int, default=30000, help="0 takes a free one, which is printed")
     where.add_argument("--token", help=f"bearer token that clients must bring; better given as {TOKEN_VARIABLE}")
+    where.add_argument("--no-token", action="store_true", help="serve whoever comes; else a token is made and printed")
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
     model.add_argument("--seed", type=int, default=0, help="of the weights")
@@ -134,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     record = parser.add_argument_group("recording", "changed later by python -m graftlab.requests.configure_logging")
     record.add_argument("--dump-requests-folder", metavar="D", help="where requests are dumped")
     record.add_argument("--dump-requests-threshold", type=_count, default=1000, metavar="N", help="requests in a file")
+    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders below this one alone")
     record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
     record.add_argument("--log-requests", action="store_true", help="log each request")
     record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")

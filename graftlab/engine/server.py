@@ -11,6 +11,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application
 
+from graftlab.engine.access import ListeningSocket
 from graftlab.engine.engine import Engine
 from graftlab.engine.engine_thread import EngineThread
 from graftlab.engine.handlers import ROUTES, NotFound
@@ -26,11 +27,18 @@ class Server:
     """Serves from :meth:`listen` to :meth:`close`, on one event loop, with the engine on a thread of its own.
 
     Each request is recorded through ``requests`` before it is answered. With a ``token``, only who brings it as bearer
-    is served. At most ``max_live`` requests wait and run at a time.
+    is served. At most ``max_live`` requests wait and run at a time. A connection on which no whole request comes within
+    ``half_sent_seconds`` is closed.
     """
 
     def __init__(
-        self, engine: Engine, requests: RequestLogging, *, token: str | None = None, max_live: int = 1000
+        self,
+        engine: Engine,
+        requests: RequestLogging,
+        *,
+        token: str | None = None,
+        max_live: int = 1000,
+        half_sent_seconds: float = 15.0,
     ) -> None:
         self.requests, self.token, self.max_live = requests, token, max_live
         self.tokenizer: Encoder = engine.tokenizer
@@ -47,11 +55,17 @@ class Server:
             default_handler_class=NotFound,
             default_handler_args=arguments,
         )
-        self._http = HTTPServer(application, max_body_size=_MAX_BODY, max_buffer_size=2 * _MAX_BODY)
+        self._http = HTTPServer(
+            application,
+            max_body_size=_MAX_BODY,
+            max_buffer_size=2 * _MAX_BODY,
+            idle_connection_timeout=half_sent_seconds,
+            body_timeout=half_sent_seconds,
+        )
 
     def listen(self, host: str, port: int) -> int:
         """Take requests from now on; returns the port, a free one for port 0. Raises `OSError` where that cannot be."""
-        sockets = bind_sockets(port, host)
+        sockets = [ListeningSocket(each) for each in bind_sockets(port, host)]
         self._http.add_sockets(sockets)
         return int(sockets[0].getsockname()[1])
 

@@ -7,6 +7,8 @@ as large as the machine's memory but only written pages take memory, and first f
 from __future__ import annotations
 
 import bisect
+import ctypes
+import functools
 import mmap
 import os
 import tempfile
@@ -14,8 +16,17 @@ import warnings
 
 import torch
 
+from graftlab.base.tensor_bytes import copyable
+
 ALIGNMENT = 64
 PAGE = 4096
+
+# From here on torch's copy is no slower, and lets other Python threads run.
+_SMALL = 1 << 16
+# Keeps the GIL, whose letting go costs more than a small copy.
+_copy_bytes = ctypes.PyDLL(None).memmove
+_copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_bytes.restype = None
 
 
 def create_segment() -> tuple[int, int]:
@@ -45,6 +56,16 @@ class Arena:
             warnings.filterwarnings("ignore", message=".*not writable.*")
             self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self._seen_as: dict[torch.dtype, torch.Tensor] = {}
+        self._address = self._bytes.data_ptr()
+
+    def store(self, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
+        """Copy the tensor's bytes to ``offset``, row by row; from a GPU too."""
+        if nbytes <= _SMALL and tensor.is_cpu and type(tensor) is torch.Tensor and _lies_as_it_is(tensor):
+            # A window for torch's own copy would take longer than these bytes do.
+            _copy_bytes(self._address + offset, tensor.data_ptr(), nbytes)
+            return
+        source = copyable(tensor)
+        self.window(offset, nbytes, source.dtype, tuple(source.shape)).copy_(source)
 
     def window(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes at ``offset`` seen as a contiguous tensor, without a copy."""
@@ -56,9 +77,27 @@ class Arena:
             # A tensor made in inference mode could not be written outside of it, and this one outlives the tap.
             with torch.inference_mode(False):
                 segment = self._seen_as[dtype] = self._bytes.view(dtype)
-        itemsize = dtype.itemsize
-        # Offsets are multiples of ALIGNMENT, so of any dtype's size too.
-        return segment[offset // itemsize : (offset + nbytes) // itemsize].view(shape)
+        # Offsets are multiples of ALIGNMENT, so of any dtype's size too. One call: each one of torch's takes as long as
+        # the copy of a small tensor.
+        strides, numel = _contiguous(shape)
+        if numel * dtype.itemsize != nbytes:
+            raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {list(shape)}")
+        return torch.as_strided(segment, shape, strides, offset // dtype.itemsize)
+
+
+def _lies_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether its numbers stand in memory one after the other, with no bit that says to read them otherwise."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of a contiguous tensor of this shape, which has no extent of 0, and how many elements it has."""
+    strides, numel = [], 1
+    for extent in reversed(shape):
+        strides.append(numel)
+        numel *= extent
+    return tuple(reversed(strides)), numel
 
 
 class Allocator:

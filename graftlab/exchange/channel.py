@@ -48,8 +48,12 @@ class Channel:
         with self._sending:
             if self.closed:
                 return
-            if len(payload) < 65536:
-                self._offer(memoryview(_LENGTH.pack(len(payload)) + payload))
+            if len(payload) < _PIECE:
+                data = _LENGTH.pack(len(payload)) + payload
+                # The usual case, in which the socket takes all of it at once.
+                sent = 0 if self._waiting else self._try(data)
+                if sent < len(data):
+                    self._offer(memoryview(data)[sent:])
             else:
                 self._offer(memoryview(_LENGTH.pack(len(payload))))
                 self._offer(memoryview(payload))
@@ -71,15 +75,22 @@ class Channel:
     def _write(self, data: memoryview) -> memoryview:
         """Write what fits and return the rest."""
         while data:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
+            sent = self._try(data)
+            if not sent:
                 return data
-            except OSError:
-                # The other end is gone; its reader, or ours, has seen or will see the end of the stream.
-                self._waiting.clear()
-                return memoryview(b"")
+            data = data[sent:]
         return data
+
+    def _try(self, data: bytes | memoryview) -> int:
+        """Hand the socket what it takes of this, and return how many bytes it took."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            # The other end is gone; its reader, or ours, has seen or will see the end of the stream.
+            self._waiting.clear()
+            return len(data)
 
     def _flush(self) -> None:
         poller = select.poll()

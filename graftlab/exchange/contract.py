@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -32,8 +32,7 @@ Memo = TypeVar("Memo")
 """A sender's own note on what it publishes. It never leaves the rank."""
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one sending rank published under a key.
 
     ``tensor`` may be a read-only window into the exchange's memory: it is valid until :meth:`Receipt.release`, and

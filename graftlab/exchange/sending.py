@@ -40,7 +40,7 @@ _ROOM_POLL = 0.02
 _TOLD_LIMIT = 100_000
 
 
-@dataclass
+@dataclass(slots=True)
 class _Outgoing(Generic[Memo]):
     """A published tensor as its sender knows it: which receivers may still look at it, and did any."""
 
@@ -85,11 +85,11 @@ class Sender(Generic[Memo]):
     # ---- a tap --------------------------------------------------------------------------------------------------
 
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None) -> None:
-        packed = self._pack_extras(key, extras)
+        packed = None if extras is None else self._pack_extras(key, extras)
         on_host = tensor.is_cpu
         if len(self._outgoing) > _MANY or (not on_host and self._device.awaits_answers):
             self._peers.pump(0)
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes and self._is_full_for(nbytes):
             self._make_room(key, nbytes)
         others = self._peers.others
@@ -119,9 +119,7 @@ class Sender(Generic[Memo]):
         for peer in receivers:
             peer.channel.send(frame)
 
-    def _pack_extras(self, key: TapKey, extras: object) -> bytes | None:
-        if extras is None:
-            return None
+    def _pack_extras(self, key: TapKey, extras: object) -> bytes:
         try:
             return pickle.dumps(extras, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:

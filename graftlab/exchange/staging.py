@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-from graftlab.base.tensor_bytes import copyable
 from graftlab.exchange.arena import Allocator, Arena
 
 
@@ -33,8 +32,7 @@ class HostStaging:
     def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> int | None:
         offset = self._allocator.take(nbytes)
         if offset is not None:
-            source = copyable(tensor)
-            self._arena.window(offset, nbytes, source.dtype, tuple(source.shape)).copy_(source)
+            self._arena.store(offset, nbytes, tensor)
         return offset
 
     def release(self, location: int) -> None:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.errors import FilterError
 from graftlab.filters.expressions import Filter, compile_filter
+from graftlab.filters.patterns import bounded
 
 Tags = Mapping[str, object]
 
@@ -23,7 +24,8 @@ _SUGGESTIONS = 3
 class Check:
     """A text, compiled once, and which of the taps seen so far it matches, each judged once.
 
-    ``fault`` is the :class:`FilterError` of a text that is no filter, and ``hits`` the indices of what it matches.
+    ``fault`` is the :class:`FilterError` of a text that is no filter or takes too long, and ``hits`` the indices of
+    what it matches.
     """
 
     def __init__(self, text: str) -> None:
@@ -42,7 +44,10 @@ class Check:
         stop = min(len(taps), TAP_LIMIT)
         if self.filter is not None:
             matches = self.filter.matches
-            self.hits += [index for index in range(self._judged, stop) if matches(taps[index])]
+            try:
+                self.hits += [index for index in range(self._judged, stop) if matches(taps[index])]
+            except FilterError as fault:
+                self.fault, self.filter, self.hits = fault, None, []
         self._judged = stop
 
 
@@ -101,6 +106,6 @@ def _texts(filter_: Filter) -> list[str]:
 def _occurs(text: str, value: str) -> bool:
     """Whether a text that a filter looks for is in a value, as it is or as the pattern that it may be."""
     try:
-        return text in value or re.search(text, value) is not None
-    except re.error:
+        return text in value or bounded(text, "search")(value) is not None
+    except (re.error, FilterError):
         return False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place
-from graftlab.diffs.measure import DiffStats
+from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
@@ -24,21 +27,23 @@ from graftlab.transforms import (
     GraftTransformInput,
     Outcome,
     Transform,
+    TransformSpec,
     compare,
-    dtype_name,
     run_transform,
     user_traceback,
 )
 
 logger = logging.getLogger(__name__)
 
+# So many lines of the log are written together at most, or a process that is killed would leave too few.
+_LINES_AT_ONCE = 64
 _NO_STATISTICS = (None,) * len(STATISTICS)
 
 
 class TapCall(NamedTuple):
     """One call of a tap that some filter wants: all that its row says before anything was sent or received.
 
-    ``tensor`` is the rank's own; None where there is none to speak of.
+    ``tensor`` is the rank's own; None where there is none to speak of, or where nobody needs more than the row.
     """
 
     run: int
@@ -64,6 +69,7 @@ class Arrival(NamedTuple):
     status: Status
     senders: list[int]
     stats: DiffStats | None = None
+    transform: str | None = None
     aligned_by: str | None = None
     layout: str | None = None
     rows_matched: int | None = None
@@ -74,10 +80,26 @@ class Arrival(NamedTuple):
     result: torch.Tensor | None = None
 
 
+class Unasked(NamedTuple):
+    """A tensor that was sent, from which a row is made only if nobody asks for it."""
+
+    call: TapCall
+    shape: list[int]
+    dtype: str
+    seconds: float
+
+    def row(self, status: Status | None = None, error: str | None = None) -> Row:
+        if status is None:
+            # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+            status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
+        row = row_of(self.call, Arrival(status, [], error=error), self.seconds)
+        return row._replace(shape=self.shape, dtype=self.dtype)
+
+
 def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
     run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
-    status, senders, stats, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
     rule = None if pairing is None else pairing.rule
     # How many statistics there are is the table's business, and nothing that a type checker can know.
     return Row(  # type: ignore[call-arg]
@@ -92,10 +114,11 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
         status,
         senders,
         None if own is None else list(own.shape),
-        None if own is None else dtype_name(own.dtype),
+        None if own is None else DTYPE_NAMES[own.dtype],
         *(_NO_STATISTICS if stats is None else statistics_of(stats)),
         tags["name"] if pairing is None else pairing.baseline_name,
         tags["name"] if pairing is None else pairing.target_name,
+        transform,
         aligned_by,
         layout,
         None if rule is None else rule.matched_by,
@@ -117,11 +140,12 @@ class Arrivals:
     def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
         self._kept = kept
         self._warn_once = warn_once
-        self._transform: Transform | None = None
+        self._transforms: list[tuple[str, Transform]] = []
+        self._grafted: list[_Grafted] = []
 
     def adopt(self, plan: GraftPlan) -> None:
-        """This plan's transform is in force from now on."""
-        self._transform = _load(plan)
+        """This plan's transforms are in force from now on."""
+        self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
 
     def take_named(
         self,
@@ -133,8 +157,11 @@ class Arrivals:
         reduced: torch.Tensor | str | None,
     ) -> tuple[TapCall, Arrival]:
         """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
-        sent = [each.extras for each in receipt.contributions if isinstance(each.extras, Shown)]
-        name = next((each.name for each in sent if each.name), None)
+        name = None
+        for each in receipt.contributions:
+            if type(each.extras) is Shown and each.extras.name:
+                name = each.extras.name
+                break
         pairing = call.pairing
         if name is not None and pairing is not None and pairing.rule is None:
             if call.place.side == "target":
@@ -163,32 +190,90 @@ class Arrivals:
             return _nothing_came(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
-        graft_input = _input(call, extras, receipt, layout, reduced)
-        note = _absent(receipt) if receipt.absent else None
+        theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
+        if theirs is None:
+            return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
+        # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
+        mine = call.tensor
+        assert mine is not None
         try:
-            outcome = run_transform(self._transform, graft_input)
+            stats = measure(theirs, mine) if call.action.direction == "b2t" else measure(mine, theirs)
+        except Exception as error:
+            return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
+        note = None
+        if call.action.keep:
+            note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs)
+        return self._done(call, theirs, stats, _senders(receipt), note, replaced)
+
+    def _take_transformed(
+        self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
+    ) -> Arrival:
+        note = _absent(receipt) if receipt.absent else None
+        which = call.action.transform
+        label, transform = (None, None) if which is None else self._transforms[which]
+        try:
+            outcome = run_transform(transform, graft_input)
             stats = compare(outcome, graft_input)
         except (Exception, SystemExit) as error:
-            return self._transform_failed(call, graft_input, note, error)
+            return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
         note = _joined(note, outcome.note)
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
-                return _no_rows_came(graft_input, outcome, note)
+                return _no_rows_came(graft_input, outcome, label, note)
         if call.action.keep:
             note = _joined(note, self._keep(graft_input, outcome))
-        status: Status = "compared"
-        result = None
         if call.action.graft:
-            status = "grafted"
             note = _joined(note, outcome.caveat)
-            result, overwrite_note = self._overwrite(call, outcome.value, replaced)
-            note = _joined(note, overwrite_note)
-            if logger.isEnabledFor(logging.INFO):
-                _log_graft(call, outcome.value, stats, graft_input.senders)
-        senders, aligned_by, cast = graft_input.senders, outcome.aligned_by, outcome.cast
-        return Arrival(status, senders, stats, aligned_by, outcome.layout, matched, unmatched, cast, note, None, result)
+        done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
+        return done._replace(
+            transform=label,
+            aligned_by=outcome.aligned_by,
+            layout=outcome.layout,
+            rows_matched=matched,
+            rows_unmatched=unmatched,
+            cast=outcome.cast,
+        )
+
+    def _done(
+        self,
+        call: TapCall,
+        theirs: torch.Tensor,
+        stats: DiffStats,
+        senders: list[int],
+        note: str | None,
+        replaced: torch.Tensor | None,
+    ) -> Arrival:
+        """What comes of a call that was measured: its tensor is overwritten, if the plan says so."""
+        if not call.action.graft:
+            return Arrival("compared", senders, stats, note=note)
+        result, overwrite_note = self._overwrite(call, theirs, replaced)
+        if logger.isEnabledFor(logging.INFO):
+            self._log(call, theirs, stats, senders)
+        return Arrival("grafted", senders, stats, note=_joined(note, overwrite_note), result=result)
+
+    def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
+        ours = call.tensor
+        assert ours is not None
+        place, direction = f"{call.place.side}[{call.place.rank}]", call.action.direction
+        self._grafted.append(
+            _Grafted(time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders)
+        )
+        if len(self._grafted) >= _LINES_AT_ONCE:
+            self.log_grafts()
+
+    def log_grafts(self) -> None:
+        """Log the grafts since the last time. Called at the end of each step: the row is what a graft leaves at once.
+
+        In the middle of a model a line costs three times what it does among others.
+        """
+        grafted, self._grafted = self._grafted, []
+        for each in grafted:
+            # logger.info without its search of the stack for this line, which would cost more than all the rest.
+            record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, each.line(), (), None, "log_grafts")
+            record.created, record.msecs = each.when, each.when % 1 * 1000
+            logger.handle(record)
 
     def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
         if outcome.measured is None:
@@ -197,14 +282,19 @@ class Arrivals:
         return self._kept.add(replace(graft_input, target=mine), theirs)
 
     def _transform_failed(
-        self, call: TapCall, graft_input: GraftTransformInput, note: str | None, error: BaseException
+        self,
+        call: TapCall,
+        graft_input: GraftTransformInput,
+        transform: str | None,
+        note: str | None,
+        error: BaseException,
     ) -> Arrival:
         text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
             # To try a better transform on.
             note = _joined(note, self._kept.add(graft_input, None))
-        return Arrival("failed", graft_input.senders, note=note, error=text)
+        return Arrival("failed", graft_input.senders, transform=transform, note=note, error=text)
 
     def _overwrite(
         self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
@@ -218,17 +308,34 @@ class Arrivals:
         return result, note
 
 
-def _load(plan: GraftPlan) -> Transform | None:
-    """The plan's transform. One that loads in the notebook but not here fails each tap, not the whole run."""
+def _load(spec: TransformSpec) -> Transform:
+    """A transform of the plan. One that loads in the notebook but not here fails each tap, not the whole run."""
     try:
-        return plan.load_transform()
+        return spec.load()
     except (Exception, SystemExit) as error:
         cause = error
 
         def fails(graft_input: GraftTransformInput) -> torch.Tensor:
-            raise TransformError(f"the plan's transform cannot be loaded on this rank: {cause}") from cause
+            raise TransformError(f"the plan's transform {spec.label} cannot be loaded on this rank: {cause}") from cause
 
         return fails
+
+
+def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
+    """The tensor that the default transform would hand on as it came; None where there is more to do, or to say."""
+    own, place, pairing = call.tensor, call.place, call.pairing
+    assert own is not None
+    contributions, senders = receipt.contributions, place.other_world_size
+    if len(contributions) != senders or senders not in (1, place.world_size):
+        return None
+    if pairing is not None and pairing.rule is not None:
+        return None
+    shape = own.shape
+    for contribution in contributions:
+        if contribution.tensor.shape != shape or _layout(contribution.extras) is not None:
+            return None
+    theirs = contributions[place.rank if senders > 1 else 0].tensor
+    return theirs if theirs.dtype == own.dtype and theirs.device == own.device else None
 
 
 def _input(
@@ -295,11 +402,14 @@ def _unreadable(call: TapCall, receipt: Receipt) -> Arrival:
     return Arrival("failed", _senders(receipt), note=_absent(receipt), error=error)
 
 
-def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str | None) -> Arrival:
+def _no_rows_came(
+    graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
+) -> Arrival:
     """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
     return Arrival(
         "missing",
         graft_input.senders,
+        transform=transform,
         aligned_by=outcome.aligned_by,
         layout=outcome.layout,
         rows_matched=0,
@@ -309,25 +419,46 @@ def _no_rows_came(graft_input: GraftTransformInput, outcome: Outcome, note: str 
     )
 
 
-def _log_graft(call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
-    assert call.tensor is not None
-    direction = call.action.direction
-    ours, others = ("target", "baseline") if direction == "b2t" else ("baseline", "target")
-    line = (
-        f"{call.place.label} grafted {direction} at tap {call.name!r} step {call.step}: "
-        f"{_described(call.tensor, stats, ours)} overridden by {_described(theirs, stats, others)} from ranks "
-        f"{senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
-    )
-    # logger.info without its search of the stack for this line, which would cost more than all the rest.
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, "_log_graft"))
+_of_side = {
+    side: attrgetter(*(f"{what}_{side}" for what in ("mean", "std", "min", "max", "nonfinite")))
+    for side in ("baseline", "target")
+}
 
 
-def _described(tensor: torch.Tensor, stats: DiffStats, side: str) -> str:
+class _Grafted(NamedTuple):
+    """What the log says of a graft, without the tensors."""
+
+    when: float
+    place: str
+    direction: str | None
+    name: str
+    step: int
+    ours: _Kind
+    theirs: _Kind
+    stats: DiffStats
+    senders: list[int]
+
+    def line(self) -> str:
+        stats = self.stats
+        ours, others = ("target", "baseline") if self.direction == "b2t" else ("baseline", "target")
+        return (
+            f"{self.place} grafted {self.direction} at tap {self.name!r} step {self.step}: "
+            f"{_described(self.ours, stats, ours)} overridden by {_described(self.theirs, stats, others)} from ranks "
+            f"{self.senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
+        )
+
+
+_Kind = tuple[torch.dtype, tuple[int, ...], str]
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    return tensor.dtype, tensor.shape, "cpu" if tensor.is_cpu else str(tensor.device)
+
+
+def _described(kind: _Kind, stats: DiffStats, side: str) -> str:
     """Shape, dtype, device and what was measured of it, for the log."""
-    nonfinite, mean, std, low, high = (
-        getattr(stats, f"{what}_{side}") for what in ("nonfinite", "mean", "std", "min", "max")
-    )
-    return (
-        f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.device} (mean={mean:.4g} std={std:.4g} "
-        f"min={low:.4g} max={high:.4g}{f' nonfinite={nonfinite}' if nonfinite else ''})"
-    )
+    mean, std, low, high, nonfinite = _of_side[side](stats)
+    dtype, shape, device = kind
+    counted = f" nonfinite={nonfinite}" if nonfinite else ""
+    numbers = f"(mean={mean:.4g} std={std:.4g} min={low:.4g} max={high:.4g}{counted})"
+    return f"{DTYPE_NAMES[dtype]}{list(shape)} {device} {numbers}"

@@ -140,7 +140,7 @@ class Decisions:
         self._seen = seen
         self._warn_once = warn_once
         # What changes from call to call cannot be remembered.
-        self._remembers = "recompute_status" not in plan.mentions
+        self._remembers = "recompute_status" not in plan.looks_at
 
     def of(self, asked: Asked) -> Decision | None:
         """What the plan says of a tap. Raises :class:`TagError` for a name or tags that it cannot have."""

@@ -18,11 +18,12 @@ import torch
 
 from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
+from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, Unasked, row_of
 from graftlab.grafting.decisions import (
     Addresses,
     Asked,
@@ -44,10 +45,12 @@ from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
 from graftlab.taps.compiled import forget_open_tags
 from graftlab.taps.extras import Laid, resolved, unpicklable_part
+from graftlab.taps.untraced import outside_compiled_code
 
 logger = logging.getLogger(__name__)
 
-_UNMATCHED = Arrival("unmatched", [])
+# These have no placements; asking a tensor for an attribute that it lacks is slow.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
@@ -77,7 +80,7 @@ class Grafter:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Row],
+        exchange: LiveExchange[Unasked],
         page: WhereaboutsPage,
         ambient: ContextVar[TagItems],
         reporter: Reporter,
@@ -99,6 +102,7 @@ class Grafter:
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
+        self._before_step = 0
         self._last_tap = ""
         # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
         self._at_work = False
@@ -114,6 +118,12 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The run and the step that go on; None between runs."""
+        run = self._run
+        return None if run is None else (run.run, self._step)
 
     @property
     def next_step(self) -> int:
@@ -174,6 +184,7 @@ class Grafter:
             self._run = run
             self._last_tap = ""
             self._step = run.first_step
+            self._before_step = self._order
             if plan.version >= self._offered.version:
                 self._offered = plan
             self._adopt(plan)
@@ -190,6 +201,7 @@ class Grafter:
                 return
             self._end_step()
             self._step += 1
+            self._before_step = self._order
             if self.place.world_rank == run.leader:
                 self._announce_plan()
                 self._begin_step(run)
@@ -233,9 +245,8 @@ class Grafter:
 
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""
-        for row in self._exchange.take_unmatched():
-            if isinstance(row, Row):
-                self._emit(row)
+        for unasked in self._exchange.take_unmatched():
+            self._emit(unasked.row())
 
     def _announce_plan(self) -> None:
         plan = self._offered
@@ -254,7 +265,7 @@ class Grafter:
         decisions = self._decisions
         if others.isdisjoint(run.participants):
             self._decisions = None
-        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.mentions:
+        elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.looks_at:
             self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
         else:
             decisions.step = self._step
@@ -263,6 +274,7 @@ class Grafter:
 
     def _end_step(self) -> None:
         self._exchange.end_step(self._step)
+        self._arrivals.log_grafts()
         self.record_unmatched()
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
@@ -273,7 +285,17 @@ class Grafter:
         )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
-        call = TapCall(run.run, self._step, self._order, tags, Action(), self.place, self._plan.version, 0, None)
+        call = TapCall(
+            run.run,
+            self._step,
+            self._order - self._before_step,
+            tags,
+            Action(),
+            self.place,
+            self._plan.version,
+            0,
+            None,
+        )
         self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
@@ -293,7 +315,7 @@ class Grafter:
             return value
         return self._wanted(decision, name, value, extras, replace)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         if decision.action.overlap or any(other.action.overlap for other in decision.others):
             raise self._overlap(decision, name)
@@ -329,9 +351,10 @@ class Grafter:
             return value
         told = self._told(decision, shown, extras)
         extras = resolved(extras)
-        self._write_page("running")
+        self._page.pass_tap(self._step, self._plan.version, self._order, name)
         # What is sent is sent as it was before anything was received.
-        pairs.sort(key=_received_after)
+        if len(pairs) > 1:
+            pairs.sort(key=_received_after)
         for each, key in pairs:
             call = self._call(each, key, own)
             if key is None or (each.pairing is not None and each.pairing.alone):
@@ -350,7 +373,7 @@ class Grafter:
 
     def _told(self, decision: Decision, shown: Any, extras: Any) -> Shown | LayoutError | None:
         """What there is to say of the tensor beside the extras, or why it cannot be said."""
-        is_laid = type(extras) is Laid or hasattr(shown, "placements")
+        is_laid = type(extras) is Laid or (type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements"))
         name = decision.own_name if self._plan.rename else None
         if not is_laid and name is None:
             return None
@@ -398,7 +421,7 @@ class Grafter:
         return TapCall(
             run.run,
             self._step,
-            self._order,
+            self._order - self._before_step,
             decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
             decision.action,
             self.place,
@@ -414,23 +437,25 @@ class Grafter:
             self._exchange.decline(key)
 
     def _publish(self, key: TapKey, call: TapCall, extras: Any, told: Shown | None, began: float) -> None:
-        assert call.tensor is not None
-        row = row_of(call, _UNMATCHED, time.perf_counter() - began)
+        own = call.tensor
+        assert own is not None
+        # The note must not keep the model's tensor alive.
+        memo = Unasked(call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began)
         sent = extras if told is None else dataclasses.replace(told, extras=extras)
         try:
-            self._exchange.publish(key, call.tensor.detach(), sent, memo=row)
+            self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
         except BufferFullError as full:
             logger.warning("%s", full)
             self._exchange.decline(key)
-            self._emit(row._replace(status="timeout", error=str(full)))
+            self._emit(memo.row("timeout", str(full)))
         except ShippingError as error:
             failure = (
-                f"{unpicklable_part(extras)} of gl.tap({row.name!r}) on {self.place.label} cannot be pickled: "
+                f"{unpicklable_part(extras)} of gl.tap({call.name!r}) on {self.place.label} cannot be pickled: "
                 f"{error.__cause__}; pass tensors, numbers, strings, or containers of them"
             )
             logger.error("%s", failure)
             self._exchange.decline(key)
-            self._emit(row._replace(status="failed", error=failure))
+            self._emit(memo.row("failed", failure))
 
     def _receive(
         self,
@@ -453,6 +478,8 @@ class Grafter:
             call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
+        if arrival.status == "missing" and key.recompute_status == "recompute":
+            arrival = arrival._replace(status="recomputed", note=arrival.error, error=None)
         self._emit(row_of(call, arrival, time.perf_counter() - began))
         return arrival.result
 

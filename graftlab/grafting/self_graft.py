@@ -21,7 +21,7 @@ from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import Taker, ambient
 from graftlab.taps.routing import taken_by
-from graftlab.verdict.groups import group_of
+from graftlab.verdict.groups import group_of, is_data
 
 Call = Callable[[], Any]
 
@@ -104,6 +104,15 @@ def graft_self(
     return found
 
 
+def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
+    """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
+    record = _Recorder(budget)
+    _run(call, record)
+    repeat = _Repeater(record.taps)
+    _run(call, repeat)
+    return repeat.differences()
+
+
 def _run(call: Call, taker: Taker) -> None:
     with taken_by(taker):
         call()
@@ -119,8 +128,11 @@ class _Recorded:
     value: torch.Tensor
 
 
-class _Taker:
+class PlacedTaker:
     """Counts calls as the grafter does, and gives each that shows a tensor to :meth:`take`."""
+
+    # A weight is not computed in a run, and would stay as it was moved.
+    takes_data = False
 
     def __init__(self) -> None:
         self._reached: dict[Any, int] = {}
@@ -133,6 +145,8 @@ class _Taker:
             self.skipped[name] = None
             return value
         wanted, _ = given_tags(name, dict(ambient.get()), tags, _says_nothing)
+        if is_data(wanted) and not self.takes_data:
+            return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
         which = identity(given)
         occurrence = self._reached.get(which, 0)
@@ -151,7 +165,7 @@ class _Taker:
         raise NotImplementedError
 
 
-class _Recorder(_Taker):
+class _Recorder(PlacedTaker):
     def __init__(self, budget: int) -> None:
         super().__init__()
         self.taps: dict[Place, _Recorded] = {}
@@ -168,7 +182,7 @@ class _Recorder(_Taker):
         self.taps[place] = _Recorded(place, tags, own.detach().clone())
 
 
-class _Repeater(_Taker):
+class _Repeater(PlacedTaker):
     """Compares with the record and leaves all alone."""
 
     def __init__(self, taps: Mapping[Place, _Recorded]) -> None:
@@ -187,7 +201,7 @@ class _Repeater(_Taker):
         return self._other + [f"{_label(place)} was not reached again" for place in self._left]
 
 
-class _Grafter(_Taker):
+class _Grafter(PlacedTaker):
     """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
 
     def __init__(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.grafting.kept import KeptPair
+from graftlab.plan.plan import GraftPlan, filters_of, first_for
 from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
+from graftlab.transforms.spec import Specs, each_of
 
 # A draft may print megabytes, or raise an error as long; nobody reads more than this.
 PRINTED_LIMIT = 10_000
@@ -27,7 +30,7 @@ class Trial:
     ``received``, ``target`` and ``result`` are shapes and dtypes in words. ``before`` compares the target with what the
     transform in force made of the received tensors when the pair was kept (None if it failed), ``after`` with what the
     draft makes of them; ``cast`` says what was converted for that. ``seconds`` is the draft's own time. ``error_line``
-    is the line of the draft's source at fault, from 1.
+    is the line of the draft's source at fault, from 1. ``note`` says where the draft would not be applied at this tap.
     """
 
     tags: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +44,7 @@ class Trial:
     printed: str = ""
     error: str | None = None
     error_line: int | None = None
+    note: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -63,31 +67,61 @@ class _Bounded(io.TextIOBase):
         return self.text + (f"\n... and {self.dropped} more characters" if self.dropped else "")
 
 
-def try_draft(draft: TransformSpec, kept: KeptPair | None, device: str) -> Trial:
-    """Load the draft and, given a pair, run it once. Whatever the draft raises is in the result."""
+def try_draft(drafts: Specs, kept: KeptPair | None, device: str, plan: GraftPlan | None = None) -> Trial:
+    """Load the draft and, given a pair, run it once. Whatever the draft raises is in the result.
+
+    Of several, the first that is for the pair's tap runs; all are loaded where there is no pair. ``plan`` tells whether
+    the tap is grafted; without one it is.
+    """
+    specs = each_of(drafts)
+    if kept is None:
+        trials = [_try_one(spec, None, device, None) for spec in specs]
+        return next((trial for trial in trials if not trial.ok), trials[-1])
+    which = first_for(filters_of(specs), kept.tags, plan is None or plan.action_for(kept.tags).graft)
+    if which is not None:
+        return _try_one(specs[which], kept, device, None)
+    if len(specs) > 1:
+        where = "; ".join(spec.described for spec in specs)
+        return replace(_described(kept), error=f"none of these transforms is for this tap: {where}")
+    if specs[0].where is None:
+        note = "the plan does not graft this tap, so it would not be applied here; a filter says where else it is to be"
+    else:
+        note = "its filter does not match this tap, so it would not be applied here"
+    return _try_one(specs[0], kept, device, note)
+
+
+def _try_one(draft: TransformSpec, kept: KeptPair | None, device: str, note: str | None) -> Trial:
     trial = Trial()
     printed = _Bounded()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            if kept is not None:
-                trial = _described(kept)
+        if kept is not None:
+            trial = _described(kept)
+        with _shown_in(printed):
             transform = draft.load()
-            if kept is not None:
-                graft_input = replace(
-                    kept.graft_input,
-                    target=kept.graft_input.target.to(device),
-                    received_list=[tensor.to(device) for tensor in kept.graft_input.received_list],
-                )
-                began = time.perf_counter()
+        if kept is not None:
+            graft_input = replace(
+                kept.graft_input,
+                target=kept.graft_input.target.to(device),
+                received_list=[tensor.to(device) for tensor in kept.graft_input.received_list],
+            )
+            began = time.perf_counter()
+            with _shown_in(printed):
                 outcome = run_transform(transform, graft_input)
-                trial = replace(trial, seconds=time.perf_counter() - began)
-                trial = replace(
-                    trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
-                )
+            trial = replace(trial, seconds=time.perf_counter() - began)
+            trial = replace(
+                trial, result=_in_words(outcome.value), after=compare(outcome, graft_input), cast=outcome.cast
+            )
     except (Exception, SystemExit) as error:
         called_exit = f"the draft called exit({error.code!r})\n" if isinstance(error, SystemExit) else ""
         trial = replace(trial, error=_cut(called_exit + user_traceback(error)), error_line=_line_of(error, draft))
-    return replace(trial, printed=printed.shown())
+    return replace(trial, printed=printed.shown(), note=note)
+
+
+@contextlib.contextmanager
+def _shown_in(printed: _Bounded) -> Iterator[None]:
+    """Catch what the draft prints, and nothing that graftlab itself says around it: that it has no kernel, say."""
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        yield
 
 
 def _cut(text: str) -> str:

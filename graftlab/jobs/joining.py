@@ -57,6 +57,10 @@ class FirstTap:
         taker = _join_by_itself()
         return value if taker is None else taker.tap(name, value, extras, tags, replace)
 
+    @property
+    def moment(self) -> object:
+        return object()
+
     def step(self) -> None:
         taker = _join_by_itself()
         if taker is not None:

@@ -74,6 +74,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _steps(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = ("", ":", "") if text == "all" else text.partition(":")
+    if not colon or not all(part.strip().isdecimal() or not part.strip() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"steps are A:B, such as 0:100 or 50:, or `all`, not {text!r}")
+    return (int(first) if first.strip() else None, int(last) if last.strip() else None)
+
+
 def _variable(text: str) -> str:
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a name that a variable can have")
@@ -159,6 +166,36 @@ def _commands() -> dict[str, Command]:
     )
     verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
 
+    compiled = command(
+        "compiled",
+        "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
+        "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+    )
+    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+    compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
+
+    match = command(
+        "match",
+        "Find out by value which tap of the target is which of the baseline, whatever their names.\n\n"
+        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        raw="EXPR",
+        usage="%%graft match [-h] [-o NAME] EXPR",
+    )
+    match.add_argument(
+        "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
+    )
+
+    check = command(
+        "check",
+        "Tell what the target's ranks should agree on, and do not; the expression is evaluated on them alone.",
+        raw="EXPR",
+        usage="%%graft check [-h] [-o NAME] EXPR",
+    )
+    check.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
+
     replay = command(
         "replay",
         "Feed recorded requests to both sides, a step a batch, and show which diverge, the worst first.\n\n"
@@ -184,19 +221,41 @@ def _commands() -> dict[str, Command]:
     for filter_name, meaning in FILTER_MEANINGS.items():
         filter_.add_argument(f"--{filter_name}", metavar="EXPR", help=f"taps {meaning}")
 
-    transform = command("transform", "Use a function of the notebook, or a dotted path, as the transform.")
+    transform = command(
+        "transform",
+        "Use a function of the notebook, or a dotted path, as the transform.\n\n"
+        "It applies at the taps that the plan grafts; with --where at those that the filter matches, compared ones\n"
+        "included. The expression goes on to the end of the line; quotes around it are optional:\n"
+        "  %graft transform unfuse --where name == 'qkv'",
+        raw="where",
+    )
     transform.add_argument("name", help="function or dotted path; `default` goes back to the default transform")
+    transform.add_argument("--where", metavar="EXPR", help="filter: the taps that it is for")
+
+    rename = command(
+        "rename",
+        "Rewrite the names of one side's taps before they are paired, by a regular expression.\n\n"
+        "A rule is added to those in force; the first that matches a name counts. Without arguments, show the rules.",
+    )
+    rename.add_argument("side", nargs="?", choices=("baseline", "target"), help="whose names")
+    rename.add_argument("pattern", nargs="?", metavar="REGEX", help="what is replaced, as by re.sub")
+    rename.add_argument("replacement", nargs="?", default="", metavar="TEXT", help='default: "", which drops it')
+    rename.add_argument("--clear", action="store_true", help="drop the rules in force first")
 
     frame = command("frame", "Show the rows of the newest run that has any, as a frame.")
     frame.add_argument("--all", action="store_true", help="of all runs")
     frame.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the frame")
 
-    plot = command("plot", "Plot the newest run tap by tap, or one tap.")
+    plot = command("plot", "Plot the last step of the newest run tap by tap, all its steps, or one tap.")
     plot.add_argument("tag", nargs="?", metavar="TAG", help="a tap's name")
     plot.add_argument(
         "--kind",
-        choices=("divergence", "history", "heatmap", "histogram", "scatter", "ranks"),
+        choices=("divergence", "over_steps", "history", "heatmap", "histogram", "scatter", "ranks"),
         help="default: divergence, or history when a tap is given; heatmap, histogram and scatter need a kept pair",
+    )
+    plot.add_argument("--step", type=int, metavar="N", help="this step in place of the last one")
+    plot.add_argument(
+        "--steps", type=_steps, metavar="A:B", help="taps over these steps, B left out, as a heat map; `all` for all"
     )
     plot.add_argument("--noise-floor", type=float, help="draws the line below which differences are rounding")
     report = command("report", "Write what the session did and found as one page, to attach to an issue.")
@@ -220,7 +279,7 @@ def overview() -> str:
     lines = [f"  %graft {name:<10} {command.summary.splitlines()[0]}" for name, command in COMMANDS.items()]
     lines += [
         "  %%graft baseline   run this cell on the baseline's ranks (also: target, both, target[1])",
-        "  %%graft transform  the cell is the transform",
+        "  %%graft transform  the cell is the transform (also: --where EXPR)",
         "`%graft NAME -h` tells more about one of them.",
     ]
     return "\n".join(lines)
@@ -239,6 +298,9 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
         raise UsageError(f"%graft: there is no {name!r}{hint}\n{overview()}")
     if command.raw == "filters":
         return name, _parse_filters(command, rest)
+    if command.raw == "where":
+        name_given, where = split_where(rest)
+        return name, command.parser.parse_args([*_split(name, name_given), *where])
     if command.raw == "EXPR":
         return name, _parse_expression(command, rest)
     return name, command.parser.parse_args(_split(name, rest))
@@ -267,6 +329,17 @@ def _parse_filters(command: Command, rest: str) -> argparse.Namespace:
         else:
             command.parser.error(f'{option} needs an expression; "" is the one that matches nothing')
     return command.parser.parse_args(given)
+
+
+def split_where(rest: str) -> tuple[str, list[str]]:
+    """What stands before ``--where``; and the option with its expression, as a word for argparse, if it is there."""
+    found = next((found for found in _STRING_OR_OPTION.finditer(rest) if found["option"] == "--where"), None)
+    if found is None:
+        return rest, []
+    text = _unquoted(rest[found.end() :].strip().removeprefix("=").strip())
+    if not text.strip():
+        raise UsageError("%graft transform: --where needs a filter; without it the plan's grafted taps are meant")
+    return rest[: found.start()], [f"--where={text}"]
 
 
 def _unquoted(text: str) -> str:

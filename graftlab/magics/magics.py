@@ -15,6 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
+from graftlab.base.world import Side
 from graftlab.control.run import Run
 from graftlab.filters.check import Check, told
 from graftlab.magics import command_line
@@ -79,8 +80,9 @@ class GraftMagics(Magics):
         if where in ("", "-h", "--help"):
             raise command_line.HelpShown(command_line.overview())
         session = self._open()
-        if where == "transform":
-            session.edit(transform=cell)
+        place, option = command_line.split_where(where)
+        if place.strip() == "transform":
+            session.edit(transform=(option[0].partition("=")[2], cell) if option else cell)
             return
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
@@ -92,6 +94,7 @@ class GraftMagics(Magics):
             if value is not None:
                 sys.stdout.write(f"{rank}:\n")
                 display(value)  # type: ignore[no-untyped-call]
+                _forget(value)
 
     def _up(self, arguments: argparse.Namespace) -> Session:
         before = self.open_session()
@@ -188,6 +191,24 @@ class GraftMagics(Magics):
         self._assign(arguments.out, verdict)
         return verdict
 
+    def _compiled(self, arguments: argparse.Namespace) -> Any:
+        options = {"fullgraph": arguments.fullgraph}
+        if arguments.backend is not None:
+            options["backend"] = arguments.backend
+        comparison = self._open().compare_compiled(arguments.expression, **options)
+        self._assign(arguments.out, comparison)
+        return comparison
+
+    def _match(self, arguments: argparse.Namespace) -> Any:
+        proposal = self._open().match(arguments.expression, arguments.expression)
+        self._assign(arguments.out, proposal)
+        return proposal
+
+    def _check(self, arguments: argparse.Namespace) -> Any:
+        check = self._open().check(target=arguments.expression)
+        self._assign(arguments.out, check)
+        return check
+
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
         # What the notebook does not know is looked for where the %%graft cells of that side ran.
@@ -217,7 +238,25 @@ class GraftMagics(Magics):
                 f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
                 f"package.module.function"
             )
-        return session.edit(transform=None if name == "default" else self._names().get(name, name))
+        if name == "default":
+            if arguments.where is not None:
+                raise UsageError("%graft transform default: it applies where no other does; leave --where out")
+            return session.edit(transform=None)
+        transform = self._names().get(name, name)
+        return session.edit(transform=transform if arguments.where is None else (arguments.where, transform))
+
+    def _rename(self, arguments: argparse.Namespace) -> Any:
+        session = self._open()
+        rules: dict[Side, dict[str, str]] = {}
+        for side, pattern, replacement in () if arguments.clear else session.plan.rename:
+            rules.setdefault(side, {})[pattern] = replacement
+        if arguments.side is not None:
+            if not arguments.pattern:
+                raise UsageError(f"%graft rename {arguments.side}: give a regular expression, such as '^model\\.'")
+            rules.setdefault(arguments.side, {})[arguments.pattern] = arguments.replacement
+        elif not arguments.clear:
+            return session.plan
+        return session.edit(rename=rules or None)
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
         frame = self._open().frame
@@ -229,10 +268,17 @@ class GraftMagics(Magics):
 
     def _plot(self, arguments: argparse.Namespace) -> Any:
         plot = self._open().plot
-        kind = arguments.kind or ("history" if arguments.tag else "divergence")
+        some = arguments.steps is not None
+        kind = arguments.kind or ("history" if arguments.tag else "over_steps" if some else "divergence")
         options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
+        if (some and kind != "over_steps") or (arguments.step is not None and kind != "divergence"):
+            raise UsageError(f"%graft plot: --step is for divergence and --steps for over_steps, not for {kind}")
         if kind == "divergence":
-            return plot.divergence(**options)
+            return plot.divergence(step=arguments.step, **options)
+        if kind == "over_steps":
+            first, last = arguments.steps or (None, None)
+            steps = range(first or 0, sys.maxsize if last is None else last) if some else None
+            return plot.over_steps(steps=steps, **options)
         if not arguments.tag:
             raise UsageError(f"%graft plot --kind {kind}: name a tap")
         names = list(dict.fromkeys(str(tap["name"]) for tap in self._open().taps))
@@ -267,6 +313,13 @@ class GraftMagics(Magics):
 def _labelled(run: Run) -> list[tuple[str, Any]]:
     values = {"baseline": iter(run.baseline), "target": iter(run.target)}
     return [(rank.label, next(values[rank.place.side])) for rank in run.participants]
+
+
+def _forget(value: object) -> None:
+    """A figure that was made with pyplot on a rank is one of pyplot's here too, which would show it once more."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None and isinstance(value, pyplot.Figure):
+        pyplot.close(value)
 
 
 # The magics whose session completion looks at; the newest shell's last.

@@ -116,11 +116,13 @@ class Matcher:
         for numel in mine.keys() & theirs.keys():
             others = mine[numel]
             quantiles = np.stack([other.sketch.quantiles for other in others])
+            dtypes = {other.dtype for other in others}
             for tap in theirs[numel]:
                 # All sketches at once; the values only of those that are left.
                 scale = np.maximum(np.abs(quantiles), tap.sketch.rms)
                 apart = (np.abs(quantiles - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1)
-                near = [others[place] for place in np.flatnonzero(apart <= COARSEST)]
+                limit = limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit
+                near = [others[place] for place in np.flatnonzero(apart <= min(COARSEST, 3 * limit))]
                 matching = [each for other in near if (each := self._find(other, tap)) is not None]
                 if matching:
                     found[tap.name] = _ties(matching)

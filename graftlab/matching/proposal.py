@@ -62,13 +62,15 @@ class Proposal:
     """What matching found, in the order in which the target's taps ran.
 
     ``unmatched_baseline`` and ``unmatched_target`` map what has no partner to why. ``problems`` are sentences about
-    what contradicts itself, such as a tap whose layout is not that of its neighbours.
+    what contradicts itself, such as a tap whose layout is not that of its neighbours. ``moved`` is how many bytes of
+    values came to the notebook or left it for that.
     """
 
     pairs: tuple[Pair, ...]
     unmatched_baseline: dict[str, str] = field(default_factory=dict)
     unmatched_target: dict[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    moved: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.pairs)

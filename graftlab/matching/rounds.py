@@ -37,6 +37,9 @@ def match_in_rounds(
     proposal = match(*record(()))
     trusted: dict[tuple[str, str], Pair] = {}
     tried: set[tuple[str, str]] = set()
+    if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
+        # Nothing is behind a fault, so there is nothing to look for.
+        return proposal
     for _ in range(rounds):
         grafts = _grafts(proposal, trusted)
         following = match(*record(grafts), before=proposal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -16,7 +16,8 @@ from graftlab.base.world import Direction, Side
 from graftlab.errors import PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.plan.pairs import Pairing, PairRule, PairTable, as_tags, rules_from
-from graftlab.transforms import Transform, TransformSpec
+from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import AnyTransform, Specs, each_of, specs_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,7 +42,7 @@ class PlanEdit(TypedDict, total=False):
     t2b: str | None
     compare: str | None
     keep: str | None
-    transform: str | Transform | TransformSpec | None
+    transform: AnyTransform
     rename: Mapping[Side, Mapping[str, str]] | None
     pairs: Any
 
@@ -73,6 +74,8 @@ class Action:
     graft: bool = False
     keep: bool = False
     overlap: bool = False
+    transform: int | None = None
+    """Which of the plan's transforms is for the tap, counted from 0; None is the default."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class GraftPlan:
 
     ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
     of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
-    nothing. ``transform`` is what :meth:`TransformSpec.of` takes. ``rename`` is ``{side: {regex: replacement}}`` or a
+    nothing. ``transform=f`` applies where the plan grafts, ``transform=(filter, f)`` at each tap that its filter
+    matches, and of a list of these the first that is for a tap; elsewhere the default applies. ``f`` is a function, a
+    dotted path or source text. ``rename`` is ``{side: {regex: replacement}}`` or a
     tuple of ``(side, regex, replacement)`` for the names of that side before taps are paired: the first rule that
     matches a name rewrites it with ``re.sub``, and no other looks at what it made. ``pairs`` says which taps are one
     whatever their names, and in which layout: what ``session.match`` proposes, or rules such as
@@ -91,7 +96,7 @@ class GraftPlan:
     Filters see a pair's common ``name``, and what each side itself calls it as ``baseline_name`` and ``target_name``.
 
     Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
-    where no filter is left.
+    where no filter is left, and where a transform has no tap to apply at because nothing is grafted.
 
     >>> plan = gl.GraftPlan(b2t="search('attn', name) and layer < 4", compare=None)
     >>> plan.edit(b2t=None, keep="step == 0").version
@@ -102,26 +107,40 @@ class GraftPlan:
     t2b: str | None = None
     compare: str | None = "True"
     keep: str | None = None
-    transform: TransformSpec | None = None
+    transform: Specs = None
     rename: Rename = field(default=())
     pairs: tuple[PairRule, ...] = field(default=())
     version: int = 0
 
     def __post_init__(self) -> None:
-        if self.transform is not None and not isinstance(self.transform, TransformSpec):
-            object.__setattr__(self, "transform", TransformSpec.of(self.transform))
+        object.__setattr__(self, "transform", specs_of(self.transform))
         if not isinstance(self.rename, tuple):
             object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
         if not isinstance(self.pairs, tuple) or not all(isinstance(rule, PairRule) for rule in self.pairs):
             object.__setattr__(self, "pairs", rules_from(self.pairs))
         # Compiled now, so that what cannot be compiled is refused here and not on a rank.
-        _ = self._filters, self._renames, self._pair_table
+        _ = self._filters, self._transform_filters, self._renames, self._pair_table
         self._refuse_what_a_side_cannot_know()
         if not any(text and text.strip() for text in (self.b2t, self.t2b, self.compare, self.keep)):
             warn(
                 "this plan does nothing: each of b2t, t2b, compare and keep is blank or None, which matches no tap. "
                 "compare='True' compares every tap"
             )
+        if self.grafts_nothing and any(spec.where is None for spec in self.transforms):
+            warn(
+                "this plan grafts no tap, so its transform is applied nowhere; give b2t or t2b, or say with a filter "
+                "which taps it is for, compared ones included: transform=('True', f)"
+            )
+
+    @cached_property
+    def transforms(self) -> tuple[TransformSpec, ...]:
+        """The transforms, in the order in which they are looked through for a tap; of the first that is for it."""
+        return each_of(self.transform)
+
+    @property
+    def grafts_nothing(self) -> bool:
+        """Whether both filters that graft are blank."""
+        return not any(text and text.strip() for text in (self.b2t, self.t2b))
 
     @takes_plan_edit
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
@@ -141,6 +160,10 @@ class GraftPlan:
     @cached_property
     def _filters(self) -> dict[str, Filter]:
         return {name: compile_filter(getattr(self, name)) for name in FILTERS}
+
+    @cached_property
+    def _transform_filters(self) -> list[Filter | None]:
+        return filters_of(self.transforms)
 
     @cached_property
     def _renames(self) -> dict[Side, list[tuple[re.Pattern[str], str]]]:
@@ -180,8 +203,13 @@ class GraftPlan:
 
     @cached_property
     def mentions(self) -> frozenset[str]:
-        """Every tag that some filter looks at."""
+        """Every tag that some filter looks at, those of transforms left out."""
         return frozenset().union(*(filter_.names for filter_ in self._filters.values()))
+
+    @cached_property
+    def looks_at(self) -> frozenset[str]:
+        """Every tag on which it depends what becomes of a tap."""
+        return self.mentions.union(*(where.names for where in self._transform_filters if where is not None))
 
     @cached_property
     def rank_dependent(self) -> bool:
@@ -194,10 +222,14 @@ class GraftPlan:
         if hit["b2t"] and hit["t2b"]:
             return Action(overlap=True)
         if hit["b2t"] or hit["t2b"]:
-            return Action("b2t" if hit["b2t"] else "t2b", graft=True, keep=hit["keep"])
+            direction: Direction = "b2t" if hit["b2t"] else "t2b"
+            return Action(direction, graft=True, keep=hit["keep"], transform=self._transform_for(tags, grafts=True))
         if hit["compare"] or hit["keep"]:
-            return Action("b2t", keep=hit["keep"])
+            return Action("b2t", keep=hit["keep"], transform=self._transform_for(tags, grafts=False))
         return Action()
+
+    def _transform_for(self, tags: Mapping[str, object], grafts: bool) -> int | None:
+        return first_for(self._transform_filters, tags, grafts)
 
     def pairings(self, side: Side, name: str, given: Mapping[str, object]) -> list[Pairing]:
         """The pairs that the tap with this name and these own tags is in, on this side; at least one.
@@ -236,9 +268,6 @@ class GraftPlan:
                 return pattern.sub(replacement, name)
         return name
 
-    def load_transform(self) -> Transform | None:
-        return None if self.transform is None else self.transform.load()
-
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), _html(self))
 
@@ -249,6 +278,19 @@ class GraftPlan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def filters_of(transforms: Sequence[TransformSpec]) -> list[Filter | None]:
+    """The filter of each transform; None for one that is for the taps that the plan grafts. Raises FilterError."""
+    return [None if spec.where is None else compile_filter(spec.where) for spec in transforms]
+
+
+def first_for(filters: Sequence[Filter | None], tags: Mapping[str, object], grafts: bool) -> int | None:
+    """Which transform is for a tap with these tags, which the plan ``grafts`` or not; None is the default one."""
+    for number, where in enumerate(filters):
+        if grafts if where is None else where.matches(tags):
+            return number
+    return None
 
 
 def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
@@ -264,8 +306,12 @@ def _html(plan: GraftPlan) -> str:
         text = getattr(plan, name)
         shown = f"<code>{html.escape(text)}</code>" if text and text.strip() else "nothing"
         lines.append(f"<tr>{cell(name)}<td>{shown}</td>{cell(meaning, 'quiet')}</tr>")
-    transform = "default" if plan.transform is None else plan.transform.label
-    lines.append(f"<tr>{cell('transform')}{cell(transform)}{cell('')}</tr>")
+    for spec in plan.transforms:
+        where = "the plan grafts" if spec.where is None else spec.where
+        lines.append(f"<tr>{cell('transform')}{cell(spec.label)}{cell(f'where {where}', 'quiet')}</tr>")
+    lines.append(
+        f"<tr>{cell('transform')}{cell('default')}{cell('elsewhere' if plan.transforms else '', 'quiet')}</tr>"
+    )
     for side, pattern, replacement in plan.rename:
         lines.append(f"<tr>{cell('rename')}{cell(f'{pattern} -> {replacement}')}{cell(f'names of the {side}')}</tr>")
     for rule in plan.pairs:

@@ -15,6 +15,7 @@ from graftlab.errors import PlanError
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import specs_of
 
 
 class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +24,7 @@ class WireTransform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["path", "source", "function"]
     text: str
     blob: bytes
+    where: str | None
 
 
 class WirePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +45,7 @@ class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     t2b: str | None
     compare: str | None
     keep: str | None
-    transform: WireTransform | None
+    transform: tuple[WireTransform, ...]
     rename: tuple[tuple[Side, str, str], ...]
     pairs: tuple[WirePair, ...]
     version: Annotated[int, msgspec.Meta(ge=0)]
@@ -54,8 +56,7 @@ _decoder = wire.Decoder(WirePlan)
 
 def to_wire(plan: GraftPlan) -> WirePlan:
     """What :func:`from_wire` makes an equal plan of."""
-    made = plan.transform
-    transform = None if made is None else WireTransform(made.kind, made.text, made.blob)
+    transform = tuple(WireTransform(made.kind, made.text, made.blob, made.where) for made in plan.transforms)
     pairs = tuple(WirePair(p.baseline, p.target, p.layout, p.whole, p.matched_by, p.rel) for p in plan.pairs)
     return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, pairs, plan.version)
 
@@ -66,12 +67,11 @@ def from_wire(received: WirePlan) -> GraftPlan:
     Raises :class:`FilterError` or :class:`PlanError` where it is not usable. Whether its transform loads is only seen
     when somebody loads it.
     """
-    sent = received.transform
-    transform = None
-    if sent is not None:
+    transforms = []
+    for sent in received.transform:
         if (sent.kind == "function") != bool(sent.blob):
             raise PlanError(f"a transform of kind {sent.kind!r} came with {len(sent.blob)} bytes of a function")
-        transform = TransformSpec(sent.kind, sent.text, sent.blob)
+        transforms.append(TransformSpec(sent.kind, sent.text, sent.blob, sent.where))
     # As unpickling does, without what there is to say of a new plan: whoever made it was told.
     plan = GraftPlan.__new__(GraftPlan)
     plan.__setstate__(
@@ -80,7 +80,7 @@ def from_wire(received: WirePlan) -> GraftPlan:
             "t2b": received.t2b,
             "compare": received.compare,
             "keep": received.keep,
-            "transform": transform,
+            "transform": specs_of(transforms, TransformSpec.draft),
             "rename": received.rename,
             "pairs": tuple(
                 PairRule(p.baseline, p.target, p.layout, p.whole, p.matched_by, p.rel) for p in received.pairs
@@ -89,7 +89,7 @@ def from_wire(received: WirePlan) -> GraftPlan:
         }
     )
     # Compiles all there is, so that what is not usable is refused now.
-    _ = plan.mentions, plan.pairings("baseline", " ", {})
+    _ = plan.looks_at, plan.pairings("baseline", " ", {})
     return plan
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graftlab.diffs.maps import DifferenceMap, difference_map, max_downsample
+    from graftlab.plots.over_steps import over_steps
     from graftlab.plots.pairs import draw_difference_map, heatmap, histogram, scatter
     from graftlab.plots.steps import history, ranks
     from graftlab.plots.style import to_png
@@ -32,6 +33,7 @@ __all__ = [
     "histogram",
     "history",
     "max_downsample",
+    "over_steps",
     "ranks",
     "scatter",
     "to_png",
@@ -47,6 +49,7 @@ _HOMES = {
     "histogram": "graftlab.plots.pairs",
     "history": "graftlab.plots.steps",
     "max_downsample": "graftlab.diffs.maps",
+    "over_steps": "graftlab.plots.over_steps",
     "ranks": "graftlab.plots.steps",
     "scatter": "graftlab.plots.pairs",
     "to_png": "graftlab.plots.style",

@@ -8,7 +8,7 @@ const COLOURS = {
   compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
 };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
-const AT_THE_BOTTOM = new Set(["missing", "unmatched"]);
+const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
 // title, the state's column, whether it is a number
 const COLUMNS = [
   ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],

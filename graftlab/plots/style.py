@@ -60,6 +60,7 @@ MARKS = {
     "timeout": Mark(PURPLE, "s"),
     "missing": Mark(ORANGE, "v", "bottom"),
     "unmatched": Mark(YELLOW, "^", "bottom"),
+    "recomputed": Mark(GREY, ".", "bottom"),
 }
 OTHER = Mark(GREY, "P", "bottom")
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from graftlab.base import shipping
 from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.forkserver import start_process
 from graftlab.ranks.lifeline import die_with_the_notebook, end_what_it_started
-from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import Specs
 
 # Until the process has imported what it needs; only then the draft's own time begins.
 _START_LIMIT = 60.0
@@ -21,7 +22,8 @@ _START_LIMIT = 60.0
 
 @dataclass(frozen=True)
 class _TrialSpec:
-    draft: TransformSpec
+    draft: Specs
+    plan: GraftPlan
     kept: bytes | None
     device: str
     environ: dict[str, str]
@@ -29,13 +31,13 @@ class _TrialSpec:
     cwd: str
 
 
-def try_in_process(draft: TransformSpec, kept: bytes | None, device: str, limit: float) -> Trial:
+def try_in_process(draft: Specs, plan: GraftPlan, kept: bytes | None, device: str, limit: float) -> Trial:
     """Run :func:`graftlab.grafting.trial.try_draft` in a fresh process, for ``limit`` seconds at most.
 
-    ``kept`` is a packed :class:`graftlab.grafting.kept.KeptPair`.
+    ``plan`` is the one in force, ``kept`` a packed :class:`graftlab.grafting.kept.KeptPair`.
     """
     ours, theirs = multiprocessing.connection.Pipe()
-    spec = _TrialSpec(draft, kept, device, dict(os.environ), list(sys.path), os.getcwd())
+    spec = _TrialSpec(draft, plan, kept, device, dict(os.environ), list(sys.path), os.getcwd())
     with ours:
         with theirs:
             process = start_process(_enter, (theirs,), "graftlab-trial")
@@ -74,4 +76,4 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
     connection.send_bytes(b"ready")
     # The notebook sends nothing more: what comes now can only be its end.
     die_with_the_notebook(connection.fileno())
-    connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device)))
+    connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device, spec.plan)))

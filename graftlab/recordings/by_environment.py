@@ -22,6 +22,10 @@ class FirstTapRecords:
         recorder = _begin()
         return value if recorder is None else recorder.tap(name, value, extras, tags, replace)
 
+    @property
+    def moment(self) -> object:
+        return object()
+
     def step(self) -> None:
         recorder = _begin()
         if recorder is not None:

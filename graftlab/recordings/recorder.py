@@ -54,6 +54,11 @@ class Recorder:
         self._record(name, value, extras, tags)
         return value if self._inner is None else self._inner.tap(name, value, extras, tags, replace)
 
+    @property
+    def moment(self) -> object:
+        """Another value in each step, and in each run of a session."""
+        return self._step, None if self._inner is None else self._inner.moment
+
     def step(self) -> None:
         """See :func:`graftlab.step`."""
         self._step += 1

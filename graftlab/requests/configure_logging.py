@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import sys
 import urllib.error
 import urllib.parse
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 _TIMEOUT = 10.0
+TOKEN_VARIABLE = "GRAFTLAB_ENGINE_TOKEN"
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 """Where ``python -m graftlab.engine.serve`` listens unless told otherwise."""
@@ -88,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--url", type=_url, default=DEFAULT_URL, help=f"of the server; {DEFAULT_URL} unless given")
-    parser.add_argument("--token", help="that the server asks for")
+    parser.add_argument(
+        "--token",
+        default=os.environ.get(TOKEN_VARIABLE),
+        help=f"that the server asks for and has printed; ${TOKEN_VARIABLE} unless given",
+    )
     parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
     parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
     parser.add_argument(

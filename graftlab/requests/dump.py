@@ -15,7 +15,7 @@ from typing import Any
 from graftlab.errors import DumpError
 from graftlab.requests.crash import CrashWatch
 from graftlab.requests.records import RecordedRequest
-from graftlab.requests.writing import Answer, Begun, DumpSettings, Finished, Writer, log
+from graftlab.requests.writing import Answer, Begun, DumpSettings, Writer, log
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,27 @@ class RequestDumper:
     written into each file. At most ``max_waiting`` finished requests wait for a disk that fails (or two files, if that
     is more); then new ones are refused.
 
-    **What is acknowledged.** A request for which :meth:`add` returned True is in exactly one file once the process has
-    ended, if the end leaves Python time to act: :meth:`close`, a normal exit, :meth:`dump_before_crash`, and, with
-    ``catch_crashes``, SIGTERM, SIGQUIT and an uncaught exception. Nothing that is in memory survives SIGKILL or a power
-    cut: against those, a request is safe once a :meth:`flush` that began after its ``add`` has returned True. Files
-    appear whole or not at all; what a kill interrupts leaves a hidden ``.*.tmp``, which no reader need look at.
+    **What is acknowledged.** A request for which :meth:`add` returned True is on disk, and stays there whatever ends
+    the process: SIGKILL, SIGHUP, an abort, ``os._exit``. Until it is in a whole file it is in the journal, one or more
+    files ``*.journal`` in ``crash_folder`` (or ``folder``) that ``load_dump`` reads and that go when whole files have
+    all that is in them. Only a power cut may take what no :meth:`flush` that began after the ``add`` has returned True
+    for. Where the journal cannot be written, a warning says so, and requests wait in memory alone. Whole files appear
+    whole or not at all; what a kill interrupts leaves a hidden ``.*.tmp``, which no reader need look at. A folder that
+    has vanished is made again.
 
-    **A crash** writes one file, into ``crash_folder`` (or ``folder``), of what is in no file yet: the requests finished
-    in the last ``crash_window`` seconds, and those begun and not finished, their ``response`` and ``finished`` None.
-    Requests finished before that and not yet written go into an ordinary file. The crash's file names the files written
-    before it in that window. A request that finishes while the process ends is not written again; where a signal does
-    not end the process after all, it is, with its response.
+    :meth:`close`, a normal exit, :meth:`dump_before_crash`, and, with ``catch_crashes``, SIGTERM, SIGQUIT and an
+    uncaught exception leave every request in a whole file; a journal that stays has none of them.
 
-    Requests, and what is inside of responses, are held by reference and pickled later, in the writer's thread: do not
-    change them after ``add``. Any thread may call any method. A process that is forked off has nothing to write.
+    **A crash** writes one file, into ``crash_folder`` (or ``folder``), with the requests finished in the last
+    ``crash_window`` seconds, and those begun and not finished, their ``response`` and ``finished`` None. It is read on
+    its own, so it has requests too that are in files already. ``crash["marks"]`` has an entry for each request: the
+    path of the other file that has it, ``"unfinished"``, or None. At most ``max_waiting`` requests are held for that.
+    Requests finished before that and not yet written go into an ordinary file. A request that finishes while the
+    process ends is not written again; where a signal does not end the process after all, it is, with its response.
+
+    ``add`` pickles the request where it is called. Whole files are pickled later, in the writer's thread: do not change
+    requests, or what is inside of responses, after ``add``. Any thread may call any method. A process that is forked
+    off has nothing to write.
 
     Raises :class:`~graftlab.errors.DumpError` where a folder cannot be made, and with ``catch_crashes`` outside of the
     main thread; ValueError for a ``threshold`` below 1.
@@ -113,8 +120,8 @@ class RequestDumper:
     def add(self, request: Any, response: Any, created: float, finished: float) -> bool:
         """Record a finished request; times are seconds since the epoch. Returns whether it is acknowledged.
 
-        It is not when the dumper is closed or off, when too many wait, and while the process ends. Never raises, waits
-        for no disk, and changes none of the objects.
+        It is not when the dumper is closed or off, when too many wait, and while the process ends. Never raises, never
+        waits for a disk to be done (the journal is handed to the system), and changes none of the objects.
         """
         try:
             return self._add(request, response, created, finished)
@@ -145,7 +152,7 @@ class RequestDumper:
         return answer is not None and answer.done
 
     def dump_before_crash(self, reason: str = "asked for") -> Path | None:
-        """Write the crash's file; None where there is nothing that is in no file yet, or it cannot be written.
+        """Write the crash's file; None where there is nothing that no crash's file has yet, or it cannot be written.
 
         Each request once: a second call writes what is new since the first. Never raises, and waits for at most 20 s.
         Safe in a signal handler.
@@ -184,7 +191,7 @@ class RequestDumper:
         settings = writer.settings
         begun = writer.begun.get(id(request))
         record = RecordedRequest(request, _without(settings.exclude_meta_keys, response), created, finished)
-        writer.inbox.append(Finished(record, begun, for_crash=settings.folder is None))
+        writer.accept(record, begun)
         # Only now, so that a crash in between finds it in one of the two places.
         if begun is not None:
             writer.begun.pop(id(request), None)
@@ -206,7 +213,9 @@ class RequestDumper:
 
     def _start_over(self) -> None:
         """In a process that was forked off: what waits is the parent's, and so is the thread."""
-        self._writer = Writer(self._writer.settings, *self._rest)
+        before = self._writer
+        self._writer = Writer(before.settings, *self._rest)
+        before.abandon()
 
 
 _dumpers: weakref.WeakSet[RequestDumper] = weakref.WeakSet()
@@ -251,7 +260,7 @@ def _checked(settings: DumpSettings, before: DumpSettings | None = None) -> Dump
     if settings.threshold < 1:
         raise ValueError(f"threshold is the number of requests in a file, at least 1, not {settings.threshold}")
     folder = _path(settings.folder)
-    # A folder that has vanished since is not made again: it may be on a disk that is no longer mounted.
+    # One that has vanished since is made again when there is something to write.
     if before is None or folder != before.folder:
         _made(folder)
     return replace(settings, folder=folder)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pickle
 import reprlib
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from graftlab.errors import DumpError
+from graftlab.requests.budget import BudgetExceeded
+from graftlab.requests.journal import is_journal, read_journal
 from graftlab.requests.records import Dump, RecordedRequest, recognised
 from graftlab.requests.unpickling import Reader, Unreadable
 
@@ -37,7 +40,9 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     {'rid': 'req-0', 'text': 'hello'}
     """
     data = Path(path).read_bytes()
-    if trusted:
+    if is_journal(Path(path), data):
+        found = read_journal(Path(path), data, pickle.loads if trusted else partial(_read, path))
+    elif trusted:
         try:
             found = pickle.loads(data)
         except Exception as error:
@@ -65,7 +70,12 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
 
 def _read(path: str | Path, data: bytes) -> Any:
     try:
-        return Reader().read(data)
+        reader = Reader()
+        found = reader.read(data)
+        reader.budget.require_shallow(found)
+        return found
+    except BudgetExceeded as error:
+        raise DumpError(f"{path} is readable to its end, but not accepted: {error}") from None
     except Unreadable as error:
         requests, _ = _records([item for item in error.reader.list_under("requests") if isinstance(item, tuple)])
         raise DumpError(

@@ -48,7 +48,7 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """Stores tensors as the bytes of just their own elements, on no device, readable by public torch functions."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -108,7 +108,7 @@ def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Drop
 def _pickle(value: Any, file: IO[bytes]) -> BaseException | None:
     """Why this cannot be pickled; None where it can. Objects may raise what they like here, SystemExit too."""
     try:
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     except BaseException as error:
         return error
     return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import logging
 import math
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.records import Opaque, RecordedRequest
 from graftlab.requests.served import Finished, Request
+from graftlab.requests.torch_storage import storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ _OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
 # The dataclasses of the kit that a file may hold: these alone, so that what a file gives is no matter of what else the
 # process has imported.
 _OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, Finished)}
+
+# An expanded tensor has more elements than its file has numbers: so many, and whoever copies it has the memory.
+_LARGEST_VIEW = 1 << 24
 
 # Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
 _YET_TO_COME = "an Opaque without its state"
@@ -283,9 +286,7 @@ def _torch_size(shape: tuple[int, ...] = ()) -> Any:
 
 def _torch_storage(data: bytes) -> Any:
     """torch.save's bytes of a storage, which plain pickle puts into a tensor."""
-    import torch
-
-    return torch.load(io.BytesIO(_expect(data, bytes)), map_location="cpu", weights_only=True)
+    return storage_of(_expect(data, bytes))
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, more: Any = None) -> Any:
@@ -293,8 +294,11 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: An
 
     if not isinstance(storage, torch.TypedStorage) or more:
         raise TypeError("another kind of storage, or a lazy conjugate or negative")
+    flat = torch.empty(0, dtype=storage.dtype).set_(storage)
+    if math.prod(_expect(number, int) for number in size) > max(_LARGEST_VIEW, flat.numel()):
+        raise ValueError("a tensor that shows one number many times")
     # as_strided refuses what would lie outside of the storage.
-    return torch.empty(0, dtype=storage.dtype).set_(storage).as_strided(size, stride, offset)
+    return flat.as_strided(size, stride, offset)
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any) -> Any:

@@ -36,7 +36,11 @@ class Dropped(TypedDict):
 
 
 class Dump(TypedDict):
-    """A file of recorded requests. A crash's file has ``crash`` too: its reason, and the files written before it."""
+    """A file of recorded requests.
+
+    A crash's file has ``crash`` too, a dict of its ``reason``, the ``files`` written before it, and ``marks``, one for
+    each request: the path of the other file that has it, ``"unfinished"``, or None. So has a journal.
+    """
 
     server_args: Any
     requests: list[RecordedRequest]

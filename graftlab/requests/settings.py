@@ -39,14 +39,24 @@ class LoggingSettings:
 class RequestLogging:
     """What a server calls for each request: it logs and dumps as the settings in force tell. Any thread may call.
 
+    With ``root``, :meth:`change` takes dump folders below it alone, links followed.
+
     >>> from graftlab.requests import RequestDumper, RequestLogging
     >>> requests = RequestLogging(RequestDumper(None))
     >>> requests.settings.log_requests
     False
     """
 
-    def __init__(self, dumper: RequestDumper, log_requests: bool = False, log_requests_level: int = 0) -> None:
+    def __init__(
+        self,
+        dumper: RequestDumper,
+        log_requests: bool = False,
+        log_requests_level: int = 0,
+        *,
+        root: Path | None = None,
+    ) -> None:
         self.dumper = dumper
+        self.root = root
         self._log = (log_requests, log_requests_level)
         self._changes = threading.Lock()
 
@@ -58,10 +68,13 @@ class RequestLogging:
     def change(self, **changes: Any) -> LoggingSettings:
         """Put other values of :class:`LoggingSettings` in force, all or none; returns the settings then in force.
 
-        Raises :class:`~graftlab.errors.DumpError` for a folder that cannot be made.
+        Raises :class:`~graftlab.errors.DumpError` for a folder that cannot be made, or lies elsewhere than allowed.
         """
         with self._changes:
             new = replace(self.settings, **changes)
+            wanted = changes.get("dump_requests_folder")
+            if wanted and self.root and not Path(wanted).resolve().is_relative_to(self.root.resolve()):
+                raise DumpError(f"requests may be dumped below {self.root} on this server, not into {wanted}")
             folder = Path(new.dump_requests_folder).absolute() if new.dump_requests_folder else None
             keys = new.dump_requests_exclude_meta_keys
             # The part that can fail comes first.

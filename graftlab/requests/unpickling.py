@@ -6,6 +6,7 @@ or change. Here a name stays a name (:class:`Opaque`) unless :mod:`.rebuilding` 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import pickletools
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graftlab.requests import rebuilding
+from graftlab.requests.budget import Budget
 from graftlab.requests.records import Opaque
 
 # fmt: off
@@ -22,7 +24,6 @@ _CONSTANTS = frozenset({
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 })
 # fmt: on
-_DEEPEST_KEY = 100
 _IGNORED = frozenset({"PROTO", "FRAME", "READONLY_BUFFER"})
 
 
@@ -46,15 +47,18 @@ class Reader:
         self._outer: list[list[Any]] = []
         # Where the memo holds objects that their state will replace.
         self._unfinished: dict[int, list[int]] = {}
+        self.budget = Budget(0)
 
     def read(self, data: bytes) -> Any:
         """The object that was pickled. Raises :class:`Unreadable`."""
         operations = self._operations()
+        self.budget = Budget(len(data))
         file = io.BytesIO(data)
         good = 0
         try:
             for opcode, argument, _ in pickletools.genops(file):
                 name = opcode.name
+                self.budget.count()
                 if name in _CONSTANTS:
                     self._stack.append(argument)
                 elif name == "STOP":
@@ -99,13 +103,13 @@ class Reader:
             "TUPLE1": lambda _: self._tuple(1),
             "TUPLE2": lambda _: self._tuple(2),
             "TUPLE3": lambda _: self._tuple(3),
-            "DICT": lambda _: push(dict(_pairs(self._pop_mark()))),
-            "FROZENSET": lambda _: push(frozenset(_shallow(self._pop_mark()))),
+            "DICT": lambda _: self._dict(self._pop_mark()),
+            "FROZENSET": lambda _: self._frozenset(self._pop_mark()),
             "APPEND": lambda _: self._extend([self._stack.pop()]),
             "APPENDS": lambda _: self._extend(self._pop_mark()),
             "ADDITEMS": lambda _: self._extend(self._pop_mark()),
-            "SETITEM": lambda _: self._update(_pairs([self._stack.pop(-2), self._stack.pop()])),
-            "SETITEMS": lambda _: self._update(_pairs(self._pop_mark())),
+            "SETITEM": lambda _: self._update([self._stack.pop(-2), self._stack.pop()]),
+            "SETITEMS": lambda _: self._update(self._pop_mark()),
             "MARK": self._mark,
             "POP": lambda _: self._stack.pop() if self._stack else self._pop_mark(),
             "POP_MARK": lambda _: self._pop_mark(),
@@ -124,10 +128,12 @@ class Reader:
             "EXT4": lambda code: push(Opaque(f"copyreg extension {code}")),
             "PERSID": lambda key: push(Opaque("persistent id", (key,))),
             "BINPERSID": lambda _: push(Opaque("persistent id", (self._stack.pop(),))),
-            "REDUCE": lambda _: push(rebuilding.call(self._stack.pop(-2), _arguments(self._stack.pop()))),
-            "NEWOBJ": lambda _: push(rebuilding.new(self._stack.pop(-2), _arguments(self._stack.pop()))),
+            "REDUCE": lambda _: push(rebuilding.call(*self._call(self._stack.pop(-2), self._stack.pop()))),
+            "NEWOBJ": lambda _: push(rebuilding.new(*self._call(self._stack.pop(-2), self._stack.pop()))),
             "NEWOBJ_EX": lambda _: self._new_with_names(),
-            "INST": lambda named: push(rebuilding.new(_named(*named.split(" ", 1)), self._pop_mark())),
+            "INST": lambda named: push(
+                rebuilding.new(*self._call(_named(*named.split(" ", 1)), tuple(self._pop_mark())))
+            ),
             "OBJ": lambda _: self._new_from_mark(),
             "BUILD": lambda _: self._build(self._stack.pop()),
         }
@@ -156,18 +162,46 @@ class Reader:
         elif isinstance(onto, list):
             onto.extend(items)
         elif isinstance(onto, set):
-            onto.update(_shallow(items))
+            self._insert(onto, items)
         else:
             raise TypeError(f"a {type(onto).__name__} takes no items")
 
-    def _update(self, pairs: list[tuple[Any, Any]]) -> None:
+    def _update(self, items: list[Any]) -> None:
+        pairs = list(zip(items[::2], items[1::2], strict=True))
         onto = self._stack[-1]
         if isinstance(onto, Opaque):
             onto.items.extend(pairs)
         elif isinstance(onto, dict):
-            onto.update(pairs)
+            self.budget.require_light(items[::2])
+            for some in self.budget.pieces(pairs):
+                onto.update(some)
         else:
             raise TypeError(f"a {type(onto).__name__} takes no keys")
+
+    def _dict(self, items: list[Any]) -> None:
+        self._push({})
+        self._update(items)
+
+    def _frozenset(self, items: list[Any]) -> None:
+        self._insert(set(), items)
+        self._push(frozenset(items))
+
+    def _insert(self, onto: set[Any], items: list[Any]) -> None:
+        self.budget.require_light(items)
+        for some in self.budget.pieces(items):
+            onto.update(some)
+
+    def _call(self, function: Any, args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """What is to be called, if it is known, and with what, once that is within the budget."""
+        if not isinstance(args, tuple):
+            raise TypeError(f"arguments are a tuple, not a {type(args).__name__}")
+        self.budget.take_copies(args)
+        if any(each is set or each is frozenset for each in (function, *args)):
+            for items in args:
+                if isinstance(items, (list, tuple)):
+                    with contextlib.suppress(TypeError):  # what has no hash makes no set either
+                        self._insert(set(), list(items))
+        return function, args
 
     def _remember(self, index: Any) -> None:
         value = self._stack[-1]
@@ -179,14 +213,16 @@ class Reader:
         self._stack.append(self._memo[int(index)])
 
     def _new_with_names(self) -> None:
-        names, arguments = self._stack.pop(), _arguments(self._stack.pop())
-        self._push(rebuilding.new(self._stack.pop(), (*arguments, names) if names else arguments))
+        names, arguments = self._stack.pop(), self._stack.pop()
+        function, arguments = self._call(self._stack.pop(), arguments)
+        self._push(rebuilding.new(function, (*arguments, names) if names else arguments))
 
     def _new_from_mark(self) -> None:
         kind, *arguments = self._pop_mark()
-        self._push(rebuilding.new(kind, arguments))
+        self._push(rebuilding.new(*self._call(kind, tuple(arguments))))
 
     def _build(self, state: Any) -> None:
+        self.budget.take_copies([state])
         old = self._stack[-1]
         new = rebuilding.with_state(old, state)
         self._stack[-1] = new
@@ -198,23 +234,3 @@ def _named(module: Any, name: Any) -> Any:
     if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError("a global is named by two strings")
     return rebuilding.named(module, name)
-
-
-def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(_shallow(items[::2]), items[1::2], strict=True))
-
-
-def _shallow(keys: list[Any]) -> list[Any]:
-    """These keys. Raises ValueError for tuples in tuples so deep that their hash would overflow the C stack."""
-    level = [key for key in keys if isinstance(key, tuple)]
-    for _ in range(_DEEPEST_KEY):
-        if not level:
-            return keys
-        level = list({id(item): item for key in level for item in key if isinstance(item, tuple)}.values())
-    raise ValueError(f"a key of more than {_DEEPEST_KEY} tuples in each other")
-
-
-def _arguments(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):
-        raise TypeError(f"arguments are a tuple, not a {type(value).__name__}")
-    return value

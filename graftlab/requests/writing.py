@@ -19,11 +19,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
+from graftlab.requests.journal import Journal, packed
 from graftlab.requests.pickling import NotWritten, pickle_in_steps
 from graftlab.requests.records import Dropped, RecordedRequest
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Note = tuple[int, str]
-Kind = Literal["flush", "retire", "crash", "close"]
+Kind = Literal["flush", "retire", "crash", "close", "repeat"]
 
 # Options whose value does not belong into files that are handed around.
 _SECRET = re.compile(r"--?(?:[\w-]*[-_])?(?:token|secret|password|api[-_]key)", re.IGNORECASE)
@@ -58,11 +59,12 @@ class Begun:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request on its way to a file, or ``for_crash`` alone."""
+    """A request on its way to a file, or ``for_crash`` alone; ``number`` is its own in the journal."""
 
     record: RecordedRequest
     begun: Begun | None
     for_crash: bool
+    number: int
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,18 @@ class Writer:
         self._max_waiting = max_waiting
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._called = False
-        self._held: deque[RecordedRequest] = deque()
-        self._passing: deque[RecordedRequest] = deque(maxlen=max_waiting)
+        self._held: deque[Finished] = deque()
+        self._passing: deque[Finished] = deque(maxlen=max_waiting)
+        # What files have, for as long as a crash's file is to have it too; with the file's path.
+        self._recent: deque[tuple[Finished, str]] = deque(maxlen=max_waiting)
+        self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_in_trouble = False
         self._refusals = 0
         self._failures = 0
         self._retry_at: float | None = None
         self._paths: deque[tuple[float, str]] = deque(maxlen=1000)
         self._token = secrets.token_hex(4)
+        self._journal = Journal(self._token, lambda: self._content([], [], {}))
         self._numbers = itertools.count(1)
         self._started = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="graftlab-requests", daemon=True)
@@ -132,12 +139,42 @@ class Writer:
                 self._started.release()
                 raise
 
+    def abandon(self) -> None:
+        """In a process that was forked off: what is here is the parent's."""
+        self._journal.abandon()
+
     def call(self) -> None:
         """Have the thread look into the inbox soon."""
         if not self._called:
             self._called = True
             self.start()
             self._orders.put(None)
+
+    def accept(self, record: RecordedRequest, begun: Begun | None) -> None:
+        """Take in a finished request, and write it into the journal first."""
+        for_crash = self.settings.folder is None
+        folder = self._crash_folder or self.settings.folder
+        assert folder is not None
+        payload = _packed(record)
+
+        def put(number: int) -> None:
+            self.inbox.append(Finished(record, begun, for_crash, number))
+
+        if self.dying:
+            # Not acknowledged, and the crash's file may have it as unfinished.
+            put(0)
+            return
+        is_gone, error = self._journal.accept(folder, payload, put)
+        if error is not None and not self._is_in_trouble:
+            self._troubles.put(
+                f"the journal in {folder} cannot be written: {error}; until it can, a process that is killed loses the "
+                "requests that are in memory"
+            )
+        if is_gone:
+            self.order("repeat")
+        elif (error is not None) != self._is_in_trouble:
+            self.call()
+        self._is_in_trouble = error is not None
 
     def order(
         self,
@@ -194,8 +231,13 @@ class Writer:
         if order is None:
             self._called = False
         self._take_in()
+        while not self._troubles.empty():
+            notes.append((logging.WARNING, self._troubles.get()))
         if order is None:
             self._write_full(notes)
+            self._journal.tidy(self._lowest)
+        elif order.kind == "repeat":
+            self._repeat(notes)
         elif order.kind == "flush":
             self._write_all([order.folder], notes)
         elif order.kind == "retire":
@@ -224,17 +266,19 @@ class Writer:
                 if finished.begun.over and self.dying:
                     continue  # the crash's file has it as unfinished
                 finished.begun.over = True
-            (self._passing if finished.for_crash else self._held).append(finished.record)
+            (self._passing if finished.for_crash else self._held).append(finished)
         while not self.refused.empty():
             self.refused.get()
             self._refusals += 1
         while self._passing and not self._is_recent(self._passing[0]):
             self._passing.popleft()
+        while self._recent and not self._is_recent(self._recent[0][0]):
+            self._recent.popleft()
 
-    def _is_recent(self, record: RecordedRequest) -> bool:
+    def _is_recent(self, finished: Finished) -> bool:
         # A time that is not a number must not lose the request.
         try:
-            return not time.time() - float(record.finished or "nan") > self._crash_window
+            return not time.time() - float(finished.record.finished or "nan") > self._crash_window
         except Exception:
             return True
 
@@ -243,46 +287,74 @@ class Writer:
             pass
 
     def _write_held(self, folders: Iterable[Path | None], count: int, notes: list[Note]) -> bool:
-        records = list(itertools.islice(self._held, count))
-        if self._write("", folders, records, {}, notes) is None:
+        written = list(itertools.islice(self._held, count))
+        path = self._write("", folders, written, {}, notes)
+        if path is None:
             self._failures += 1
             self._retry_at = time.monotonic() + min(_FIRST_RETRY * 2.0 ** (self._failures - 1), _LAST_RETRY)
             return False
-        for _ in records:
+        for finished in written:
             self._held.popleft()
+            self._recent.append((finished, str(path)))
         self._failures, self._retry_at = 0, None
+        self._journal.tidy(self._lowest, force=True)
         return True
 
     def _crash(self, order: _Order, notes: list[Note]) -> Path | None:
-        recent = [*self._passing, *(record for record in self._held if self._is_recent(record))]
-        old = [record for record in self._held if not self._is_recent(record)]
+        recent = [*self._passing, *(finished for finished in self._held if self._is_recent(finished))]
+        old = [finished for finished in self._held if not self._is_recent(finished)]
         open_ones = self._open_ones()
         folders = [self._crash_folder, order.folder]
         path = None
-        if recent or open_ones:
-            # What is in a file already is not written again; the crash's file says where it is.
+        if recent or open_ones or self._recent:
+            # A crash is read on its own, so what is in a file already is in this one too, and marked.
+            again = list(self._recent)
+            marks = [*(name for _, name in again), *[None] * len(recent), *["unfinished"] * len(open_ones)]
             since = time.time() - self._crash_window
             before = [str(name) for written, name in self._paths if written >= since]
-            crash = {"crash": {"reason": order.reason, "files": before}}
-            records = [*recent, *(begun.record for begun in open_ones)]
-            path = self._write("crash_", folders, records, crash, notes)
+            crash = {"crash": {"reason": order.reason, "files": before, "marks": marks}}
+            in_flight = [Finished(begun.record, begun, True, 0) for begun in open_ones]
+            path = self._write("crash_", folders, [*recent, *in_flight], crash, notes, [each for each, _ in again])
             if path is not None:
                 for begun in open_ones:
                     begun.over = True
                 self._passing.clear()
+                self._recent.clear()
                 self._held = deque(old)
         if self._held:
             self._write_all(folders[::-1], notes)
+        # An `add` that was interrupted may hold the journal, and cannot go on before this is over.
+        self._journal.tidy(self._lowest, force=True, patience=0.1)
         return path
 
     def _close(self, order: _Order, notes: list[Note]) -> None:
         if order.folder is not None:
             for begun in self._open_ones():
                 begun.over = True
-                self._held.append(begun.record)
+                self._held.append(Finished(begun.record, begun, False, 0))
         self._write_all([order.folder, self._crash_folder], notes)
+        # What was kept for a crash alone has served.
+        self._passing.clear()
+        self._journal.tidy(self._lowest, force=True, patience=1.0)
         if self._held:
-            notes.append((logging.ERROR, f"{len(self._held)} recorded requests are lost: they could not be written"))
+            where = ", ".join(str(path) for path in self._journal.paths if path.exists())
+            fate = f"are in no file but the journal {where}" if where else "are lost: they could not be written"
+            notes.append((logging.ERROR, f"{len(self._held)} recorded requests {fate}"))
+
+    def _lowest(self) -> int | None:
+        """The lowest number of a request that no whole file has."""
+        heads = [waiting[0].number for waiting in (self._held, self._passing, self.inbox) if waiting]
+        # What came while the process seemed to end has no number.
+        return min(filter(None, heads), default=None)
+
+    def _repeat(self, notes: list[Note]) -> None:
+        """Write down once more what is in memory alone, after its segment has vanished."""
+        for finished in [*self._held, *self._passing]:
+            try:
+                self._journal.repeat(finished.number, _packed(finished.record))
+            except OSError as error:
+                notes.append((logging.WARNING, f"the journal cannot be written: {error}"))
+                return
 
     def _open_ones(self) -> list[Begun]:
         return [begun for begun in self.begun.copy().values() if not begun.over]
@@ -291,42 +363,53 @@ class Writer:
         self,
         prefix: str,
         folders: Iterable[Path | None],
-        records: list[RecordedRequest],
+        written: list[Finished],
         more: dict[str, Any],
         notes: list[Note],
+        again: Sequence[Finished] = (),
     ) -> Path | None:
-        """One file in the first folder that takes it; None where none does."""
+        """One file in the first folder that takes it; None where none does. ``again`` are in files already."""
         refusals = self._refusals
         dropped: list[Dropped] = []
         if refusals:
             dropped = [{"where": f"{refusals} requests", "reason": f"refused, as {self.limit} were waiting"}]
-        content = {
-            "server_args": self._server_args,
-            "requests": [tuple(record) for record in records],
-            "launch_command": launch_command(),
-            "dropped": dropped,
-            **more,
-        }
+        content = self._content([*again, *written], dropped, more)
         for folder in dict.fromkeys(folder for folder in folders if folder is not None):
             name = f"{prefix}{time.strftime('%Y-%m-%d_%H-%M-%S')}_{self._token}_{next(self._numbers):06d}.pkl"
             try:
+                # One that has vanished is made again.
+                folder.mkdir(parents=True, exist_ok=True)
+                self._journal.mark(folder / name, [finished.number for finished in written])
                 gone, failures = write_whole(folder / name, lambda file: pickle_in_steps(content, file))
             except (OSError, NotWritten) as error:
                 more_refused = f"; {refusals} more were refused" if refusals else ""
                 text = (
-                    f"cannot write {len(records)} requests into {folder}: {error}; {self.waiting} wait in memory, "
+                    f"cannot write {len(written)} requests into {folder}: {error}; {self.waiting} wait in memory, "
                     f"where at most {self.limit} may, and the next flush tries again{more_refused}"
                 )
                 notes.append((logging.WARNING, text))
                 continue
             self._refusals = 0
-            self.written += len(records)
+            self.written += len(written)
             self._paths.append((time.time(), str(folder / name)))
             notes += [(logging.WARNING, f"the requests of {folder / name}: {failure}") for failure in failures]
             notes += [(logging.WARNING, f"{folder / name}: {item['where']}: {item['reason']}") for item in gone]
-            notes.append((logging.INFO, f"wrote {len(records)} requests to {folder / name}"))
+            notes.append((logging.INFO, f"wrote {len(written)} requests to {folder / name}"))
             return folder / name
         return None
+
+    def _content(self, written: Sequence[Finished], dropped: list[Dropped], more: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "server_args": self._server_args,
+            "requests": [tuple(finished.record) for finished in written],
+            "launch_command": launch_command(),
+            "dropped": dropped,
+            **more,
+        }
+
+
+def _packed(record: RecordedRequest) -> bytes:
+    return packed({"server_args": None, "requests": [tuple(record)], "dropped": []})
 
 
 def launch_command() -> str:

@@ -11,13 +11,18 @@ import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
+_NULLABLE = frozenset(column.name for column in TABLE if column.is_nullable)
 _STORAGE = {column.name: column.storage for column in TABLE}
 _TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
 # Rows without a measurement have no counts, and an integer array cannot hold None.
 _NO_INTEGER = np.iinfo(np.int64).max
+BECAME = "became"
+"""A column of frames that follows from others: whose statistics in the row are those of the value that the model went
+on with. A graft is measured before it overwrites, so those of the receiver's own side are of what is gone."""
 _ABSENT: Any = object()
 _THEIR_OWN_KEYS = {str, type(None), object}
 
@@ -65,38 +70,63 @@ class Columns:
 
     def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
         """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered`` is in already."""
+        more = [block for block in more if len(block["step"])]
+        if not more:
+            return {name: _column(ordered, name) for name in self._names()}
+        new = {name: _joined(name, more) for name in self._names()}
+        by = [self._sortable(name, new[name]) for name in EXECUTION_ORDER]
+        if not _is_sorted(by):
+            order = np.lexsort(by[::-1])
+            new = {name: column[order] for name, column in new.items()}
+            by = [column[order] for column in by]
         # Most new rows go behind the known ones, except those of the step that is going on.
-        first = min((int(block["step"].min()) for block in more if len(block["step"])), default=_NO_INTEGER)
-        stays = int(np.searchsorted(ordered["step"], first))
-        rest = [{name: column[stays:] for name, column in ordered.items()}, *more]
-        by = [self._sortable(name, _joined(name, rest)) for name in EXECUTION_ORDER]
-        order = np.lexsort(by[::-1])
-        merged: Block = {}
-        for name in (*COLUMNS, *(name for name in self._tables if name.startswith("."))):
-            column = _joined(name, rest)[order]
-            merged[name] = np.concatenate([_column(ordered, name)[:stays], column]) if stays else column
-        return merged
+        stays = self._first_after(ordered, tuple(column[0] for column in by))
+        if stays < len(ordered["step"]):
+            rest = [{name: _column(ordered, name)[stays:] for name in self._names()}, new]
+            order = np.lexsort([self._sortable(name, _joined(name, rest)) for name in reversed(EXECUTION_ORDER)])
+            new = {name: _joined(name, rest)[order] for name in self._names()}
+        if not stays:
+            return new
+        return {name: np.concatenate([_column(ordered, name)[:stays], column]) for name, column in new.items()}
+
+    def _names(self) -> list[str]:
+        """All columns of a block that lacks none."""
+        return [*COLUMNS, *(name for name in self._tables if name.startswith("."))]
+
+    def _first_after(self, ordered: Block, row: tuple[Any, ...]) -> int:
+        """The place of the first of these rows that comes after ``row`` in :data:`.schema.EXECUTION_ORDER`."""
+        low, high = 0, len(ordered["step"])
+        for name, value in zip(EXECUTION_ORDER, row, strict=True):
+            cells = self._sortable(name, ordered[name][low:high])
+            low, high = (low + int(np.searchsorted(cells, value, side)) for side in ("left", "right"))
+        return high
 
     def frame(self, block: Block) -> pd.DataFrame:
         """The frame of a block: the types of its columns follow from the values that these rows have."""
-        columns: dict[str, Any] = {}
+        columns: dict[str, Any] = {name: self._cells(name, block[name]) for name in COLUMNS}
+        columns[BECAME] = self._became(block)
         for name, cells in block.items():
-            if not name.startswith("."):
-                columns[name] = self._cells(name, cells)
-            elif cells.any():
+            if name.startswith(".") and cells.any():
                 column = name[1:]
                 while column in columns:
                     column = f"tag_{column}"
                 columns[column] = self._cells(name, cells)
-        return pd.DataFrame(columns, copy=False)
+        return RowsFrame(columns, copy=False)
+
+    def _became(self, block: Block) -> Any:
+        status, direction, side = (self._table(name).values(block[name]) for name in ("status", "direction", "side"))
+        if not len(block["status"]):
+            return np.array([], dtype=object)
+        sender = np.where(np.asarray(direction, dtype=object) == "t2b", "target", "baseline")
+        return np.where(np.asarray(status, dtype=object) == "grafted", sender, np.asarray(side, dtype=object))
 
     def _cells(self, name: str, cells: Array) -> Any:
         storage = _STORAGE.get(name)
         if storage in ("float", "index", "tags"):
             return cells
         if storage == "integer":
-            missing = cells == _NO_INTEGER
-            return pd.arrays.IntegerArray(np.where(missing, 0, cells) if missing.any() else cells, missing)
+            # Not a nullable type of pandas: its 0 / 0 is NA, which raises where a number is compared.
+            return np.where(cells == _NO_INTEGER, np.nan, cells) if name in _NULLABLE else cells
         return self._table(name).values(cells)
 
     def _sortable(self, name: str, cells: Array) -> Array:
@@ -147,6 +177,16 @@ def _keys(cells: Sequence[Any]) -> Sequence[Any]:
 
 def _hashable(value: Any) -> Any:
     return value if type(value) in (int, float, bool) else repr(value)
+
+
+def _is_sorted(by: Sequence[Array]) -> bool:
+    """Whether rows are in the order of these columns, the first of which counts most."""
+    before = np.ones(max(0, len(by[0]) - 1), bool)  # equal in all columns so far
+    for column in by:
+        if (before & (column[1:] < column[:-1])).any():
+            return False
+        before &= column[1:] == column[:-1]
+    return True
 
 
 def _column(block: Block, name: str) -> Array:

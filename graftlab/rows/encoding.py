@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 import orjson
 
 from graftlab.base.tags import plain
@@ -20,8 +21,9 @@ _TAGS = COLUMNS.index("tags")
 _INDICES = [COLUMNS.index(column.name) for column in TABLE if column.storage == "index"]
 _floats_of = itemgetter(*(COLUMNS.index(column.name) for column in TABLE if column.storage == "float"))
 
-# What orjson writes as `json` would; of other values each says something else.
+# What msgspec writes as `json` would; of other values each says something else.
 _USUAL = frozenset({str, int, float, bool, type(None)})
+_quickly = msgspec.json.Encoder().encode
 # Made once, because making one takes as long as a short row. A value that holds itself is found by the recursion limit.
 _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
@@ -32,12 +34,12 @@ def encode(row: Row) -> bytes:
     What JSON does not have is written as its repr. A line that orjson would read in another way than `json`, because it
     has NaN, infinities, or integers of more than 64 bits, begins with a space.
     """
-    values = list(row)
     if _is_usual(row):
         try:
-            return orjson.dumps(values)
-        except TypeError:
-            pass  # half a character, or a very large integer
+            return _quickly(row)
+        except (TypeError, OverflowError, UnicodeEncodeError):
+            pass  # half a character, or a name that is text of some class of the user's
+    values = list(row)
     try:
         line = _to_json(values)
     except (TypeError, ValueError, RecursionError):
@@ -52,7 +54,11 @@ def _is_usual(row: Row) -> bool:
     if not math.isfinite(sum(filter(None, _floats_of(row)))):
         return False
     for value in row.tags.values():
-        if type(value) not in _USUAL or (type(value) is float and not math.isfinite(value)):
+        kind = type(value)
+        if kind not in _USUAL:
+            return False
+        # orjson reads a longer integer as a float.
+        if (kind is float and not math.isfinite(value)) or (kind is int and value.bit_length() > 63):
             return False
     return True
 
@@ -107,3 +113,30 @@ def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[lis
         else:
             columns = tuple(row["columns"])
     return rows, columns
+
+
+# What JSON makes of each kind of column; None stands for what a row, or an earlier version, does not have.
+_KINDS: dict[str, frozenset[type]] = {
+    "integer": frozenset({int, type(None)}),
+    "float": frozenset({int, float, type(None)}),
+    "text": frozenset({str, type(None)}),
+    "list": frozenset({list, type(None)}),
+    "index": frozenset({list, type(None)}),
+    "tags": frozenset({dict}),
+}
+_INT64 = 1 << 63
+
+
+def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
+    """The first value that its column cannot have, with the index of its row and the column's name; None usually."""
+    if not rows:
+        return None
+    for column, cells in zip(TABLE, zip(*rows, strict=True), strict=True):
+        kinds = _KINDS[column.storage] - ({type(None)} if column.name in ("name", "step", "status") else set())
+        is_integer = column.storage == "integer"
+        if not is_integer and kinds.issuperset(map(type, cells)):
+            continue
+        for index, cell in enumerate(cells):
+            if type(cell) not in kinds or (is_integer and not -_INT64 <= (cell or 0) < _INT64):
+                return index, column.name, cell
+    return None

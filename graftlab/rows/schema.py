@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched"]
+Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched", "recomputed"]
 """What became of a tap: measured; measured and overwritten; the transform failed; nobody sent it; the wait for it took
-too long; or (on the sender) nobody asked for it."""
+too long; (on the sender) nobody asked for it; or activation checkpointing runs a forward again on this side alone, so
+that nothing is absent."""
 
 MEASURED: tuple[Status, ...] = ("compared", "grafted")
 """The statuses of rows that have statistics."""
@@ -48,7 +49,7 @@ class Row(NamedTuple):
     run: int
     step: int
     order: int
-    """Counts the taps of this rank that some filter wanted."""
+    """Counts the taps of this rank in this step that some filter wanted, from 1 on, also those without a row here."""
     name: str
     """What both sides call the tap: its name, or that of its pair under the plan's pairs and rename."""
     tags: dict[str, Any]
@@ -84,6 +85,8 @@ class Row(NamedTuple):
     """What the baseline itself calls the tap; None where it has no such tap, or this rank cannot know."""
     target_name: str | None = None
     """The same on the target."""
+    transform: str | None = None
+    """Which of the plan's transforms made what the tap's own tensor was measured against; None: the default one."""
     aligned_by: str | None = None
     layout: str | None = None
     """How both tensors were brought to one layout: the pair's, and those of the ranks; ``inferred`` from shapes."""

@@ -17,7 +17,7 @@ import pandas as pd
 
 from graftlab.errors import SessionError
 from graftlab.rows.columns import Block, Columns
-from graftlab.rows.encoding import HEADER, decode_all, record
+from graftlab.rows.encoding import HEADER, decode_all, record, wrong_value
 from graftlab.rows.schema import COLUMNS, Row
 
 logger = logging.getLogger(__name__)
@@ -232,12 +232,16 @@ def load_run(folder: str | Path) -> pd.DataFrame:
     """
     path = Path(folder).expanduser() / ROWS_FILE
     names: Sequence[str] = COLUMNS
-    columns, blocks, number = Columns(), [], 0
+    columns, blocks, number, count = Columns(), [], 0, 0
     for lines in _pieces(path, 0):
         try:
             rows, names = decode_all(lines, names)
         except ValueError:
             raise _damage(path, lines, names, number) from None
+        if (fault := wrong_value(rows)) is not None:
+            index, column, value = fault
+            raise SessionError(f"{path}: row {index + count} has {value!r:.80} as its {column}, which no row has")
+        count += len(rows)
         blocks.append(columns.block(rows))
         number += lines.count(b"\n")
     return columns.frame(columns.merge(columns.block([]), blocks))

@@ -44,6 +44,10 @@ class Taker(Protocol):
 class StepTaker(Taker, Protocol):
     """Who takes all taps of a rank, and is told where its steps end."""
 
+    @property
+    def moment(self) -> object:
+        """Another value in each run, and in each step of it."""
+
     def step(self) -> None:
         """See :func:`graftlab.step`."""
 
@@ -133,15 +137,26 @@ def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad:
     return grafted
 
 
-def show(name: str, value: Any, extras: Any, *, replace: bool = False, grad: bool = False) -> Any:
-    """A tap without tags of its own. With ``replace`` a grafted value comes back as a new tensor."""
+_NO_TAGS: Mapping[str, Any] = {}
+
+
+def show(
+    name: str,
+    value: Any,
+    extras: Any,
+    *,
+    replace: bool = False,
+    grad: bool = False,
+    tags: Mapping[str, Any] = _NO_TAGS,
+) -> Any:
+    """A tap of graftlab's own. With ``replace`` a grafted value comes back as a new tensor."""
     if _taker is None:
         return value
     if _is_tracing():
-        return show_traced(name, value, extras, {}, replace=replace, grad=grad)
-    shown = _taker.tap(name, value, extras, {}, replace=replace)
+        return show_traced(name, value, extras, tags, replace=replace, grad=grad)
+    shown = _taker.tap(name, value, extras, tags, replace=replace)
     if grad:
-        tap_gradient(name, shown, {})
+        tap_gradient(name, shown, tags)
     return shown
 
 
@@ -329,6 +344,8 @@ def tracing(traced: Traced, is_tracing: Callable[[], bool]) -> Iterator[None]:
 
 class _Nobody:
     """Takes what taps show outside of a session, and does nothing with it."""
+
+    moment: object = None
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value

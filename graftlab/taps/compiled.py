@@ -12,10 +12,11 @@ exported program in a file, keeps its meaning.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,10 @@ class _Shown(NamedTuple):
 
 # Which taps are traced; None for all.
 _choice: str | None = None
+# A choice that is no expression: the taps of these names.
+_SET = "#"
+_sets: dict[tuple[str, ...], int] = {}
+_by_choice: dict[str, frozenset[str]] = {}
 _is_chosen: Callable[[str, tuple[str, ...], str], bool]
 
 _lock = threading.Lock()
@@ -134,7 +139,27 @@ def compile_taps(choice: str | None) -> None:
     _choice = choice
 
 
+@contextlib.contextmanager
+def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
+    """Have only taps of these names in what is compiled inside; None for all of them."""
+    global _choice, _is_chosen
+    before = _choice
+    if names is not None:
+        _is_chosen = torch.compiler.assume_constant_result(_matches)  # type: ignore[no-untyped-call]
+        number = _sets.setdefault(names, len(_sets))
+        _choice = f"{_SET}{number}"
+        _by_choice[_choice] = frozenset(names)
+    else:
+        _choice = None
+    try:
+        yield
+    finally:
+        _choice = before
+
+
 def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
+    if choice in _by_choice:
+        return name in _by_choice[choice]
     return compile_filter(choice).matches({"name": name, **from_text(tags)})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from graftlab.taps import calls
 from graftlab.taps.calls import Taker
+from graftlab.taps.untraced import outside_compiled_code
 
 # By thread.
 _routes: dict[int, Taker] = {}
@@ -49,11 +50,9 @@ def _taker_of(thread: int) -> Taker | None:
 
 @functools.cache
 def _router() -> Taker:
-    import torch  # installed wherever there is a grafter
-
     router = _Router()
     # Looking up threads would break compiled graphs.
-    router.tap = torch.compiler.disable(router.tap)  # type: ignore[method-assign, no-untyped-call]
+    router.tap = outside_compiled_code(router.tap)  # type: ignore[method-assign]
     return router
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
+from graftlab.taps.functions import FunctionTaps, named_functions
 
 _latest_change = 0
 
@@ -100,6 +103,9 @@ def watch(
     *,
     extras: Extras | None = None,
     grads: bool = False,
+    functions: Sequence[str] = (),
+    params: bool = False,
+    inputs: bool = False,
 ) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
@@ -120,9 +126,21 @@ def watch(
     With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: of the same name,
     with the tag ``kind="grad"``, in the order of the backward pass.
 
-    Outside a session no hook is put in, and the handle has the names alone.
+    ``functions`` are names of torch functions, such as ``"scaled_dot_product_attention"``: each call inside the model
+    shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
+    implementations that are cut into other modules share taps. The calls of a step are told apart by their occurrence.
 
-    Raises :class:`FilterError` for a bad expression, and TypeError when ``model`` is not a module.
+    With ``params`` each weight and buffer is a tap too, once a step, when the model is first called: of its name in
+    ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
+    the type of the module that owns them. A graft of such a tap overwrites the weight, which stays so; a verdict only
+    compares them. With ``inputs`` the tensors that the model is called with are taps: ``input.input_ids``, by the names
+    of its ``forward``, with ``kind="input"``.
+
+    Outside a session no hook is put in, and the handle has the names alone. ``names`` has no inputs, which are not
+    known before a call.
+
+    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch has not, and TypeError when
+    ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
@@ -131,6 +149,7 @@ def watch(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
+    called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
     for path, (module, kind) in _unwrapped_modules(model).items():
@@ -138,15 +157,97 @@ def watch(
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
             _kinds[name] = kind
-    names = [name for name, _ in chosen]
+    weights = weights_of(model, prefix, wanted, unwanted) if params else {}
+    names = [*weights, *(name for name, _ in chosen)]
     if taps.taker() is None:
         return Watch([], names)
     # Only now, so that a choice that raises leaves the model as it was.
-    handles: list[Removable] = [
-        _Change(),
-        *(module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen),
-    ]
+    handles: list[Removable] = [_Change()]
+    if params:
+        find = partial(weights_of, model, prefix, wanted, unwanted)
+        # Before the hooks of FSDP, which put whole weights in the place of shards.
+        handles.append(model.register_forward_pre_hook(_Weights(find), prepend=True))
+    if inputs:
+        handles.append(model.register_forward_pre_hook(_Inputs(model, f"{prefix}input"), with_kwargs=True))
+    handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    if called:
+        handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
+
+
+def _show_call(grads: bool, name: str, value: Any) -> Any:
+    return value if taps.taker() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
+
+
+Chosen = Callable[[str, str], bool]
+
+
+def weights_of(
+    model: torch.nn.Module, prefix: str, wanted: Chosen, unwanted: Chosen, *, buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model by their names without the wrappers' part; a tied one by its first name.
+
+    They are looked up anew each time, because wrappers and optimizers put others in their places.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, torch.Tensor] = {}
+    for path, tensor in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
+        owner, _, leaf = path.rpartition(".")
+        inside = _unwrapped(owner, modules) if owner else ""
+        name = f"{prefix}{inside}.{leaf}" if inside else f"{prefix}{leaf}"
+        kind = type(modules[owner]).__name__
+        if wanted(name, kind) and not unwanted(name, kind):
+            found[name] = tensor
+    return found
+
+
+class _Weights:
+    """Taps the weights when the model is first called in a step."""
+
+    def __init__(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._find = find
+        self._shown_at: object = None
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        taker, grafter = taps.taker(), taps.grafter()
+        if taker is None or grafter is None or torch.compiler.is_compiling():
+            return
+        if grafter.moment == self._shown_at:
+            return
+        self._shown_at = grafter.moment
+        for name, tensor in self._find().items():
+            taker.tap(name, tensor, None, {"kind": "param"})
+        # The first of them may have made this process a rank, with another count of steps.
+        grafter = taps.grafter()
+        self._shown_at = None if grafter is None else grafter.moment
+
+
+class _Inputs:
+    """Taps the tensors that the model is called with."""
+
+    def __init__(self, model: torch.nn.Module, name: str) -> None:
+        self._name = name
+        # A wrapper's own forward takes anything; what it wraps has the names.
+        inside = [module for path, module in model.named_modules() if not _unwrapped(path, dict(model.named_modules()))]
+        parameters = inspect.signature(inside[-1].forward).parameters.values()
+        self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if taps.taker() is None:
+            return None
+        named = [self._parameters[i] if i < len(self._parameters) else f"[{i}]" for i in range(len(args))]
+        positional = tuple(self._tapped(name, value) for name, value in zip(named, args, strict=True))
+        by_name = {name: self._tapped(name, value) for name, value in kwargs.items()}
+        same = all(new is old for new, old in zip(positional, args, strict=True))
+        if same and all(by_name[name] is kwargs[name] for name in kwargs):
+            return None
+        return positional, by_name
+
+    def _tapped(self, name: str, value: Any) -> Any:
+        return _tap_inside(f"{self._name}.{name}", value, _tap_input, _MAX_DEPTH)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
@@ -185,27 +286,38 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
     def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if taps.taker() is None:
             return None
-        shown = None if extras is None else extras(module, args, output)
-        replaced = _tap_inside(name, output, shown, grads, _MAX_DEPTH)
+        tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
+        replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
         # None tells torch to keep the very object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
 
 
-def _tap_inside(name: str, value: Any, extras: Any, grads: bool, depth: int) -> Any:
-    """Tap the tensors inside an output. The same object comes back unless one of them was grafted."""
+TapOne = Callable[[str, torch.Tensor], Any]
+
+
+def _tap_value(extras: Any, grads: bool, name: str, value: torch.Tensor) -> Any:
+    return taps.show(name, value, extras, replace=True, grad=grads)
+
+
+def _tap_input(name: str, value: torch.Tensor) -> Any:
+    return taps.show(name, value, None, replace=True, tags={"kind": "input"})
+
+
+def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
+    """Tap the tensors inside of a value. The same object comes back unless one of them was grafted."""
     if isinstance(value, torch.Tensor):
-        return taps.show(name, value, extras, replace=True, grad=grads)
+        return tap_one(name, value)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, extras, grads, depth - 1) for index, item in enumerate(value)]
+        items = [_tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, extras, grads, depth - 1) for key, item in value.items()}
+        entries = {key: _tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -216,9 +328,7 @@ def _tap_inside(name: str, value: Any, extras: Any, grads: bool, depth: int) -> 
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {
-            f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), extras, grads, depth - 1) for f in fields
-        }
+        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value

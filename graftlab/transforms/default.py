@@ -53,10 +53,11 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
         if complete and count > 1 and total == extent * receivers:
             joined = torch.cat(_like(received), dim)
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
+    hint = suggested(received, mine)
     raise TransformError(
         f"the default transform cannot make a tensor of shape {list(mine.shape)} (rank {rank} of {receivers}) "
-        f"from {_shapes(received)} (senders {senders} of {count}){suggested(received, mine)}; "
-        f"or give the plan a transform: `{SIGNATURE}`"
+        f"from {_shapes(received)} (senders {senders} of {count})"
+        f"{f'{hint}; or' if hint else ';'} give the plan a transform: `{SIGNATURE}`"
     )
 
 

@@ -7,8 +7,8 @@ import hashlib
 import importlib
 import inspect
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,22 +23,25 @@ from graftlab.transforms.running import user_traceback
 class TransformSpec:
     """A transform as it travels in a plan: ``text`` is a dotted path or source; ``blob`` a pickled function.
 
-    Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is refused here and
-    not on a rank.
+    ``where`` is a filter over the tags of the taps that it is for, compared ones included; None means those that the
+    plan grafts. Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is
+    refused here and not on a rank.
 
-    >>> gl.transforms.TransformSpec.of("graftlab.transforms.align_by_request").label
-    'graftlab.transforms.align_by_request'
+    >>> gl.transforms.TransformSpec.of(("layer == 3", "graftlab.transforms.align_by_request")).described
+    'graftlab.transforms.align_by_request where layer == 3'
     """
 
     kind: Literal["path", "source", "function"]
     text: str
     blob: bytes = field(default=b"", repr=False)
+    where: str | None = None
 
     @classmethod
-    def of(cls, transform: str | Transform | TransformSpec) -> TransformSpec:
+    def of(cls, transform: OneTransform) -> TransformSpec:
         """From a dotted path (``"package.module.function"``), source text (with a ``def``) or a function.
 
-        Raises :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
+        Each of these may come with the filter that says where it applies: ``(filter, transform)``. Raises
+        :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
         """
         spec = cls.draft(transform)
         function = spec._load()
@@ -50,8 +53,10 @@ class TransformSpec:
         return spec
 
     @classmethod
-    def draft(cls, transform: str | Transform | TransformSpec) -> TransformSpec:
+    def draft(cls, transform: OneTransform) -> TransformSpec:
         """Like :meth:`of`, but nothing of it is run here, not even to see whether it loads."""
+        if isinstance(transform, tuple):
+            return cls._with_filter(transform)
         if isinstance(transform, TransformSpec):
             return transform
         if isinstance(transform, str):
@@ -68,11 +73,31 @@ class TransformSpec:
             f"its signature is `{SIGNATURE}`"
         )
 
+    @classmethod
+    def _with_filter(cls, pair: tuple[Any, ...]) -> TransformSpec:
+        if len(pair) != 2 or not isinstance(pair[0], str) or isinstance(pair[1], tuple):
+            raise TransformError(
+                f"a transform with the taps that it is for is (filter, transform), e.g. (\"name == 'qkv'\", f), "
+                f"and several are a list of such pairs, not {pair!r}"
+            )
+        where, transform = pair
+        if not where.strip():
+            raise TransformError(
+                "the filter of a transform is blank, which matches no tap; write 'True' for all taps, or give the "
+                "transform without a filter for those that the plan grafts"
+            )
+        return replace(cls.draft(transform), where=where)
+
     @property
     def label(self) -> str:
         if self.kind == "source":
             return f"source {hashlib.blake2b(self.text.encode(), digest_size=4).hexdigest()}"
         return self.text
+
+    @property
+    def described(self) -> str:
+        """The label, with the filter if it has one."""
+        return self.label if self.where is None else f"{self.label} where {self.where}"
 
     @property
     def filename(self) -> str:
@@ -91,6 +116,33 @@ class TransformSpec:
         from graftlab.base.shipping import unpack_function
 
         return unpack_function(self.blob)
+
+
+OneTransform = str | Transform | TransformSpec | tuple[str, "str | Transform | TransformSpec"]
+"""What :meth:`TransformSpec.of` takes."""
+
+AnyTransform = OneTransform | Sequence[OneTransform] | None
+"""What a plan takes: one, a list of which the first that is for a tap applies there, or None for the default."""
+
+Specs = TransformSpec | tuple[TransformSpec, ...] | None
+"""What a plan makes of that."""
+
+
+def each_of(specs: Specs) -> tuple[TransformSpec, ...]:
+    """The transforms of a plan, in the order in which they are looked through."""
+    return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
+
+
+def specs_of(transform: AnyTransform, make: Callable[[OneTransform], TransformSpec] = TransformSpec.of) -> Specs:
+    """What somebody gave as a plan's transform, as the plan holds it; raises as ``make`` does."""
+    if transform is None or isinstance(transform, TransformSpec):
+        return transform
+    if isinstance(transform, tuple) and transform and all(isinstance(each, TransformSpec) for each in transform):
+        return transform
+    if isinstance(transform, list):
+        specs = tuple(each if isinstance(each, TransformSpec) else make(each) for each in transform)
+        return specs if len(specs) > 1 else specs[0] if specs else None
+    return make(transform)  # type: ignore[arg-type]
 
 
 def adapted(function: Callable[..., Any], label: str) -> Transform:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -15,23 +14,13 @@ import torch
 from graftlab.base.tags import own_tags, tells_taps_apart
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import GRADIENT, group_of
+from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "order", "group", "dtype", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "inherited", "clean")
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """What was not looked at, in words, one a kind: it is said before any conclusion."""
-
-    lines: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.lines)
 
 
 def added_frame(
@@ -142,14 +131,47 @@ def roundoff(dtype: str) -> float:
 
 
 def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
-    """The groups with a tap whose ratio is above the threshold: values before gradients, each in execution order."""
+    """The groups with a tap whose ratio is above the threshold, in the order of blame, each kind in execution order."""
     named = dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"])
-    return sorted(named, key=lambda group: group.endswith(GRADIENT))
+    return sorted(named, key=place_in_blame)
+
+
+_LONGEST_FILTER = 4_000
+
+
+def lonely_filter(rows: pd.DataFrame) -> str | None:
+    """A filter for the groups of taps of which none was measured: those that one side alone has; None without one.
+
+    Of very many groups the last ones are left out.
+    """
+    names: dict[str, set[tuple[str, str | None]]] = {}
+    measured = set()
+    for name, tags, status in zip(rows["name"], rows["tags"], rows["status"], strict=True):
+        group = group_of(name, tags)
+        names.setdefault(group, set()).add((name, kind_of(tags)))
+        if status in MEASURED:
+            measured.add(group)
+    lonely = [names[group] for group in names if group not in measured]
+    while lonely:
+        text = filter_of(sorted((each for names in lonely for each in names), key=str))
+        if text is None or len(text) <= _LONGEST_FILTER:
+            return f"({text})" if text else None
+        lonely = lonely[: len(lonely) // 2]
+    return None
 
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:
     """What of these rows was not measured, a line a status, with the taps' names."""
     said = []
+    repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
+    repeated = repeated[repeated["status"].isin(("missing", "unmatched"))]
+    frame = frame.drop(repeated.index)
+    if len(repeated):
+        said.append(
+            f"the recompute of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which one "
+            "side alone has. Nothing was grafted there, so gradients inside of such a block may have inherited what is "
+            "other in its forward."
+        )
     for status, meaning in (
         ("failed", "could not be compared (the transform failed)"),
         ("timeout", "were waited for in vain"),

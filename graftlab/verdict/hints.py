@@ -191,7 +191,7 @@ def _permuted(x: Tensor, y: Tensor) -> Tell:
     for dim, extent in enumerate(x.shape):
         if not 2 <= extent <= _LONGEST_PERMUTED:
             continue
-        mine, theirs = (each.movedim(dim, 0).flatten(1)[:, :_SAMPLED] for each in (x, y))
+        mine, theirs = (each.movedim(dim, 0).reshape(extent, -1)[:, :_SAMPLED] for each in (x, y))
         order = torch.cdist(theirs, mine).argmin(1)
         if len(set(order.tolist())) == extent and not torch.equal(order, torch.arange(extent)):
             shown = ", ".join(map(str, order[:8].tolist())) + (", ..." if extent > 8 else "")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import tells_taps_apart
 from graftlab.rows.schema import COLUMNS, MEASURED
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
+from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
+
+# What the other side has no tap for.
+_ALONE = ("missing", "unmatched", "recomputed")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Key = tuple[Hashable, ...]
@@ -146,9 +150,10 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     count = int(ids.max()) + 1 if rows else 0
     first_row = np.full(count, rows)
     np.minimum.at(first_row, ids, np.arange(rows))
-    tap_order = np.full(count, np.inf)
+    tap_order, tap_shared = np.full(count, np.inf), np.full(count, np.inf)
     np.minimum.at(tap_order, ids, order)
-    sequence = np.lexsort((first_row, tap_order, step[first_row])) if rows else np.zeros(0, dtype=np.int64)
+    np.minimum.at(tap_shared, ids, _shared_before(frame, step, order))
+    sequence = np.lexsort((first_row, tap_order, tap_shared, step[first_row])) if rows else np.zeros(0, dtype=np.int64)
     rank_of = np.empty(count, dtype=np.int64)
     rank_of[sequence] = np.arange(count)
     row_tap = rank_of[ids]
@@ -170,6 +175,26 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     columns += [frame[column].iloc[at].tolist() for column in tags]
     keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
     return Taps(keys, tags, steps, worst, nonfinite, statuses, row_tap, order)
+
+
+def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
+    """How many taps that both sides have came before each row on its rank in its step.
+
+    A rank counts all its taps, but what it sends has its row on the receiver. So what a rank counts less its own taps
+    that the other side does not have is a place that both sides share.
+    """
+    if "side" not in frame.columns or "rank" not in frame.columns:
+        return order
+    alone = frame["status"].astype(str).isin(_ALONE).to_numpy()
+    if not alone.any():
+        return order
+    table = pd.DataFrame({"step": step, "side": _codes(frame["side"]), "rank": _codes(frame["rank"])})
+    table["order"], table["alone"] = order, alone.astype(np.float64)
+    in_order = table.sort_values(["step", "side", "rank", "order"], kind="stable")
+    before = in_order.groupby(["step", "side", "rank"], sort=False)["alone"].cumsum() - in_order["alone"]
+    # A tap of one side alone comes before the shared one that would have its number.
+    shared: Array = order - before.reindex(table.index).to_numpy() - np.where(alone, 0.5, 0.0)
+    return shared
 
 
 def _nonfinite(frame: pd.DataFrame) -> Array:
@@ -195,8 +220,21 @@ def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
     return merged
 
 
+def _floor_by_dtype(frame: pd.DataFrame, value: str) -> float:
+    """What rounding to the coarsest dtype of these rows comes to, those that were converted included."""
+    if value != "rel_l2" or "dtype" not in frame.columns:
+        return DEFAULT_NOISE_FLOOR
+    names = [str(name) for name in frame["dtype"].dropna().unique()]
+    casts = frame["cast"].dropna().unique() if "cast" in frame.columns else ()
+    found = [match.groups() for cast in casts if (match := re.match(r"(\w+) -> (\w+)", str(cast)))]
+    if any("int8" in one or "int8" in other for one, other in found):
+        # Of 8-bit integers that stand for fractions a unit is about as coarse as of this one.
+        names.append("bfloat16")
+    return assumed_floor([*names, *(name for pair in found for name in pair)])[0]
+
+
 def first_divergent(
-    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = DEFAULT_NOISE_FLOOR
+    frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | Literal["dtype"] | None = "dtype"
 ) -> pd.Series[Any] | None:
     """The first row, in execution order, that a noise floor does not explain: where to start looking.
 
@@ -204,8 +242,9 @@ def first_divergent(
     ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
     nothing. ``noise_floor=None`` leaves the value out of it. Taps are ordered by step, then by the smallest
     ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
-    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; about 2e-2 suits
-    bfloat16 against float32.
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``. ``"dtype"`` is for
+    ``rel_l2`` what rounding to the coarsest dtype in the frame comes to, 1e-5 for float32 and 2e-2 for bfloat16, so
+    that no tap is named because it casts; for other values it is 1e-5.
 
     Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
     ValueError naming a column (name, order, status, ``value``) that the frame lacks.
@@ -217,9 +256,8 @@ def first_divergent(
         return None
     taps = group(frame, value)
     status = frame["status"].astype(str).to_numpy()
-    mask = divergent(
-        np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), noise_floor
-    )
+    floor = _floor_by_dtype(frame, value) if noise_floor == "dtype" else noise_floor
+    mask = divergent(np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), floor)
     if not mask.any():
         return None
     sequence = np.lexsort((taps.row_order, taps.row_tap))

@@ -123,7 +123,8 @@ def _first_sentence(frame: pd.DataFrame, floor: tuple[float, str]) -> str:
 
 def _nonfinite(row: pd.Series[Any]) -> str:
     return (
-        f"{row['nonfinite_differ']} of {row['numel']} elements are NaN or infinite on one side alone, or in another way"
+        f"{row['nonfinite_differ']:.0f} of {row['numel']:.0f} elements are NaN or infinite on one side alone, or in "
+        "another way"
     )
 
 

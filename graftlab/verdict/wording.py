@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from graftlab.verdict.causes import Causes
-from graftlab.verdict.groups import GRADIENT, numbers_in
+from graftlab.verdict.groups import kind_of_group, numbers_in
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class Findings:
     """By the group of the output that they were measured at."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    data: Sequence[str] = ()
+    """Sentences on what both sides were given differently: inputs, weights, settings."""
+    inputs: Sequence[str] = ()
+    """The groups that show what the model was given, of which the sentences of ``data`` speak."""
+    following: Sequence[str] = ()
+    """The groups of gradients that are other because the values that are named are."""
+    target_not_repeated: Sequence[str] = ()
+    """Taps at which the target differs from itself; looked for where something is named."""
 
     @property
     def named(self) -> list[str]:
@@ -38,7 +46,10 @@ def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
     lines = []
     if findings.not_repeated:
-        lines.append(_not_repeatable(findings.not_repeated))
+        lines.append(_not_repeatable("baseline", findings.not_repeated))
+    if findings.target_not_repeated:
+        lines.append(_not_repeatable("target", findings.target_not_repeated))
+    lines += findings.data
     lines += [f"Not looked at: {line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += [f"Hint ({group}): {hint}." for group, hint in findings.hints.items()]
@@ -46,10 +57,10 @@ def text_of(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def _not_repeatable(taps: Sequence[str]) -> str:
+def _not_repeatable(side: str, taps: Sequence[str]) -> str:
     shown = ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")
     return (
-        f"The baseline does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
+        f"The {side} does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
         "state (caches, weights)."
     )
@@ -59,22 +70,29 @@ def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
     if not len(frame):
         return ["Nothing was compared: no tap was measured on both sides. Put gl.tap or gl.watch into both functions."]
-    if not named:
-        return [_nothing_named(findings)]
-    blamed = [group for group in named if _label(frame, group) == "culprit"]
-    lines = [_computed_otherwise(findings, group) for group in blamed]
-    for group in (g for g in named if _label(frame, g) != "culprit"):
-        what = _computed_otherwise(findings, group).rstrip(".")
-        lines.append(what + {"minor": ", which the output does not show.", "cancels": "."}[_label(frame, group)])
+    computed = [group for group in named if group not in findings.inputs]
+    if not computed:
+        lines = [_nothing_named(findings)]
+    else:
+        blamed = [group for group in computed if _label(frame, group) == "culprit"]
+        lines = [_computed_otherwise(findings, group) for group in blamed]
+        for group in (g for g in computed if _label(frame, g) != "culprit"):
+            what = _computed_otherwise(findings, group).rstrip(".")
+            lines.append(what + {"minor": ", which the output does not show.", "cancels": "."}[_label(frame, group)])
+    if findings.following:
+        lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
         lines += _effects(output, causes, findings)
-    if (frame["label"] == "inherited").any():
+    if named and (frame["label"] == "inherited").any():
         lines.append("Everything else is inherited.")
     return lines
 
 
 def _nothing_named(findings: Findings) -> str:
-    frame = findings.frame
+    # Of what the model was given the sentences before this one have spoken.
+    frame = findings.frame[~findings.frame["group"].isin(list(findings.inputs))]
+    if not len(frame):
+        return "Apart from inputs no tap was measured on both sides. Put gl.tap or gl.watch into both functions."
     top = frame["ratio"].max()
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
@@ -106,7 +124,6 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     rows = frame[(frame["group"] == group)]
     over = rows[rows["ratio"] > findings.threshold]
     worst = over.iloc[int(over["ratio"].to_numpy().argmax())]
-    what = f"the gradient of {group.removesuffix(GRADIENT)}" if group.endswith(GRADIENT) else group
     size = (
         "not finite on one side"
         if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]
@@ -116,7 +133,34 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
     where = _layers(rows, over) + _ranks(over, findings.target_ranks)
-    return f"{what} is computed otherwise{where} ({', '.join(details)})."
+    return f"{described(group)} is computed otherwise{where} ({', '.join(details)})."
+
+
+def _following(groups: Sequence[str]) -> str:
+    shown = ", ".join(described(group) for group in groups[:3]) + (
+        f" and {len(groups) - 3} more" if len(groups) > 3 else ""
+    )
+    return f"Its backward is other as well, as it has to be: {shown}. Mend the forward before you judge these."
+
+
+_OF_KIND = {
+    None: "{}",
+    "input": "the input {}",
+    "grad": "the gradient of {}",
+    "param_grad": "the gradient of the weight {}",
+    "optimizer": "the optimizer's {}",
+    "param": "the update of the weight {}",
+}
+
+
+def described(group: str) -> str:
+    """A group as a sentence speaks of it.
+
+    >>> described("layers.*.q@grad")
+    'the gradient of layers.*.q'
+    """
+    kind = kind_of_group(group)
+    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
 
 
 def _layers(rows: pd.DataFrame, over: pd.DataFrame) -> str:
@@ -160,6 +204,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
+    output = described(output)
     if not causes.restored <= findings.threshold:
         return [
             f"With the baseline's {groups} the output {output} is still {causes.restored:.2g} x its floor: something "

@@ -14,10 +14,12 @@ from graftlab.control.ranks_table import ranks_table
 from graftlab.plots import explorer
 from graftlab.rows.schema import Row
 from graftlab.verdict.tap_lines import of_newest_run
+from graftlab.widgets import tap_explorer
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.panel import Panel, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
+from graftlab.widgets.verdict_view import VerdictView
 
 ROWS_A_TICK = 3000
 """Rows that are read at once: what 50,000 rows a second leave for the rest of the kernel."""
@@ -74,7 +76,13 @@ class Dashboard(Panel):
             titles=_TITLES,
         ).add_class("graftlab-parts")
         self.add_class("graftlab-dashboard")
-        self._open([self._verdict, self._ranks, self._message_line, self._parts])
+        self._open([self._verdict, VerdictView(self), self._ranks, self._message_line, self._parts])
+
+    def static_html(self, with_figures: bool = False) -> str:
+        session = self.session
+        ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
+        taps = tap_explorer.static_html(self._taps.found, self._rows if with_figures else ())
+        return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
         """Put a tap into the b2t filter, as if it had been typed there: who looks at it may still think better."""

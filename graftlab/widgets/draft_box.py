@@ -24,6 +24,8 @@ _LINES = 14
 class DraftBox(widgets.VBox):  # type: ignore[misc]
     """Buttons for the kind of draft, the editor of its text or the box for its name, and what is named, to read.
 
+    A line below takes the filter of the taps that the draft is for.
+
     ``source_of`` gives the source of a draft that is named.
     """
 
@@ -42,29 +44,41 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
             continuous_update=False,
             layout=widgets.Layout(width="auto", flex="1 1 16em", display="none"),
         ).add_class("graftlab-name")
+        self.where = NameBox(
+            placeholder="where the plan grafts; or a filter, True for all taps, compared ones included",
+            tooltip="Filter: the taps that it is for",
+            description="where",
+            ensure_option=False,
+            continuous_update=False,
+            layout=widgets.Layout(width="auto"),
+            style={"description_width": "initial"},
+        ).add_class("graftlab-where")
         self.editor = code_editor(text, language="python", lines=_LINES, label="Transform", plain=plain)
         self.editor.add_class("graftlab-source")
         self.editor.completions = ["torch", "gl", "graft_input", *(f"graft_input.{name}" for name in FIELDS)]
         # A read-only editor for what is not written here; made when it is needed first.
         self._viewer: CodeEditor | None = None
         self._sources = widgets.VBox([self.editor])
-        super().__init__([row(self.kinds, self.name), self._sources])
+        super().__init__([row(self.kinds, self.name), self._sources, self.where])
 
     @property
     def inputs(self) -> dict[str, Askable]:
         """What is read before anything is done with the draft; see :meth:`of`."""
-        return {"kind": self.kinds, "name": self.name, "text": self.editor}
+        return {"kind": self.kinds, "name": self.name, "text": self.editor, "where": self.where}
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Draft:
         """The draft in the values of the inputs."""
         kind = values["kind"]
-        return Draft(kind, {"text": values["text"], "name": values["name"].strip()}.get(kind, ""))
+        if kind == "default":
+            return Draft(kind)
+        return Draft(kind, values["text"] if kind == "text" else values["name"].strip(), values["where"].strip())
 
     @property
     def draft(self) -> Draft:
         """What is chosen, as far as the kernel knows."""
-        return self.of({"kind": self.kinds.value, "name": self.name.value, "text": self.editor.value})
+        values = {"kind": self.kinds.value, "name": self.name.value, "text": self.editor.value}
+        return self.of({**values, "where": self.where.value})
 
     def take(self, draft: Draft) -> None:
         """Show this draft, whatever the browser shows."""
@@ -72,6 +86,7 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
             self.editor.set_text(draft.text)
         elif draft.kind == "name":
             self.name.value = draft.text
+        self.where.value = draft.where
         self.kinds.value = draft.kind
         self.show_source()
 
@@ -96,6 +111,7 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
         for widget, is_shown in (
             (self.name, draft.kind == "name"),
             (self.editor, draft.kind == "text"),
+            (self.where, draft.kind != "default"),
             (self._viewer, draft.kind != "text"),
         ):
             if widget is not None:

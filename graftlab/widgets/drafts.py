@@ -8,12 +8,13 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import Any, Literal
 
 from graftlab.errors import TransformError
 from graftlab.transforms import SIGNATURE, GraftTransformInput, TransformSpec, default_transform
+from graftlab.transforms.spec import Specs
 
 _COMMENT_WIDTH = 88
 
@@ -30,6 +31,11 @@ _MEANINGS = {
     "senders": "the ranks behind received_list ...",
     "send_world_size": "... of so many on the sending side",
     "target_extras": "what this rank's own tap gave as extras, or None",
+    "layout": "how this rank's part is made of the whole, where that is said",
+    "received_layouts": "the same of received_list, in its order",
+    "pair": "the layout of the plan's pair, or None",
+    "whole": '"received" or "target": which of the pair is the larger',
+    "target_reduced": "the target with partial sums taken, or why not",
 }
 FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 
@@ -47,49 +53,72 @@ TEMPLATE = _template()
 
 @dataclass(frozen=True)
 class Draft:
-    """What a person has chosen: ``text`` is the source (kind ``"text"``) or the name (kind ``"name"``)."""
+    """What a person has chosen: ``text`` is the source (kind ``"text"``) or the name (kind ``"name"``).
+
+    ``where`` is the filter of the taps that it is for; blank for those that the plan grafts.
+    """
 
     kind: Kind
     text: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class Version:
     """A transform as of the first ``plan`` that had it; None for a text that no plan has had.
 
-    ``spec`` None is the default transform.
+    ``spec`` None is the default transform; there may be several, each with a filter of its own.
     """
 
     plan: int | None
-    spec: TransformSpec | None
+    spec: Specs
 
     @property
     def label(self) -> str:
         size = ""
-        if self.spec is not None and self.spec.kind == "source":
+        if isinstance(self.spec, TransformSpec) and self.spec.kind == "source":
             count = len(self.spec.text.splitlines())
             size = f", {count} line{'s' if count != 1 else ''}"
-        return f"{'not applied' if self.plan is None else f'plan {self.plan}'}: {label_of(self.spec)}{size}"
+        where = f", where {self.spec.where}" if isinstance(self.spec, TransformSpec) and self.spec.where else ""
+        return f"{'not applied' if self.plan is None else f'plan {self.plan}'}: {label_of(self.spec)}{size}{where}"
 
     @property
     def draft(self) -> Draft:
         """What to choose in the editor to have this transform."""
         if self.spec is None:
             return Draft("default")
+        if isinstance(self.spec, tuple):
+            return Draft("name", f"{label_of(self.spec)} (plan {self.plan})")
+        where = self.spec.where or ""
         if self.spec.kind == "source":
-            return Draft("text", self.spec.text)
+            return Draft("text", self.spec.text, where)
         # The notebook may have another function of that name by now.
-        return Draft("name", self.spec.text if self.spec.kind == "path" else f"{self.spec.label} (plan {self.plan})")
+        is_path = self.spec.kind == "path"
+        return Draft("name", self.spec.text if is_path else f"{self.spec.label} (plan {self.plan})", where)
 
 
-def label_of(spec: TransformSpec | None) -> str:
+def label_of(spec: Specs) -> str:
+    if isinstance(spec, tuple):
+        return f"{len(spec)} transforms"
     return "the default transform" if spec is None else spec.label
 
 
-def spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> TransformSpec | None:
-    """The transform that is meant; nothing of it is run. None is the default transform.
+def spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> Specs:
+    """The transform that is meant, with its filter; nothing of it is run. None is the default transform.
 
-    A name is one of ``versions``' own, a callable among ``names``, or a dotted path. Raises :class:`TransformError`
+    A name is one of ``versions``' own, a callable among ``names``, or a dotted path. Raises :class:`TransformError` for
+    a filter of several transforms, which have their own, and else as :func:`_spec_of`.
+    """
+    found = _spec_of(draft, names, versions)
+    if isinstance(found, TransformSpec):
+        return replace(found, where=draft.where.strip() or None)
+    if isinstance(found, tuple) and draft.where.strip():
+        raise TransformError(f"{draft.text!r} have filters of their own; leave the filter here blank")
+    return found
+
+
+def _spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> Specs:
+    """Without the filter. Raises :class:`TransformError`
     for a name that is none of these, :class:`ShippingError` for a function that cannot be sent.
     """
     if draft.kind == "default":
@@ -98,7 +127,7 @@ def spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version])
         return TransformSpec("source", draft.text)
     name = draft.text.strip()
     for version in versions:
-        if version.draft == Draft("name", name):
+        if version.draft.kind == "name" and version.draft.text == name:
             return version.spec
     if callable(names.get(name)):
         return TransformSpec.draft(names[name])
@@ -141,8 +170,10 @@ def _fits(function: Callable[..., Any]) -> bool:
     return str(written).rpartition(".")[2] == GraftTransformInput.__name__
 
 
-def source_of(spec: TransformSpec | None) -> str:
+def source_of(spec: Specs) -> str:
     """The source to read, or a comment that says why there is none. Imports nothing."""
+    if isinstance(spec, tuple):
+        return "\n\n".join(f"{_comment(each.described)}\n{source_of(each)}" for each in spec)
     if spec is None:
         return _comment(f"The default transform.\n\n{inspect.getdoc(default_transform)}")
     if spec.kind == "source":

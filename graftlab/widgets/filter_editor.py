@@ -14,6 +14,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from graftlab.base.html import cell, table
 from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run
@@ -45,6 +46,8 @@ class FilterEditor(Panel):
         self._plan = session.plan
         self._taps: list[dict[str, Any]] = []
         self._tags_seen: set[str] = set()
+        # What the plan calls the taps by; see _follow.
+        self._names: tuple[object, ...] = (session.plan.pairs, session.plan.rename)
         self._shown: object = None
         self._judged_run: Run | None = None
 
@@ -108,6 +111,11 @@ class FilterEditor(Panel):
             self.revert()
             self.say(f"Version {plan.version} is restored, as version {new.version}.")
 
+    def static_html(self, with_figures: bool = False) -> str:
+        plan = self.session.plan
+        lines = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
+        return f"<p>Filters of plan {plan.version}</p>{table(('filter', 'taps'), lines)}"
+
     # ---- what the browser says ----------------------------------------------------------------------------------
 
     def _on_change(self, line: FilterLine, text: str) -> None:
@@ -160,6 +168,11 @@ class FilterEditor(Panel):
             for line in self._lines.values():
                 line.follow(plan)
         taps = self.session.taps
+        if self._names != (plan.pairs, plan.rename):
+            # Taps are called otherwise now, so what a text matches is to be looked at anew.
+            self._names, self._taps, self._tags_seen = (plan.pairs, plan.rename), [], set()
+            for line in self._lines.values():
+                line.forget()
         if len(taps) > len(self._taps):
             self._tags_seen.update(*taps[len(self._taps) : TAP_LIMIT])
             self._taps = taps

@@ -73,6 +73,10 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         self.in_force = text_of(plan, self.name)
         self.is_overtaken = False
 
+    def forget(self) -> None:
+        """The taps that were judged are there no more under their names."""
+        self.check = Check(self.editor.value)
+
     def look(self, taps: Sequence[Tags]) -> None:
         """Judge the text that is there by these taps."""
         if self.check.text != self.editor.value:

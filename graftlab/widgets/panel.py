@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import html
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +19,14 @@ from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError
 from graftlab.widgets.asked import Askable, Inputs
 from graftlab.widgets.refresher import explain, refresher_of
+from graftlab.widgets.snapshot import Snapshot
 from graftlab.widgets.style import PANEL_STYLE
 
 logger = logging.getLogger(__name__)
+
+# What stays in the notebook is made anew this often at the most, in seconds, and takes this part of one core.
+_SNAPSHOT_INTERVAL = 2.0
+_SNAPSHOT_SHARE = 0.1
 
 STATUSES = ("quiet", "good", "bad", "overtaken")
 
@@ -62,6 +69,9 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._trouble = ""
         self._closed = False
         self._inputs: Inputs | None = None
+        self._snapshot = Snapshot()
+        self._snapshot_state: object = None
+        self._next_snapshot = 0.0
         self._message_line: widgets.HTML = widgets.HTML() if host is None else host._message_line
         self._message_line.add_class("graftlab-message")
         super().__init__()
@@ -90,6 +100,31 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             if not self._closed:
                 self._follow()
                 self._show()
+                self._renew_snapshot()
+
+    def _renew_snapshot(self) -> None:
+        """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
+        if self._host is not None or not self._snapshot.is_shown:
+            return
+        runs, session = self.session.runs, self.session
+        state = (len(runs), bool(runs) and runs[-1].done, session.closed, session.plan.version)
+        if state == self._snapshot_state:
+            return
+        if session.closed:
+            self._snapshot_state = state
+            self._snapshot.update(self.static_html(with_figures=True))
+        elif time.monotonic() >= self._next_snapshot:
+            self._snapshot_state = state
+            # Not again before this one is done.
+            self._next_snapshot = math.inf
+            self.in_background(self._take_snapshot)
+
+    def _take_snapshot(self) -> None:
+        began = time.monotonic()
+        try:
+            self._snapshot.update(self.static_html(with_figures=True))
+        finally:
+            self._next_snapshot = began + max(_SNAPSHOT_INTERVAL, (time.monotonic() - began) / _SNAPSHOT_SHARE)
 
     def show_error(self, text: str) -> None:
         """Show why a refresh failed; the empty text says that it works again."""
@@ -116,6 +151,19 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._host.submit(action, **known)
         elif self._inputs is not None:
             self._inputs.read(action, **known)
+
+    def static_html(self, with_figures: bool = False) -> str:
+        """The state as markup alone, for where no kernel and no widget is: a saved notebook, a page made of one.
+
+        ``with_figures`` are drawn too, which may take a second.
+        """
+        return f"<p>{html.escape(self.message)}</p>"
+
+    def _ipython_display_(self, **_: Any) -> None:
+        self._snapshot.display(super()._repr_mimebundle_())
+        with self._lock:
+            self._snapshot_state = None
+        self.refresh()
 
     def close(self) -> None:
         """Take the panel out of the browser and leave the session alone; what waits to be done is forgotten."""

@@ -38,8 +38,8 @@ def described(plan: GraftPlan) -> str:
     """An earlier plan in a line."""
     texts = {name: getattr(plan, name) or "" for name in FILTERS}
     filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]
-    transform = "default" if plan.transform is None else plan.transform.label
-    parts = [*(filters or ["no filters"]), f"transform {code(transform)}"]
+    transforms = [f"transform {code(spec.described)}" for spec in plan.transforms]
+    parts = [*(filters or ["no filters"]), *(transforms or [f"transform {code('default')}"])]
     if plan.rename:
         parts.append(f"{len(plan.rename)} renames" if len(plan.rename) > 1 else "1 rename")
     if plan.pairs:

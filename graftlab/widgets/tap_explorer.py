@@ -22,6 +22,7 @@ from graftlab.control.session_plots import SessionPlots
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
 from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
 from graftlab.verdict.tap_lines import UNMEASURED, SoFar, TapLine, so_far
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
@@ -127,12 +128,17 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 _KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
 
 
-def static_html(found: SoFar) -> str:
-    """The same without a browser's script: the conclusion, the figure, and the worst taps."""
-    lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
+def static_html(found: SoFar, rows: Sequence[Row] = ()) -> str:
+    """The same without a browser's script: the conclusion, the figure of these rows, and the worst taps."""
     said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
+    lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
     if not lines:
         return said
+    if rows:
+        # In the order in which they stand, as if all were of one step.
+        frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(rows)])
+        png = plots.to_png(plots.divergence(frame, noise_floor=found.floor), dpi=80)
+        said += _image(png, f"rel_l2 of each tap in execution order. {explorer.headline(found)}")
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} taps more, none of them worse</p>" if more else ""

@@ -8,6 +8,7 @@ what was written stays, and the editor says that another transform is in force.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from graftlab.control.core import SessionCore
 from graftlab.errors import SessionError
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import Specs
 from graftlab.widgets import trial_view as view
 from graftlab.widgets.draft_box import DraftBox
 from graftlab.widgets.drafts import (
@@ -41,6 +43,8 @@ from graftlab.widgets.version_list import VersionList
 ROWS_A_TICK = 500
 """Rows that are read at once, to tell whether the transform in force fails."""
 
+_UNTOUCHED = Draft("text", TEMPLATE)
+
 
 class TransformEditor(Panel):
     """Write, try and apply the transform of a session's plan while its ranks run: ``session.transform_editor()``.
@@ -60,7 +64,7 @@ class TransformEditor(Panel):
         self.limit = limit
         self._names = _notebook_names() if names is None else names
         self._jobs = Jobs()
-        self._publishing: tuple[TransformSpec | None, Draft] | None = None
+        self._publishing: tuple[Specs, Draft] | None = None
         self._live = session.live_taps()
         self._rows: list[Row] = []
         self._functions: dict[str, Any] = {}
@@ -68,9 +72,9 @@ class TransformEditor(Panel):
         in_force = session.plan.transform
         self._in_force = in_force
         # What needs no applying, whatever the plan says; None once somebody else has put another in force.
-        self._settled: Draft | None = Draft("text", TEMPLATE) if in_force is None else None
+        self._settled: Draft | None = _UNTOUCHED if in_force is None else None
 
-        text = TEMPLATE if in_force is None or in_force.kind != "source" else in_force.text
+        text = in_force.text if isinstance(in_force, TransformSpec) and in_force.kind == "source" else TEMPLATE
         self._header = widgets.HTML().add_class("graftlab-in-force")
         self._box = DraftBox(text, self._source_of, plain)
         self.editor = self._box.editor
@@ -90,7 +94,7 @@ class TransformEditor(Panel):
         if in_force is not None:
             self._box.take(self._versions.in_force.draft)
 
-        for choice in (self._box.kinds, self._box.name):
+        for choice in (self._box.kinds, self._box.name, self._box.where):
             choice.observe(self.guarded(lambda _: self._on_choice()), "value")
         self.editor.on_change(self.guarded(lambda _: self._on_change()))
         self.editor.on_submit(self.guarded(lambda text, action: self.submit(action, kind="text", text=text)))
@@ -114,6 +118,12 @@ class TransformEditor(Panel):
         with self._lock:
             self._jobs.clear()
         super().close()
+
+    def static_html(self, with_figures: bool = False) -> str:
+        plan = self.session.plan
+        if plan.transform is None:
+            return f"<p>Plan {plan.version} has the default transform.</p>"
+        return f"<p>Transform of plan {plan.version}</p><pre>{html.escape(source_of(plan.transform))}</pre>"
 
     # ---- what the browser says ----------------------------------------------------------------------------------
 
@@ -226,7 +236,7 @@ class TransformEditor(Panel):
                 self._publishing = None
         self.say(f"Applied as plan {plan.version}.", "good")
 
-    def _went_well(self, job: Job, spec: TransformSpec) -> bool:
+    def _went_well(self, job: Job, spec: Specs) -> bool:
         selection = job.tap.selection if job.tap is not None and job.tap.kept else {}
         trial = self.session.try_transform(spec, limit=self.limit, **selection)
         with self._lock:
@@ -273,6 +283,7 @@ class TransformEditor(Panel):
         if draft.kind == self._box.kinds.value == "text":
             self.editor.clear_error()
             self.editor.offer(draft.text)
+            self._box.where.value = draft.where
         else:
             self._box.take(draft)
         self._said = f"Put in force elsewhere, and shown here: {label_of(self._in_force)}.", "quiet"
@@ -299,7 +310,9 @@ class TransformEditor(Panel):
         self._show_message()
         closed, draft, plan = self.session.closed, self._box.draft, self.session.plan
         applied = self._is_applied(draft)
-        update(self._header, value=view.in_force(self._versions.in_force, applied) + view.failing(plan, self._rows))
+        update(
+            self._header, value=view.in_force(self._versions.in_force, applied, plan) + view.failing(plan, self._rows)
+        )
         jobs = self._jobs.open
         stopped = closed or bool(jobs)
         update(self._try, disabled=stopped or draft.kind == "default")

@@ -12,6 +12,8 @@ from graftlab.diffs.measure import DiffStats
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
+from graftlab.transforms import TransformSpec
+from graftlab.transforms.spec import each_of
 from graftlab.widgets.drafts import Version, label_of
 
 STYLE = """
@@ -52,6 +54,8 @@ def summary(error: str) -> str:
 def trial_html(trial: Trial) -> str:
     """What came of a trial: where it ran, what went in and out, the difference before and after, what it printed."""
     parts = [_verdict(trial)]
+    if trial.note is not None:
+        parts.append(f'<div class="note">{html.escape(trial.note)}</div>')
     if trial.target is not None:
         parts.append(_tensors(trial))
     if trial.after is not None:
@@ -125,10 +129,19 @@ def _change(before: float | None, after: float | None) -> str:
     return "↓ smaller" if after < before else "↑ larger" if after > before else ""
 
 
-def in_force(version: Version, applied: bool) -> str:
-    """The transform in force, and whether the editor has another one."""
+def in_force(version: Version, applied: bool, plan: GraftPlan) -> str:
+    """The transform in force, where it applies, and whether the editor has another one."""
+    where = ", ".join(where_of(spec, plan) for spec in each_of(version.spec))
     what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
+    what += f" · {html.escape(where)}" if where else ""
     return what if applied else f'{what} · <span class="unapplied">● edited, not applied</span>'
+
+
+def where_of(spec: TransformSpec, plan: GraftPlan) -> str:
+    """Which taps a transform is for, in words."""
+    if spec.where is not None:
+        return f"where {spec.where}"
+    return "where the plan grafts" + (", which is nowhere" if plan.grafts_nothing else "")
 
 
 def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:

@@ -31,7 +31,7 @@ class VersionList(Fold):
     def __init__(self, panel: Panel) -> None:
         self.versions: list[Version] = []
         self._plans = 0
-        self._set_aside: list[str] = []
+        self._set_aside: list[Draft] = []
         layout = widgets.Layout(width="auto", flex="1 1 20em", min_width="10em")
         self.menu = Menu(options=[], layout=layout, tooltip="Earlier transforms").add_class("graftlab-version")
         self.buttons = {
@@ -62,9 +62,9 @@ class VersionList(Fold):
 
     def set_aside(self, draft: Draft) -> None:
         """Keep a text that is about to be replaced, if it is nowhere else."""
-        known = draft.text in self._set_aside or any(version.draft == draft for version in self.versions)
+        known = draft in self._set_aside or any(version.draft == draft for version in self.versions)
         if draft.kind == "text" and draft.text.strip() and not known:
-            self._set_aside = [*self._set_aside, draft.text][-_SET_ASIDE_LIMIT:]
+            self._set_aside = [*self._set_aside, draft][-_SET_ASIDE_LIMIT:]
             self._fill()
 
     def compare(self, version: Version, draft_source: str) -> None:
@@ -81,7 +81,10 @@ class VersionList(Fold):
     def _fill(self) -> None:
         newest, *earlier = reversed(self.versions[-_LISTED:])
         options = [(f"{newest.label} (in force)", newest), *((version.label, version) for version in earlier)]
-        unapplied = [Version(None, TransformSpec("source", text)) for text in reversed(self._set_aside)]
+        unapplied = [
+            Version(None, TransformSpec("source", draft.text, where=draft.where or None))
+            for draft in reversed(self._set_aside)
+        ]
         options += [(version.label, version) for version in unapplied]
         labels = [label for label, _ in options]
         if labels != [label for label, _ in self.menu.options]:

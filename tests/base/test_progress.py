@@ -33,3 +33,26 @@ def test_a_long_wait_counts_what_has_come_since_it_began(monkeypatch: pytest.Mon
         wait.next_look(None)
         assert wait._bar.n == 10
     assert wait._bar.n == 14, "what came after the last look"
+
+
+def test_a_wait_without_news_goes_on_to_show_time_and_says_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    counts = [3]
+    with LongWait("run 1", "rows", lambda: counts[0], where=lambda: "target[1]: waiting at tap 'h'") as wait:
+        wait.next_look(None)
+        drawn = len(terminal.getvalue())
+        now[0] += 4.0
+        wait.next_look(None)
+        assert len(terminal.getvalue()) > drawn, "the time is drawn anew though nothing came"
+        assert wait._bar.postfix == ""
+        now[0] += 2.0
+        wait.next_look(None)
+        assert wait._bar.postfix == "nothing for 6 s: target[1]: waiting at tap 'h'"
+        counts[0] = 4
+        wait.next_look(None)
+        assert wait._bar.postfix == ""

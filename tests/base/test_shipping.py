@@ -291,3 +291,11 @@ def test_a_result_whose_repr_fails_too_does_not_end_the_rank() -> None:
     found = unpack_result(pack_result(Sulks()))
     assert isinstance(found, shipping.Unshipped)
     assert "stays here" in found.why
+
+
+def test_what_nests_too_deep_is_named() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(gl.ShippingError, match=r"^positional argument 1 cannot be sent to the ranks: it nests deeper"):
+        shipping.pack_call(print, (1, deep), {})

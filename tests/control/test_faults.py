@@ -318,17 +318,17 @@ def test_what_is_kept_takes_the_memory_of_its_budget() -> None:
             (line,) = (line for line in lines if line.startswith("RssAnon"))
             return int(line.split()[1]) << 10
 
-        ones = torch.ones(1 << 18)
+        ones = torch.ones(1 << 20)
         gl.tap("first", ones)
         before = held()
-        for index in range(200):
+        for index in range(60):
             gl.tap("a", ones + 0, index=index)
             gl.step()
         return held() - before
 
     with gl.launch(1, 1, keep_budget=budget, plan=gl.GraftPlan(keep="True")) as session:
         [grown] = session.run(grow, grow).target
-    assert budget / 2 < grown < budget * 1.5
+    assert budget / 2 < grown < budget * 1.25
 
 
 # ---- taps that cannot be taken --------------------------------------------------------------------------------------

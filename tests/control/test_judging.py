@@ -82,6 +82,20 @@ def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None
     assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
 
 
+def gated() -> None:
+    gate = gl.tap("gate", torch.linspace(-3, 3, 64).reshape(4, 16))
+    up = gl.tap("up", torch.linspace(2, 1, 64).reshape(4, 16) * gate.cos())
+    act = torch.nn.functional.gelu if gl.here().side == "target" else torch.nn.functional.silu
+    gl.tap("act", act(gate) * up)
+
+
+def test_an_activation_variant_is_hinted_at(session: gl.Session) -> None:
+    text = session.verdict(gated, gated).text
+    assert (
+        "Hint (act): at act, the target computes gelu of gate, times up, the baseline silu of gate, times up (" in text
+    )
+
+
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
@@ -130,6 +144,28 @@ def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> 
     assert verdict.runs == 3  # nothing is swapped
 
 
+def test_a_target_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
+    text = session.verdict(chain, chain, args=("random",)).text
+    assert text.startswith("The target does not repeat itself: run twice, it differs at layers.0.act, ")
+    assert "layers.*.act is computed otherwise" in text
+
+
+def lonely() -> None:
+    """Each side has a tap that the other lacks, before one that is other."""
+    target = gl.here().side == "target"
+    x = gl.tap("x", torch.linspace(1, 2, 16))
+    if not target:
+        x = gl.tap("only the baseline's", x * 1)
+    y = gl.tap("y", x * (2 if target else 3))
+    gl.tap("out", y + x)
+
+
+def test_a_tap_that_one_side_lacks_does_not_hold_up_a_swap(session: gl.Session) -> None:
+    verdict = session.verdict(lonely, lonely)
+    assert verdict.named == ["y"]
+    assert "With the baseline's y the output out agrees (" in verdict.text
+
+
 def untapped() -> int:
     return 1
 
@@ -143,11 +179,26 @@ def failing_transform(graft_input: Any) -> Any:
 
 
 def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
-    session.edit(transform=failing_transform)
+    # One without a filter is for what the plan grafts, and a verdict grafts all.
+    plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
+    assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
     assert text.startswith("Not looked at: 10 taps (input,")
     assert "ValueError: no way" in text
     assert "Nothing was compared" in text
+
+
+def evicts() -> None:
+    """A cache that is a place shorter on the target, before what reads it."""
+    rows = 3 if gl.here().side == "target" else 4
+    cache = gl.tap("cache", torch.arange(20.0).reshape(4, 5)[:rows])
+    gl.tap("read", cache.mean(0))
+
+
+def test_what_may_have_come_through_a_tap_of_another_shape_is_said(session: gl.Session) -> None:
+    verdict = session.verdict(evicts, evicts)
+    assert verdict.named == ["read"]
+    assert "Not looked at: what came through cache, where nothing could be grafted. Taps after it may" in verdict.text
 
 
 def narrow() -> None:
@@ -160,6 +211,40 @@ def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Sessio
     text = session.verdict(narrow, narrow).text
     assert text.startswith("Nothing above bfloat16 rounding (")
     assert text.endswith("run the target in float32 to look closer.")
+
+
+# ---- the floor, measured once ---------------------------------------------------------------------------------------
+
+
+def state_on_the_rank(scale: float) -> None:
+    me = gl.here()
+    held = me.vars.setdefault("held", {"scale": 1.0})
+    if scale:
+        held["scale"] = scale
+    x = gl.tap("x", torch.linspace(1, 2, 16) * held["scale"])
+    gl.tap("y", x.exp())
+
+
+def test_a_floor_is_measured_again_when_code_arguments_plan_or_values_change(session: gl.Session) -> None:
+    def runs(*args: Any, **options: Any) -> int:
+        return session.verdict(state_on_the_rank, state_on_the_rank, args=args, **options).runs
+
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    session.edit(rename={"baseline": {"^x$": "renamed"}, "target": {"^x$": "renamed"}})
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    reset(session)
+    assert runs(0.0, exact=state_on_the_rank) == 3
+    # What the baseline shows has changed, and nothing that the notebook sends.
+    session.execute("held['scale'] = 3.0", on="both")
+    assert [runs(0.0), runs(0.0)] == [3, 2]
+    assert runs(3.0) == 3
+
+
+def test_a_floor_that_was_measured_before_gives_the_same_verdict(session: gl.Session) -> None:
+    first = session.verdict(chain, chain, args=("layer 2",))
+    again = session.verdict(chain, chain, args=("layer 2",))
+    assert again.runs in (first.runs, first.runs - 1)  # a test before this one may have measured it
+    assert again.text == first.text
 
 
 # ---- under tensor parallelism ---------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def tap_h(numel: int) -> None:
     gl.tap("h", torch.ones(numel), layer=3)
 
 
+@pytest.mark.ranks
 def test_the_pair_of_a_smaller_step_is_not_taken_for_one_beyond_the_budget(session: gl.Session) -> None:
     session.edit(keep="True")
     session.run(tap_h, tap_h, args=(1000,))
@@ -58,6 +59,7 @@ def test_the_pair_of_a_smaller_step_is_not_taken_for_one_beyond_the_budget(sessi
     assert session.tensors("h", step=step - 1)[0].numel() == 1000
 
 
+@pytest.mark.ranks
 def test_what_was_never_small_enough_says_so_and_not_that_a_filter_is_missing(session: gl.Session) -> None:
     def large() -> None:
         gl.tap("large", torch.ones(1 << 20))
@@ -71,6 +73,7 @@ def test_what_was_never_small_enough_says_so_and_not_that_a_filter_is_missing(se
     assert "session.edit" not in str(caught.value)
 
 
+@pytest.mark.ranks
 def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl.Session) -> None:
     def other() -> None:
         gl.tap("other", torch.ones(4))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
+import graftlab as gl
 from graftlab import plots
 from graftlab.control.core import SessionCore
 from graftlab.session import Session
 
 
-@pytest.mark.parametrize(("name", "own"), [("divergence", []), ("history", ["name"]), ("ranks", ["name"])])
+@pytest.mark.parametrize(
+    ("name", "own"), [("divergence", ["step"]), ("over_steps", ["steps"]), ("history", ["name"]), ("ranks", ["name"])]
+)
 def test_the_options_are_those_of_the_function_of_that_name(name: str, own: list[str]) -> None:
     session = SessionCore.__new__(Session)
     method = getattr(session.plot, name)
@@ -22,3 +26,35 @@ def test_the_options_are_those_of_the_function_of_that_name(name: str, own: list
     assert list(shown) == [*own, *(each for each in of_function if each not in own)]
     assert shown["value"].default == "rel_l2"
     assert inspect.getdoc(getattr(plots, name)).splitlines()[0] in inspect.getdoc(method)
+
+
+def steps(off_at: int, off: float) -> None:
+    for step in range(4):
+        gl.tap("a", torch.ones(4))
+        gl.tap("b", torch.ones(4) + (off if step == off_at else 0.0))
+        if step < 3:
+            gl.step()
+
+
+@pytest.mark.ranks
+def test_the_last_step_is_drawn_with_the_assumed_floor_and_another_when_asked_for() -> None:
+    with gl.launch(1, 1) as session:
+        run = session.run(lambda: steps(1, 0.0), lambda: steps(1, 1.0))
+        [ax] = session.plot.divergence().axes
+        first = run.first_step
+        assert ax.get_xlabel().endswith(f"run 0, step {first + 3} (the first divergent tap is in step {first + 1})")
+        assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
+        assert [line.get_ydata()[0] for line in ax.lines if line.get_gid() == "noise floor"] == [1e-5]
+        [ax] = session.plot.divergence(step=first + 1).axes
+        assert ax.get_xlabel().endswith(f"run 0, step {first + 1}")
+        with pytest.raises(gl.SessionError, match=f"no rows of step 99; it has those of steps {first} to {first + 3}"):
+            session.plot.divergence(step=99)
+        assert (
+            session.plot.over_steps()
+            .axes[0]
+            .get_title(loc="left")
+            .startswith(f"first divergent: b in step {first + 1}")
+        )
+        assert session.plot.over_steps(steps=range(first + 2, 99)).axes[0].get_title(loc="left") == (
+            "no tap is above the floor 1e-05, assumed for float32 in 2 steps"
+        )

@@ -113,6 +113,17 @@ def test_of_equal_differences_the_first_is_named() -> None:
     assert measure(x, y).max_abs_index == (9, 4)
 
 
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [((5, 8_999), 5), ((8_999, 8_191), 8_191), ((8_192, 8_999), 8_192), ((4_095, 4_096, 8_998), 4_095)],
+)
+def test_of_equal_differences_the_first_is_named_whichever_block_it_is_in(places: tuple[int, ...], first: int) -> None:
+    x = torch.zeros(9_000)
+    y = x.clone()
+    y[list(places)] = -1.0
+    assert measure(x, y).max_abs_index == (first,)
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.bool], ids=str)
 def test_empty_tensors_do_not_differ(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from kit.build_hook import ROOT, hook
+from kit.deadline import DEADLINE
 from kit.exact_diffs import assert_nearly_right, assert_right, random
 
 from graftlab.diffs import kernel
@@ -161,19 +163,34 @@ def test_flushing_small_numbers_is_left_as_it_is_and_does_not_matter() -> None:
 @pytest.mark.parametrize(("size", "lets_go"), [(1 << 20, True), (100, False)])
 def test_other_threads_run_while_a_large_tensor_is_measured(size: int, lets_go: bool) -> None:
     # A small one takes no longer than handing over to another thread and back would.
-    if kernel.load() is None:
+    compiled = kernel.load()
+    if compiled is None:
         pytest.skip(kernel.description())
     x = random((size,), torch.float32, 0)
-    measure(x, x)
-    called, ran = threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: called.wait() and ran.set())
-    other.start()
+    place, types = x.data_ptr(), compiled.types[x.dtype, x.dtype]
+    ready, gate, ran = threading.Lock(), threading.Lock(), threading.Event()
+    ready.acquire()
+    gate.acquire()
+
+    def wait_and_run() -> None:
+        ready.release()
+        gate.acquire()
+        ran.set()
+
+    other = threading.Thread(target=wait_and_run)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)  # only who lets the GIL go gives it away
+    # Only who lets the GIL go gives it away. So this thread gets it back when the other one waits at the gate, and to
+    # open a lock gives nothing away.
+    sys.setswitchinterval(100.0)
     try:
-        called.set()
-        for _ in range(500):
-            measure(x, x)
+        other.start()
+        ready.acquire()
+        gate.release()
+        calls, given_up = 0, time.monotonic() + DEADLINE
+        # Not measure(), in which some of torch's own calls let the GIL go.
+        while calls < 500 or (lets_go and not ran.is_set() and time.monotonic() < given_up):
+            compiled.measure(place, place, size, types, (size,))
+            calls += 1
             if ran.is_set():
                 break
         assert ran.is_set() == lets_go

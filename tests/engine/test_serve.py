@@ -68,8 +68,10 @@ def recorded(folder: Path) -> dict[str, RecordedRequest]:
 class Process:
     """A server in a process of its own, which is ready."""
 
-    def __init__(self, options: Sequence[str], log: Path, **environment: str) -> None:
+    def __init__(self, options: Sequence[str], log: Path, made_token: bool, **environment: str) -> None:
         self.log = log
+        if "--token" not in options and "GRAFTLAB_ENGINE_TOKEN" not in environment and not made_token:
+            options = ["--no-token", *options]
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "graftlab.engine.serve", "--port", "0", "--threads", "1", *options],
@@ -85,6 +87,8 @@ class Process:
         line = self._process.stdout.readline()
         assert "ready at http://127.0.0.1:" in line, log.read_text()
         self.url = line.split()[-1]
+        # Where it makes one, a second line tells it.
+        self.token_line = self._process.stdout.readline() if made_token else ""
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and wait for the end."""
@@ -97,8 +101,8 @@ class Process:
 
 
 @contextmanager
-def process(folder: Path, *options: str, **environment: str) -> Iterator[Process]:
-    server = Process(options, folder / "log", **environment)
+def process(folder: Path, *options: str, made_token: bool = False, **environment: str) -> Iterator[Process]:
+    server = Process(options, folder / "log", made_token, **environment)
     try:
         yield server
     finally:
@@ -187,9 +191,63 @@ def test_a_token_is_demanded_everywhere_and_is_in_no_file(tmp_path: Path) -> Non
     assert load_dump(path)["server_args"]["dump_requests_folder"] == dumps
 
 
+def test_a_token_is_made_told_once_and_kept_where_only_the_user_reads_it(tmp_path: Path) -> None:
+    with process(tmp_path, made_token=True, GRAFTLAB_HOME=str(tmp_path)) as server:
+        assert ask(f"{server.url}/health")[0] == 401
+        token = server.token_line.split()[-1]
+        assert ask(f"{server.url}/health", headers={"Authorization": f"Bearer {token}"})[0] == 200
+        path = tmp_path / f"engine-{server.url.rpartition(':')[2]}.token"
+        assert path.read_text().strip() == token
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert str(path) in server.token_line
+        assert server.end() == 0
+        assert token not in server.log.read_text()
+        assert not path.exists()
+
+
+def test_clients_choose_dump_folders_below_the_root_alone(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    with process(tmp_path, "--dump-root", str(root)) as server:
+        for wanted in (elsewhere, root / ".." / "elsewhere", root / "link" / "elsewhere"):
+            status, answer = ask(f"{server.url}/configure_logging", {"dump_requests_folder": str(wanted)})
+            assert (status, answer["error"][:36]) == (400, "requests may be dumped below " + str(root)[:7])
+        assert not elsewhere.exists()
+        status, answer = ask(f"{server.url}/configure_logging", {"dump_requests_folder": str(root / "in")})
+        assert (status, (root / "in").is_dir()) == (200, True)
+        assert ask(f"{server.url}/configure_logging", {"dump_requests_folder": ""})[0] == 200
+
+
+def test_clients_beyond_the_descriptors_are_hung_up_on_and_the_others_served(tmp_path: Path) -> None:
+    with process(tmp_path) as server:
+        pid = server._process.pid
+        taken = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (taken + 8, taken + 8))
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        clients = [socket.create_connection(address) for _ in range(50)]
+
+        def hung_up(client: socket.socket) -> bool:
+            client.setblocking(False)
+            try:
+                return client.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        wait_until(lambda: sum(map(hung_up, clients)) >= 40, "the end of those that are too many")
+        for client in clients:
+            client.close()
+        wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= taken + 1, "the end of the others")
+        assert ask(f"{server.url}/health")[0] == 200
+        assert server.log.read_text().count("too many connections") == 1
+        assert "Traceback" not in server.log.read_text()
+
+
 def test_fifty_requests_are_recorded_while_the_settings_change(tmp_path: Path) -> None:
     dumps, more = tmp_path / "dumps", tmp_path / "more"
-    options = ("--dump-requests-folder", str(dumps), "--dump-requests-threshold", "7")
+    options = ("--dump-requests-folder", str(dumps), "--dump-requests-threshold", "7", "--dump-root", str(tmp_path))
     with process(tmp_path, *options, GRAFTLAB_ENGINE_TOKEN="t") as server:
         headers = {"Authorization": "Bearer t"}
 
@@ -349,6 +407,18 @@ def local(tmp_path: Path) -> Iterator[Callable[..., Local]]:
     yield start
     for server in servers:
         server.end()
+
+
+def test_a_request_that_is_sent_by_half_is_closed(local: Callable[..., Local]) -> None:
+    server = local(half_sent_seconds=0.5)
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    for sent in (b"", b"POST /gen", head + b"{"):
+        with socket.create_connection(address, timeout=DEADLINE) as client:
+            client.sendall(sent)
+            while client.recv(1000):  # raises TimeoutError where nobody hangs up
+                pass
+    assert ask(f"{server.url}/health")[0] == 200
 
 
 def test_an_id_may_be_used_again_only_once_its_request_is_over(local: Callable[..., Local]) -> None:

@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -328,16 +328,36 @@ class Stopped:
         self._page[where] = data
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda page: page.write("waiting", step=9, plan_version=9, taps=9, tap="nine", awaits=[3]),
+        lambda page: page.pass_tap(9, 9, 9, "nine"),
+    ],
+    ids=["state", "tap"],
+)
 @pytest.mark.parametrize("before", range(4))
-def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(before: int) -> None:
+def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(
+    before: int, write: Callable[[WhereaboutsPage], None]
+) -> None:
     arena, page = a_page()
     for number in range(before):
         page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
     was = page.read()
     page._page = Stopped(arena.map, at=1)  # type: ignore[assignment]
     with pytest.raises(InterruptedError):
-        page.write("waiting", step=9, plan_version=9, taps=9, tap="nine", awaits=[3])
+        write(page)
     assert WhereaboutsPage(arena.map).read() == was
+
+
+def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
+    _, page = a_page()
+    page.write("waiting", step=1, plan_version=2, taps=3, tap="before", awaits=[3])
+    for number, name in enumerate(["q", "k", "q"]):
+        page.pass_tap(4, 5, 6 + number, name)
+    look = page.read()
+    assert (look.state, look.step, look.plan_version, look.taps, look.tap) == ("running", 4, 5, 8, "q")
+    assert look.awaits == ()
 
 
 @pytest.mark.ranks

@@ -116,8 +116,8 @@ def test_who_sends_what_cannot_be_read_is_cut_off_and_named_and_the_others_go_on
 
 FAULTS = {
     "a dtype of another torch": ({"dtype": "float3"}, "torch has no dtype 'float3'"),
-    "another shape": ({"shape": (5,)}, "invalid for input of size"),
-    "a place outside": ({"location": 1 << 60}, "invalid for input of size"),
+    "another shape": ({"shape": (5,)}, "16 bytes are no torch.float32 tensor of shape [5]"),
+    "a place outside": ({"location": 1 << 60}, "out of bounds for storage"),
     "a GPU that it has not shown": ({"location": DeviceLocation(3, 0, 0, b"")}, "(0, 3)"),
 }
 

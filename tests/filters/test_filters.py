@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,21 @@ def test_an_absent_tag_is_pythons_none(expression: str, expected: bool) -> None:
     except TypeError:
         # Where Python has no answer, neither a comparison nor its opposite matches.
         assert not expected or expression.startswith("not ")
+
+
+def test_the_page_on_filters_says_of_absent_tags_what_filters_do() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "filters.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Taps without the tag")
+    told = re.findall(r"^\| `(.+)` \| (true|false) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(told) == 20
+    for expression, said in told:
+        assert compile_filter(expression).matches({"name": "x"}) is (said == "true"), expression
+    assert {expression.replace("layer", "absent") for expression, _ in told} >= {
+        "absent not in (1, 2)",
+        "absent in (1, None)",
+        "'x' not in absent",
+        "not absent < 3",
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,16 @@ from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row
-from graftlab.transforms import GraftTransformInput, Outcome
+from graftlab.transforms import GraftTransformInput, Outcome, TransformSpec
 
 TARGET = Place("target", 0, 1, 2)
 COMPARE, GRAFT = Action("b2t"), Action("b2t", graft=True)
 KEEP, GRAFT_AND_KEEP = Action("b2t", keep=True), Action("b2t", graft=True, keep=True)
+PATH = "graftlab.transforms.align_by_request"
+
+
+def of_all_taps(transform: Callable[..., Any] | TransformSpec) -> TransformSpec:
+    return replace(TransformSpec.draft(transform), where="True")
 
 
 def call(own: torch.Tensor, action: Action = COMPARE, place: Place = TARGET) -> TapCall:
@@ -39,13 +45,16 @@ def receipt(*sent: Any, **more: Any) -> Receipt:
 class Taker:
     """Arrivals, with what they keep and what they tell the user."""
 
-    def __init__(self, transform: Callable[..., Any] | None = None, budget: int = 1 << 20) -> None:
+    def __init__(self, transform: Callable[..., Any] | TransformSpec | None = None, budget: int = 1 << 20) -> None:
         self.kept = KeptPairs(budget)
         self.told: list[tuple[str, str]] = []
         self.arrivals = Arrivals(self.kept, lambda name, what: self.told.append((name, what)))
-        self.arrivals.adopt(GraftPlan(transform=transform))
+        self.is_given = transform is not None
+        self.arrivals.adopt(GraftPlan(transform=[] if transform is None else [of_all_taps(transform)]))
 
     def take(self, call: TapCall, came: Receipt, **more: Any) -> Arrival:
+        if self.is_given:
+            call = call._replace(action=replace(call.action, transform=0))
         return self.arrivals.take(call, None, came, **more)
 
 
@@ -57,6 +66,7 @@ def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: An
     taker = Taker(**more)
     made = call(own, action)
     arrival = taker.take(made, came)
+    taker.arrivals.log_grafts()
     return arrival, row_of(made, arrival, 0.5)
 
 
@@ -110,6 +120,17 @@ def test_what_the_transform_made_is_converted_and_the_row_says_so() -> None:
     _, row = taken(own, receipt(torch.tensor([1, 2])), GRAFT, transform=first)
     assert (row.status, row.cast, row.dtype) == ("grafted", "int64 -> float32", "float32")
     assert own.tolist() == [1.0, 2.0]
+
+
+def test_the_row_says_which_transform_made_what_was_measured() -> None:
+    taker = Taker()
+    taker.arrivals.adopt(GraftPlan(b2t="True", transform=[("layer == 3", first), ("True", PATH)]))
+    rows = [
+        row_of(made, taker.take(made, receipt(torch.ones(2))), 0.0)
+        for made in (call(torch.ones(2), Action("b2t", transform=which)) for which in (0, 1, None))
+    ]
+    assert [row.transform for row in rows] == ["first", PATH, None]
+    assert [row.status for row in rows] == ["compared"] * 3
 
 
 def test_shards_are_joined_and_the_row_says_how() -> None:
@@ -231,13 +252,13 @@ def test_an_interrupt_is_not_a_failure_of_the_transform() -> None:
 
 
 def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(plan: GraftPlan) -> None:
+    def cannot(spec: TransformSpec) -> None:
         raise gl.TransformError("no module named 'mine'")
 
-    monkeypatch.setattr(GraftPlan, "load_transform", cannot)
-    _, row = taken(torch.ones(2), receipt(torch.zeros(2)))
-    assert row.status == "failed"
-    assert "the plan's transform cannot be loaded on this rank: no module named 'mine'" in str(row.error)
+    monkeypatch.setattr(TransformSpec, "load", cannot)
+    _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=TransformSpec("path", "mine.f"))
+    assert (row.status, row.transform) == ("failed", "mine.f")
+    assert "the plan's transform mine.f cannot be loaded on this rank: no module named 'mine'" in str(row.error)
 
 
 # ---- keep, notes and the log ----------------------------------------------------------------------------------------
@@ -305,6 +326,21 @@ def test_the_log_is_not_written_where_nobody_reads_it(
     assert not described
 
 
+def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter(range(1000, 2000))
+    clock = SimpleNamespace(time=lambda: next(moments) + 0.25)
+    monkeypatch.setattr("graftlab.grafting.arrival.time", clock)
+    taker = Taker()
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        for _ in range(100):
+            taker.take(call(torch.ones(2), GRAFT), receipt(torch.zeros(2)))
+        assert 0 < len(caplog.records) < 100
+        taker.arrivals.log_grafts()
+    assert [(record.created, record.msecs) for record in caplog.records] == [(1000.25 + n, 250.0) for n in range(100)]
+
+
 # ---- what the transform is given ------------------------------------------------------------------------------------
 
 
@@ -317,5 +353,6 @@ def test_the_transform_knows_who_receives_and_who_sent() -> None:
         return given.received_list[0]
 
     came = Receipt([Contribution(1, torch.ones(2), {"scale": 2.0})], absent={0: "baseline[0] died"})
-    arrival = Taker(checks).arrivals.take(call(torch.zeros(2, requires_grad=True)), "mine", came)
+    made = call(torch.zeros(2, requires_grad=True), Action("b2t", transform=0))
+    arrival = Taker(checks).arrivals.take(made, "mine", came)
     assert (arrival.status, arrival.error) == ("compared", None)

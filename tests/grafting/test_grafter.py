@@ -129,7 +129,7 @@ def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graftlab.grafting.arrival.compare", interrupted)
+    monkeypatch.setattr("graftlab.grafting.arrival.measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.target.tap("interrupted", 1.0)
     assert world.target.exchange.released == 3
@@ -261,7 +261,7 @@ def test_outside_a_run_and_in_one_of_one_side_taps_are_left_alone() -> None:
     assert not world.baseline.tags_seen
 
 
-def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
+def test_steps_count_on_over_runs_and_order_and_occurrences_begin_anew() -> None:
     world = GrafterWorld()
     for run in (0, 1):
         if run:
@@ -273,8 +273,8 @@ def test_steps_count_on_over_runs_and_occurrences_begin_anew() -> None:
         world.end()
     rows = world.target.rows
     assert [(row.run, row.step, row.order, row.occurrence) for row in rows] == [
-        *[(0, 0, 1, 0), (0, 1, 2, 0)],
-        *[(1, 3, 3, 0), (1, 4, 4, 0)],
+        *[(0, 0, 1, 0), (0, 1, 1, 0)],
+        *[(1, 3, 1, 0), (1, 4, 1, 0)],
     ]
     assert [row.tags["step"] for row in rows] == [0, 1, 3, 4]
 
@@ -318,6 +318,18 @@ def test_a_plan_that_reached_a_follower_alone_waits_for_the_leader() -> None:
     world.end()
     # Between runs there is nothing to agree upon.
     assert world.target.grafter.plan.version == 1
+
+
+def test_an_edit_that_came_before_an_older_run_begins_is_in_force_from_the_next_step() -> None:
+    world = GrafterWorld()
+    world.end()
+    older = world.plan
+    world.edit(b2t="True")
+    world.plan = older
+    world.begin(run=1, first_step=1)
+    assert [rank.grafter.plan.version for rank in world.ranks] == [0, 0]
+    world.step()
+    assert [rank.grafter.plan.version for rank in world.ranks] == [1, 1]
 
 
 def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_so() -> None:
@@ -377,12 +389,12 @@ def test_a_recomputed_forward_meets_the_other_sides_recomputed_one() -> None:
     ]
 
 
-def test_a_forward_that_only_one_side_recomputes_is_missing_or_unmatched() -> None:
+def test_a_forward_that_only_one_side_recomputes_is_told_as_such() -> None:
     world = GrafterWorld()
     forward(world, "baseline", 1.0)
     world.target.tap("h", 1.0)
     world.end()
     assert [(row.status, row.tags["recompute_status"]) for row in world.rows] == [
-        ("unmatched", "recompute"),
+        ("recomputed", "recompute"),
         ("compared", "original"),
     ]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from kit.support import own_value, reset, run_cell
@@ -363,10 +364,57 @@ def test_what_a_transform_returns_in_another_dtype_is_converted_and_the_row_says
 
 @pytest.mark.ranks
 def test_compare_measures_against_what_the_transform_made(session: gl.Session) -> None:
-    session.edit(transform="def transform(g): return g.received_list[0] * 2")
+    session.edit(transform=("True", "def transform(g): return g.received_list[0] * 2"))
     run = session.run(taps_a_and_b, taps_a_and_b)
     assert run.frame["max_abs"].tolist() == [0.0, 0.0]
     assert run.target == [([20.0, 20.0], [20.0, 20.0])]
+
+
+def told(frame: pd.DataFrame) -> Iterator[Any]:
+    which = [each if isinstance(each, str) else None for each in frame["transform"]]
+    return frame.assign(transform=pd.Series(which, frame.index, dtype=object)).itertuples()
+
+
+@pytest.mark.ranks
+def test_a_transform_leaves_taps_alone_that_it_is_not_for(session: gl.Session) -> None:
+    session.edit(b2t="name == 'a'", transform="def transform(g): return g.received_list[0] * 2")
+    label = session.plan.transforms[0].label
+    frame = session.run(taps_a_and_b, taps_a_and_b).frame
+    found = {row.name: (row.status, row.max_abs, row.transform) for row in told(frame)}
+    assert found == {"a": ("grafted", 0.0, label), "b": ("compared", 10.0, None)}
+
+    # The first of a list that is for a tap applies, whichever way the tap goes.
+    session.edit(
+        t2b="name == 'b'",
+        b2t=None,
+        transform=[
+            ("name == 'b' and side == 'target'", "operator.neg"),
+            ("name == 'b'", "def transform(g): return g.received_list[0] + 1"),
+            ("True", "def transform(g): return g.received_list[0] * 4"),
+        ],
+    )
+    labels = [each.label for each in session.plan.transforms]
+    run = session.run(taps_a_and_b, taps_a_and_b)
+    found = {row.name: (row.status, row.side, row.max_abs, row.transform) for row in told(run.frame)}
+    assert found == {"a": ("compared", "target", 20.0, labels[2]), "b": ("grafted", "baseline", 11.0, labels[1])}
+    assert run.baseline == [([10.0, 10.0], [21.0, 21.0])]
+
+
+@pytest.mark.ranks
+def test_a_transform_may_be_for_some_steps(session: gl.Session) -> None:
+    session.edit(b2t="name == 'a'", transform=("step % 2 == 0", "def transform(g): return g.received_list[0] * 2"))
+
+    def three_steps() -> None:
+        for _ in range(3):
+            gl.tap("a", torch.full((2,), own_value()))
+            gl.step()
+
+    frame = session.run(three_steps, three_steps).frame
+    frame = frame[frame["status"] == "grafted"]
+    assert [(row.max_abs, isinstance(row.transform, str)) for row in frame.itertuples()] == [
+        (0.0, True) if step % 2 == 0 else (10.0, False) for step in frame["step"]
+    ]
+    assert len(frame) == 3
 
 
 FAILING = {

@@ -129,3 +129,26 @@ def test_calls_of_one_module_are_taps_of_several(session: gl.Session) -> None:
     assert run.target == [[2.0, 0.0]]
     lost = run.frame[run.frame["status"] == "unmatched"]
     assert "no pair of the plan is about this call of 'act'" in lost["error"].item()
+
+
+def layer_in_the_middle(x: torch.Tensor) -> torch.Tensor:
+    return gl.tap("middle", x.sin()).sin()
+
+
+def checkpointed() -> None:
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer_in_the_middle, x, use_reentrant=False).sum().backward()
+
+
+def plain_forward() -> None:
+    layer_in_the_middle(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("direction", ["b2t", "t2b"])
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_forward_that_only_one_side_runs_again_is_no_absence(session: gl.Session, side: str, direction: str) -> None:
+    session.edit(**{direction: "True"})
+    run = session.run(*((checkpointed, plain_forward) if side == "baseline" else (plain_forward, checkpointed)))
+    rows = run.frame[["recompute_status", "status"]].sort_values("recompute_status").values.tolist()
+    assert rows == [["original", "grafted"], ["recompute", "recomputed"]]
+    assert run.frame["error"].isna().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -142,6 +143,40 @@ def test_functions_of_the_notebook_and_dotted_paths_are_drafts_too(
     assert "return graft_input.no_such_field" in failed.error
     nowhere = session.try_transform("no_such_module.f", "x", limit=PLENTY)
     assert "module 'no_such_module' cannot be imported" in str(nowhere.error)
+
+
+def test_a_draft_says_where_it_would_not_be_applied(session: gl.Session) -> None:
+    # The plan of these tests grafts nothing.
+    doubles = source("return 2 * graft_input.received_list[0]")
+    trial = session.try_transform(doubles, "x", limit=PLENTY)
+    assert trial.ok
+    assert "the plan does not graft this tap" in str(trial.note)
+    trial = session.try_transform(("layer == 5", doubles), "x", limit=PLENTY)
+    assert trial.ok
+    assert "its filter does not match this tap" in str(trial.note)
+    assert trial.after is not None
+    trial = session.try_transform(("layer == 4", doubles), "x", limit=PLENTY)
+    assert (trial.ok, trial.note) == (True, None)
+    session.edit(b2t="layer == 4")
+    assert session.try_transform(doubles, "x", limit=PLENTY).note is None
+
+
+def test_of_several_drafts_the_one_for_the_tap_is_tried(session: gl.Session) -> None:
+    doubles = source("return 2 * graft_input.received_list[0]")
+    several = [("layer == 5", source("return 1 / 0")), ("layer == 4", doubles)]
+    trial = session.try_transform(several, "x", limit=PLENTY)
+    assert trial.after is not None
+    assert (trial.after.mean_baseline, trial.note) == (20.0, None)
+    trial = session.try_transform(several[:1] * 2, "x", limit=PLENTY)
+    assert "none of these transforms is for this tap" in str(trial.error)
+    assert not trial.ok
+    # Without a tap each of them is loaded.
+    assert session.try_transform(several, limit=PLENTY).ok
+    assert not session.try_transform([*several, "x = 1"], limit=PLENTY).ok
+    with pytest.raises(gl.FilterError, match="layer =="):
+        session.try_transform(("layer ==", doubles), "x")
+    with pytest.raises(gl.TransformError, match="the default transform needs no trying"):
+        session.try_transform(None, "x")
 
 
 # ---- what is wrong with a draft -------------------------------------------------------------------------------------
@@ -339,3 +374,28 @@ def test_a_killed_kernel_leaves_no_trial_process(hang: str, tmp_path: Path) -> N
         assert int(told.read_text()) in everyone
         os.kill(notebook.pid, signal.SIGKILL)
         assert still_there(everyone) == []
+
+
+WITHOUT_A_KERNEL = """
+import torch
+from graftlab.grafting.kept import KeptPair
+from graftlab.grafting.trial import try_draft
+from graftlab.transforms import GraftTransformInput, TransformSpec
+
+given = GraftTransformInput({"name": "x"}, [torch.ones(2)], [None], target=torch.zeros(2))
+draft = "def transform(graft_input):\\n    print('mine')\\n    return graft_input.received_list[0]"
+trial = try_draft(TransformSpec.draft(draft), KeptPair(given, torch.ones(2)), "cpu")
+print(repr(trial.printed), trial.ok)
+"""
+
+
+def test_what_graftlab_says_of_itself_is_nothing_that_the_draft_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_KERNEL],
+        env={**os.environ, "GRAFTLAB_KERNEL": "fallback"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "'mine\\n' True\n"
+    assert "tensors are measured by torch operations" in done.stderr

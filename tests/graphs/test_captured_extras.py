@@ -56,7 +56,12 @@ def capturing(device: str) -> Iterator[None]:
 
 
 def replayed(
-    function: Callable[[Tensor], Tensor], device: str, grafts: Any, inputs: list[list[float]], padded: int = 2
+    function: Callable[[Tensor], Tensor],
+    device: str,
+    grafts: Any,
+    inputs: list[list[float]],
+    padded: int = 2,
+    prepare: Callable[[], object] = int,
 ) -> list[list[float]]:
     """The outputs of a function of one static buffer, captured, or called as it is where nothing says how to graft."""
     outputs, graph = [], None
@@ -75,7 +80,7 @@ def replayed(
                     graph = CapturedFunction(size, wanted, capturer)
                     graph.capture(lambda: (function(buffer),))
                 ctx = FillContext(len(values), padded, 0, 0)
-                outputs.append(graph.replay(int, ctx)[0][0][: len(values)].tolist())
+                outputs.append(graph.replay(prepare, ctx)[0][0][: len(values)].tolist())
             gl.step()
     return outputs
 
@@ -204,6 +209,37 @@ def test_what_is_the_same_each_time_needs_no_tensor(session: gl.Session) -> None
     assert run.target[0] == [[4.0, 5.0], [8.0], [6.0, 10.0]]
 
 
+# ---- what the host prepares -----------------------------------------------------------------------------------------
+
+
+def test_what_layers_share_is_prepared_before_each_of_the_replays_that_gates_need(session: gl.Session) -> None:
+    def used_up(captured: bool) -> tuple[list[list[float]], int]:
+        shared, prepared = torch.ones(1), []
+
+        def prepare() -> None:
+            prepared.append(shared.fill_(1.0))
+
+        def function(x: Tensor) -> Tensor:
+            first = gl.tap("x", x * own_value()) * shared
+            second = gl.tap("y", first + own_value()) * shared
+            # As a kernel does that works in its metadata.
+            shared.mul_(100.0)
+            return second
+
+        prepare()
+        outputs = replayed(function, "cpu", "gates" if captured else None, [[1.0, 2.0]], prepare=prepare)
+        return outputs, len(prepared) - 1
+
+    session.edit(b2t="name in ('x', 'y')")
+    run = session.run(partial(used_up, False), partial(used_up, True))
+    (outputs, prepared), (expected, _) = run.target[0], run.baseline[0]
+    assert outputs == expected
+    # One for each gate, and the last one; without a graft there is one alone.
+    assert prepared == 3
+    session.edit(b2t=None)
+    assert session.run(partial(used_up, False), partial(used_up, True)).target[0][1] == 1
+
+
 # ---- aligning by request --------------------------------------------------------------------------------------------
 
 PROMPTS = ([5, 6, 7], [8, 9], [1, 2, 3, 4])
@@ -223,7 +259,7 @@ def serve(runner: Any, order: tuple[int, ...]) -> list[list[int]]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_the_engines_own_taps_are_aligned_by_request_in_padded_graphs(session: gl.Session, runner: str) -> None:
-    session.edit(b2t="name == 'mlp_out'", transform="graftlab.transforms.align_by_request")
+    session.edit(b2t="name == 'mlp_out'", transform=("True", "graftlab.transforms.align_by_request"))
     run = session.run(partial(serve, EagerRunner, (0, 1, 2)), partial(serve, RUNNERS[runner], (2, 0, 1)))
     frame = run.frame
     assert set(frame["status"]) == {"compared", "grafted"}, frame["error"].dropna().tolist()[:1]

@@ -16,6 +16,7 @@ from graftlab.errors import GraphError
 from graftlab.graphs import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
 from graftlab.graphs import copies as graph_copies
 from graftlab.graphs.copies import copy_all, is_lossless
+from graftlab.graphs.tap_sites import cut, rows_of
 
 NEEDS_VALUE = [PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE]
 RESETS = [PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO]
@@ -345,6 +346,20 @@ def test_many_at_once_and_one_by_one_give_the_same(
     for one, other, given in zip(at_once, copied(), sources, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(one, given.to(destination), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("padded", "rows", "of"),
+    [((4, 8), 8, "tokens"), ((4, 8), 4, "requests"), ((4, 8), 5, None), ((8, 8), 8, "tokens")],
+)
+def test_rows_are_those_of_tokens_where_both_axes_are_padded_alike(
+    padded: tuple[int, int], rows: int, of: str | None
+) -> None:
+    ctx = FillContext(raw_bs=2, padded_bs=padded[0], raw_num_tokens=5, padded_num_tokens=padded[1])
+    tensor = torch.arange(float(rows))[:, None]
+    assert rows_of(tensor, ctx) == of
+    left = {"tokens": 5, "requests": 2, None: rows}[of]
+    assert len(cut(tensor, rows_of(tensor, ctx), ctx)) == left
 
 
 def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:

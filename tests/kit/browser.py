@@ -159,6 +159,18 @@ class Lab:
         self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
         self.wait_idle()
 
+    def notebook_path(self) -> Path:
+        """Where the notebook in front lies."""
+        return self.folder / str(self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path"))
+
+    def reopen(self) -> None:
+        """Close the notebook in front and open what was saved of it, with no kernel that knows of its widgets."""
+        name = self.notebook_path().name
+        self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
+        self.command("docmanager:open", path=name)
+        self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 0")
+        self.wait_idle()
+
     def wait_idle(self) -> None:
         """Wait until the kernel has nothing to do."""
         self.page.wait_for_function(f"() => {SESSION}?.kernelDisplayStatus === 'idle'")

@@ -1,6 +1,6 @@
 """Serving processes that are killed: run as ``python request_scripts.py FOLDER COUNT SEED``, without torch.
 
-Each is forked off, records requests from three threads, and ends in one of four ways at a random moment. What was
+Each is forked off, records requests from three threads, and ends in one of six ways at a random moment. What was
 acknowledged to it stands in its file ``acknowledged``, which outlives the process as it is written without a buffer.
 """
 
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from graftlab.requests import RequestDumper
 
-FATES = ("SIGKILL", "SIGTERM", "SIGQUIT", "exception")
+FATES = ("SIGKILL", "SIGHUP", "SIGABRT", "SIGTERM", "SIGQUIT", "exception")
 
 
 class _Planned(Exception):

@@ -22,6 +22,8 @@ SUBCOMMANDS = (
     "down",
     "log",
     "replay",
+    "rename",
+    "report",
     "run",
     "filter",
     "transform",
@@ -29,6 +31,8 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "match",
+    "check",
 )
 
 DEFINE = """
@@ -220,6 +224,13 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
 
 
 @pytest.mark.ranks
+def test_a_match_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    assert "2 of 2 target taps have a partner" in value(notebook, "%graft match -o found forward(torch.randn(4))")
+    assert value(notebook, "found.pairs[0].baseline + found.pairs[0].target") == "'hidden[layer=3]hidden[layer=3]'"
+
+
+@pytest.mark.ranks
 def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"
@@ -279,6 +290,50 @@ def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> No
 
 
 @pytest.mark.ranks
+def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    for line in ("%graft plot --steps all", "%graft plot --steps 0:", "%graft plot --kind over_steps"):
+        reply = notebook.run(line)
+        assert [set(data) for data in reply.shown] == [{"image/png", "text/plain"}], reply
+    assert "steps are A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
+    assert "it has those of steps" in notebook.run("%graft plot --step 99").error
+    assert "--step is for divergence" in notebook.run("%graft plot hidden --step 0").stderr
+
+
+@pytest.mark.ranks
+def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> None:
+    typed(notebook, "import matplotlib.pyplot")
+    reply = notebook.run("%%graft target\nimport matplotlib.pyplot as plt\nplt.figure().add_subplot()\nplt.gcf()")
+    pictures = [data for data in reply.shown if "image/png" in data]
+    assert len(pictures) == 2, reply
+
+
+@pytest.mark.ranks
+def test_a_rename_is_suggested_where_nothing_paired_and_pairs(notebook: Kernel) -> None:
+    for side, prefix in (("baseline", ""), ("target", "model.")):
+        typed(
+            notebook,
+            f"""
+            %%graft {side}
+            import torch
+            import graftlab as gl
+            def prefixed():
+                for layer in range(3):
+                    gl.tap(f"{prefix}layers.{{layer}}", torch.ones(2))
+            """,
+        )
+    shown = value(notebook, "%graft run prefixed()")
+    assert "6 missing, 3 unmatched: target names start with 'model.'" in shown
+    line = next(each for each in shown.splitlines() if "%graft rename" in each)
+    typed(notebook, "%graft rename" + line.partition("%graft rename")[2].partition(" pairs")[0])
+    assert "none of 6 compared rows is above" in value(notebook, "%graft run prefixed()")
+    typed(notebook, "%graft rename --clear")
+    assert value(notebook, "session.plan.rename") == "()"
+    assert "give a regular expression" in notebook.run("%graft rename target").stderr
+
+
+@pytest.mark.ranks
 def test_report_writes_a_page_and_says_where(notebook: Kernel, tmp_path: Path) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")
@@ -323,6 +378,29 @@ def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> 
 
 
 @pytest.mark.ranks
+def test_transform_takes_the_filter_of_the_taps_that_it_is_for(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "def seven(graft_input):\n    return torch.full_like(graft_input.target, 7.0)")
+    shown = "session.plan.transform.label, session.plan.transform.where"
+    for line, where in (
+        ("--where name == 'hidden' and layer is None", "name == 'hidden' and layer is None"),
+        ("--where=search('a --b2t b', name)", "search('a --b2t b', name)"),
+        ("--where \"name == 'hidden'\"", "name == 'hidden'"),
+    ):
+        typed(notebook, f"%graft transform seven {line}")
+        assert value(notebook, shown) == repr(("seven", where))
+    typed(notebook, "%graft run -o mine forward(torch.ones(4))")
+    assert value(notebook, "set(mine.frame.loc[mine.frame.name == 'hidden', 'transform'])") == "{'seven'}"
+    assert value(notebook, "set(mine.frame.loc[mine.frame.name == 'hidden', 'status'])") == "{'compared'}"
+    assert value(notebook, "set(mine.frame.loc[mine.frame.name == 'hidden', 'mean_baseline'].tolist())") == "{7.0}"
+
+    cell = "def transform(graft_input):\n    return graft_input.target"
+    typed(notebook, f"%%graft transform --where name == 'hidden'\n{cell}")
+    plan = "session.plan.transform.kind, session.plan.transform.where"
+    assert value(notebook, plan) == repr(("source", "name == 'hidden'"))
+
+
+@pytest.mark.ranks
 def test_a_transform_cell_is_the_transform_and_its_lines_show_in_errors(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%%graft transform\ndef transform(graft_input):\n    return graft_input.received_list[0] + 1")
@@ -363,6 +441,15 @@ def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
     reply = notebook.run(f"%graft {line}")
     assert not reply.error, reply.error
     assert "image/png" in reply.shown[-1], reply.stderr
+
+
+@pytest.mark.ranks
+def test_the_noise_floor_that_is_given_is_the_one_in_the_picture(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4, 4))")
+    typed(notebook, "figure = get_ipython().run_line_magic('graft', 'plot --noise-floor 0.125')")
+    heights = "{float(y) for axes in figure.axes for line in axes.lines for y in line.get_ydata()}"
+    assert value(notebook, f"0.125 in {heights}") == "True"
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------
@@ -412,7 +499,8 @@ def test_functions_of_the_notebook_run_on_the_ranks_and_show_their_lines_there(n
     assert value(notebook, "session.run(forward, forward, args=(torch.ones(3),)).target[1]") == "tensor([1., 1., 1.])"
     typed(
         notebook,
-        "def bad(graft_input):\n    return graft_input.no_such_field  # in the transform\n%graft transform bad",
+        "def bad(graft_input):\n    return graft_input.no_such_field  # in the transform\n"
+        "%graft transform bad --where True",
     )
     typed(notebook, "run = session.run(forward, forward, args=(torch.ones(3),))")
     assert value(notebook, "'return graft_input.no_such_field  # in the transform' in run.frame.error[0]") == "True"
@@ -463,6 +551,9 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
         ("%graft filter --only name", "unrecognized arguments: --only"),
         ("%graft transform", "required: name"),
         ("%graft transform missing", "no function 'missing'"),
+        ("%graft transform math.floor --where", "--where needs a filter"),
+        ("%graft transform default --where True", "leave --where out"),
+        ("%%graft transform --where\nx = 1", "--where needs a filter"),
         ("%graft frame --every", "unrecognized arguments: --every"),
         ("%graft plot --kind pie", "invalid choice: 'pie'"),
         ("%graft plot --kind heatmap", "name a tap"),
@@ -499,6 +590,7 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
         ("%graft log nobody", "SessionError: 'nobody' names no rank"),
         ("%graft filter --b2t search('a', ", "FilterError: "),
         ("%graft filter --keep __import__('os')", "FilterError: "),
+        ("%graft transform operator.neg --where name ==", "FilterError: "),
         ("%graft transform os.no_such_function", "TransformError: "),
         (
             "three = 3\n%graft transform three",
@@ -576,6 +668,7 @@ def test_graft_alone_lists_all_there_is(bare: Kernel, line: str) -> None:
     [
         ("%graft ", set(SUBCOMMANDS)),
         ("%graft st", {"stacks", "status"}),
+        ("%graft transform --w", {"--where"}),
         ("%graft up --", {*command_line.COMMANDS["up"].options} - {"-b", "-t", "-o", "-h"}),
         ("%graft up --start-method ", {"forkserver", "spawn"}),
         ("%graft filter --", {"--b2t", "--t2b", "--compare", "--keep", "--help"}),

@@ -18,7 +18,7 @@ from graftlab.plan.plan import Action, GraftPlan
 from graftlab.transforms import GraftTransformInput, TransformSpec
 
 # Of plans that can do nothing, which tests make for other reasons.
-pytestmark = pytest.mark.filterwarnings("ignore:this plan does nothing")
+pytestmark = pytest.mark.filterwarnings("ignore:this plan does nothing", "ignore:this plan grafts no tap")
 
 TAGS = {"name": "attn", "layer": 3, "step": 0, "side": "target", "rank": 1, "recompute_status": "original"}
 
@@ -72,7 +72,7 @@ def test_a_plan_cannot_be_changed_in_place() -> None:
 def test_a_new_plan_takes_what_an_edit_takes(name: str) -> None:
     made = GraftPlan(**{name: CHANGES[name]})
     assert getattr(made, name) == WHAT_THEY_BECOME[name] == getattr(GraftPlan().edit(**{name: CHANGES[name]}), name)
-    assert GraftPlan(transform=negated).load_transform()(example()).tolist() == [-1.0]  # type: ignore[arg-type,misc]
+    assert GraftPlan(transform=negated).transforms[0].load()(example()).tolist() == [-1.0]  # type: ignore[arg-type,union-attr]
 
 
 def example() -> GraftTransformInput:
@@ -134,6 +134,70 @@ def test_a_plan_knows_whether_ranks_may_decide_differently(which: str, expressio
 def test_a_plan_knows_every_tag_that_some_filter_looks_at() -> None:
     plan = GraftPlan(b2t="name == 'q'", t2b="layer < 2", compare="phase == 'decode'", keep="search('x', name)")
     assert plan.mentions == {"name", "layer", "phase"}
+
+
+# ---- which transform is for a tap -----------------------------------------------------------------------------------
+
+F, G, H = "torch.clone", "torch.neg", "torch.abs"
+
+
+@pytest.mark.parametrize(
+    ("transform", "grafted", "compared"),
+    [
+        (None, None, None),
+        (F, 0, None),
+        ((YES, F), 0, 0),
+        ((NO, F), None, None),
+        ([(NO, F), (YES, G)], 1, 1),
+        ([(YES, F), (YES, G)], 0, 0),
+        ([(NO, F), G, (YES, H)], 1, 2),
+        ([F], 0, None),
+        ([], None, None),
+        (("side == 'target' and missing is None", F), 0, 0),
+    ],
+    ids=str,
+)
+def test_the_first_transform_that_is_for_a_tap_applies_and_one_without_a_filter_where_the_plan_grafts(
+    transform: Any, grafted: int | None, compared: int | None
+) -> None:
+    for filters, expected in (({"b2t": YES}, grafted), ({"t2b": YES}, grafted), ({"t2b": NO}, compared)):
+        plan = GraftPlan(**filters, transform=transform)
+        assert plan.action_for(TAGS).transform == expected
+        assert pickle.loads(pickle.dumps(plan)).action_for(TAGS).transform == expected
+    assert GraftPlan(compare=None, keep="True", b2t=NO, transform=transform).action_for(TAGS).transform == compared
+    assert GraftPlan(compare=None, b2t=NO, transform=transform).action_for(TAGS) == Action()
+
+
+def test_the_filter_of_a_transform_decides_about_the_transform_alone() -> None:
+    plan = GraftPlan(b2t="name == 'q'", transform=("phase == 'decode' and rank == 1", F))
+    assert not plan.rank_dependent
+    assert plan.mentions == {"name"}
+    assert plan.looks_at == {"name", "phase", "rank"}
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "says"),
+    [
+        (("layer ==", F), FilterError, "layer =="),
+        (("", F), TransformError, "blank.*'True' for all taps"),
+        (("True", "no_such_module.f"), TransformError, "no_such_module"),
+        (("True", F, G), TransformError, r"is \(filter, transform\)"),
+        ((F,), TransformError, r"is \(filter, transform\)"),
+        (((YES, F), (NO, G)), TransformError, "several are a list of such pairs"),
+        ([(YES, F), 3], TransformError, "not int"),
+    ],
+    ids=str,
+)
+def test_a_transform_with_a_filter_that_cannot_be_used_is_refused(transform: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        GraftPlan().edit(b2t="True", transform=transform)
+
+
+def test_each_transform_is_shown_with_the_taps_that_it_is_for() -> None:
+    shown = GraftPlan(b2t="True", transform=[(YES, F), G])._repr_mimebundle_()["text/html"]
+    assert "torch.clone" in shown
+    assert "where layer == 3" in shown
+    assert shown.index("torch.neg") < shown.index("where the plan grafts") < shown.index("elsewhere")
 
 
 # ---- the names under which taps are paired --------------------------------------------------------------------------
@@ -230,9 +294,9 @@ def test_a_plan_arrives_equal_and_says_the_same(protocol: int) -> None:
     arrived = pickle.loads(sent)
     assert arrived == plan
     assert arrived.version == 2
-    assert arrived.action_for(TAGS) == plan.action_for(TAGS) == Action("b2t", graft=True, keep=True)
+    assert arrived.action_for(TAGS) == plan.action_for(TAGS) == Action("b2t", graft=True, keep=True, transform=0)
     assert arrived.rewrite("target", "model.x") == "net.x"
-    assert arrived.load_transform()(example()).tolist() == [-1.0]
+    assert arrived.transforms[0].load()(example()).tolist() == [-1.0]  # type: ignore[union-attr]
     assert arrived.edit().version == 3
 
 
@@ -250,3 +314,13 @@ def test_a_plan_that_can_do_nothing_warns(nothing: str | None) -> None:
         pickle.loads(pickle.dumps(edited))
         for some in ({"b2t": "True"}, {"t2b": "True"}, {"keep": "False"}):
             edited.edit(**some)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error:this plan grafts no tap")
+def test_a_transform_that_has_no_tap_to_apply_at_warns() -> None:
+    with pytest.warns(GraftWarning, match=r"applied nowhere.*transform=\('True', f\)"):
+        GraftPlan(transform="torch.clone")
+    with pytest.warns(GraftWarning, match="applied nowhere"):
+        GraftPlan(b2t="True", transform="torch.clone").edit(b2t=None)
+    GraftPlan(t2b="layer == 3", transform="torch.clone")
+    GraftPlan(transform=("layer == 3", "torch.clone"))

@@ -26,12 +26,19 @@ EDITS: dict[str, list[Any]] = {
     "t2b": [None, "layer < 2 and search('ä', name)"],
     "compare": [None, "True"],
     "keep": [None, "rank == 0"],
-    "transform": [None, "def transform(g): return g.target", "torch.clone", lambda g: -g.target],
+    "transform": [
+        None,
+        "def transform(g): return g.target",
+        "torch.clone",
+        lambda g: -g.target,
+        ("layer == 1", "torch.clone"),
+        [("layer == 2", "torch.neg"), ("name == 'q'", lambda g: -g.target), "torch.clone"],
+    ],
     "rename": [None, {"target": {"^model": "net", "a": "b"}, "baseline": {r"(\d+)": r"\1"}}],
 }
 
 
-@pytest.mark.filterwarnings("ignore:this plan does nothing")
+@pytest.mark.filterwarnings("ignore:this plan does nothing", "ignore:this plan grafts no tap")
 @given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in EDITS.items()}))
 def test_a_plan_arrives_equal(changes: dict[str, Any]) -> None:
     plan = GraftPlan().edit(**changes)
@@ -43,9 +50,8 @@ def test_a_plan_arrives_equal(changes: dict[str, Any]) -> None:
 
 
 def test_a_transform_given_as_a_function_arrives_as_one() -> None:
-    arrived = unpack_plan(pack_plan(GraftPlan(transform=lambda g: -g.target)))  # type: ignore[arg-type]
-    transform = arrived.load_transform()
-    assert transform is not None
+    arrived = unpack_plan(pack_plan(GraftPlan(b2t="True", transform=lambda g: -g.target)))  # type: ignore[arg-type]
+    transform = arrived.transforms[0].load()
     assert transform(GraftTransformInput({}, [torch.zeros(1)], [None], torch.ones(1))).tolist() == [-1.0]  # type: ignore[union-attr]
 
 
@@ -77,12 +83,21 @@ def wire_of(plan: GraftPlan, **changes: Any) -> bytes:
         ({"rename": [["left", "a", "b"]]}, MessageError, r"'left'"),
         ({"rename": [["target", "a"]]}, MessageError, r"\$.rename"),
         ({"more": 1}, MessageError, "unknown field `more`"),
-        ({"transform": {"kind": "pickle", "text": "", "blob": b""}}, MessageError, "'pickle'"),
+        ({"transform": [{"kind": "pickle", "text": "", "blob": b"", "where": None}]}, MessageError, "'pickle'"),
         ({"b2t": "name =="}, FilterError, "syntax|expression"),
         ({"keep": "name.__class__"}, FilterError, "__class__|attribute"),
         ({"rename": [["target", "(", "b"]]}, PlanError, "rename"),
-        ({"transform": {"kind": "function", "text": "f", "blob": b""}}, PlanError, "'function' came with 0 bytes"),
-        ({"transform": {"kind": "path", "text": "f", "blob": b"x"}}, PlanError, "'path' came with 1 bytes"),
+        (
+            {"transform": [{"kind": "function", "text": "f", "blob": b"", "where": None}]},
+            PlanError,
+            "'function' came with 0 bytes",
+        ),
+        (
+            {"transform": [{"kind": "path", "text": "f", "blob": b"x", "where": None}]},
+            PlanError,
+            "'path' came with 1 bytes",
+        ),
+        ({"transform": [{"kind": "path", "text": "f", "blob": b"", "where": "a =="}]}, FilterError, "a =="),
     ],
 )
 def test_what_is_no_usable_plan_is_refused_on_arrival(changes: dict[str, Any], error: Any, says: str) -> None:
@@ -110,10 +125,10 @@ def test_a_plan_that_is_only_received_runs_nothing(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "was run",)
 
     evil = to_wire(GraftPlan())
-    evil = msgspec.structs.replace(evil, transform=WireTransform("function", "f", pickle.dumps(Evil())))
+    evil = msgspec.structs.replace(evil, transform=(WireTransform("function", "f", pickle.dumps(Evil()), None),))
     plan = from_wire(evil)
     assert plan.action_for({"name": "x"}).direction == "b2t"
-    repr(plan), plan._repr_mimebundle_(), plan.edit(b2t="True")
+    repr(plan), plan._repr_mimebundle_(), plan.edit(b2t="name == 'x'")
     assert not list(tmp_path.iterdir())
     with pytest.raises(MessageError):
         unpack_plan(pickle.dumps(Evil()))

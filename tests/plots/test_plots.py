@@ -935,4 +935,4 @@ def test_every_public_name_is_there_and_says_how_to_read_it() -> None:
     assert set(plots.__all__) <= set(dir(plots))
     with pytest.raises(AttributeError, match="no attribute 'pyplot'"):
         _ = plots.pyplot
-    assert set(style.MARKS) == {"compared", "grafted", "failed", "missing", "timeout", "unmatched"}
+    assert set(style.MARKS) == {"compared", "grafted", "failed", "missing", "timeout", "unmatched", "recomputed"}

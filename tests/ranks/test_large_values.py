@@ -62,6 +62,7 @@ def session() -> Iterator[gl.Session]:
         yield session
 
 
+@pytest.mark.ranks
 def test_a_cell_ends_with_a_large_value_and_the_notebook_gets_a_line(session: gl.Session) -> None:
     cell = "x = torch.zeros(64, 1 << 20)\nx"
     [shown] = session.execute(cell, "target").target

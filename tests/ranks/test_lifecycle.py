@@ -509,3 +509,36 @@ def test_a_death_is_told_before_what_else_failed() -> None:
         session.run(fails_or_dies, fails_or_dies)
     said = str(caught.value)
     assert said.index("target[0] died: killed by SIGKILL") < said.index("baseline[0] raised ValueError")
+
+
+# ---- the network ----------------------------------------------------------------------------------------------------
+
+
+def test_no_rank_listens_beyond_this_machine() -> None:
+    def in_a_group() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    with gl.launch(2, 2) as session:
+        session.run(in_a_group, in_a_group)
+        mine = {name for rank in session.ranks for name in sockets_of(rank.pid)}
+        assert mine
+        listening = {inode: address for inode, address in listeners() if inode in mine}
+        assert set(listening.values()) <= {"0100007F", "00000000000000000000000001000000"}, listening
+
+
+def sockets_of(pid: int | None) -> set[str]:
+    """The numbers of the sockets that a process has open."""
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+
+
+def listeners() -> Iterator[tuple[str, str]]:
+    """Of each TCP socket of this machine that listens: its number, and the address in hexadecimal."""
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                yield fields[9], fields[1].partition(":")[0]

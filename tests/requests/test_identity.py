@@ -72,6 +72,12 @@ def test_two_ids_of_one_number_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         request_ids_tensor(["b", "aa", "c", "b"])
 
 
+def test_an_id_with_the_number_of_the_padding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.requests.identity.request_id_to_int", lambda rid: 0 if rid == "b" else 7)
+    with pytest.raises(RequestError, match="'b' has the padding's number"):
+        request_ids_tensor(["a", "b"])
+
+
 @pytest.mark.parametrize("bad", [7, None, b"req-0"])
 def test_only_strings_are_ids(bad: object) -> None:
     with pytest.raises(RequestError, match=f"a string, not {type(bad).__name__}"):

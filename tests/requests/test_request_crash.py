@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 
 from graftlab.errors import DumpError
-from graftlab.requests import RequestDumper, load_dump
+from graftlab.requests import RecordedRequest, RequestDumper, load_dump
+
+# Python has no time to act before these end the process.
+UNWATCHED = ("SIGKILL", "SIGHUP", "SIGABRT")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "kit" / "request_scripts.py"
 
@@ -50,6 +53,14 @@ def files(folder: Path) -> list[Path]:
     return [*folder.glob("dumps/*.pkl"), *folder.glob("crash/*.pkl")]
 
 
+def unmarked(path: Path) -> list[RecordedRequest]:
+    """The requests of a file that no other file has."""
+    dump: Any = load_dump(path)
+    marks = dump["crash"]["marks"] if "crash" in dump else [None] * len(dump["requests"])
+    assert len(marks) == len(dump["requests"])
+    return [each for each, mark in zip(dump["requests"], marks, strict=True) if mark in (None, "unfinished")]
+
+
 @pytest.mark.ranks
 def test_each_acknowledged_request_is_in_exactly_one_file_however_the_process_dies(tmp_path: Path) -> None:
     seed = random.randrange(1_000_000)
@@ -64,24 +75,30 @@ def test_each_acknowledged_request_is_in_exactly_one_file_however_the_process_di
         times: Counter[str] = Counter()
         finished = set()
         for path in files(folder):
-            for record in load_dump(path)["requests"]:
+            for record in unmarked(path):
                 assert record.rid is not None
                 times[record.rid] += 1
                 if record.finished is not None:
                     finished.add(record.rid)
         told = acknowledged(folder)
         assert {rid: count for rid, count in times.items() if count > 1} == {}, run
-        if fate == "SIGKILL":
-            promised = safe_by_flush(told)
-        else:
-            promised = told["added"]
+        assert safe_by_flush(told) - finished == set(), run
+        for path in folder.glob("crash/*.journal"):
+            for record in unmarked(path):
+                assert record.rid is not None
+                times[record.rid] += 1
+                finished.add(record.rid)
+                proven[f"{fate} by the journal"] += 1
+        if fate not in UNWATCHED:
             assert told["begun"] - set(times) == set(), run
             assert len(list(folder.glob("crash/*.pkl"))) <= 1
             proven["begun"] += len(told["begun"] - finished)
-        assert promised - finished == set(), run
-        proven[fate] += len(promised)
+        assert {rid: count for rid, count in times.items() if count > 1 and rid in told["added"]} == {}, run
+        assert told["added"] - finished == set(), run
+        proven[fate] += len(told["added"])
     # A process that was killed before it did anything proves nothing; most did.
-    assert all(proven[fate] > 200 for fate in ("SIGKILL", "SIGTERM", "SIGQUIT", "exception")), proven
+    assert all(proven[fate] > 150 for fate in (*UNWATCHED, "SIGTERM", "SIGQUIT", "exception")), proven
+    assert all(proven[f"{fate} by the journal"] > 50 for fate in UNWATCHED), proven
     assert proven["begun"] > 10, proven
 
 
@@ -139,11 +156,13 @@ def test_a_crash_writes_what_is_in_no_file_yet_and_ends_as_it_would_have(
     done = crashes(tmp_path, FOUR + end)
     assert done.returncode == status, done.stderr
     (path,) = tmp_path.glob("crash/*.pkl")
-    assert rids([path]) == [("recent", True), ("unfinished", False)]
+    assert rids([path]) == [("written", True), ("recent", True), ("unfinished", False)]
     ordinary = sorted(tmp_path.glob("dumps/*.pkl"))
     assert rids(ordinary) == [("written", True), ("old", True)]
     crash = load_dump(path)["crash"]  # type: ignore[typeddict-item]
-    assert crash == {"reason": reason, "files": [str(ordinary[0])]}
+    written = str(ordinary[0])
+    assert crash == {"reason": reason, "files": [written], "marks": [written, None, "unfinished"]}
+    assert [each.rid for left in tmp_path.glob("*/*.journal") for each in load_dump(left)["requests"]] == []
     if "raise" in end:
         assert "RuntimeError: the model broke" in done.stderr
 
@@ -235,7 +254,7 @@ logging.getLogger().warning("interrupted here")
     done = crashes(tmp_path, body)
     assert done.returncode == 9, done.stderr
     both = [*tmp_path.glob("crash/*.pkl"), *tmp_path.glob("dumps/*.pkl")]
-    assert sorted(rids(both)) == [("0", True), ("1", True), ("2", True)]
+    assert sorted(str(each.rid) for path in both for each in unmarked(path)) == ["0", "1", "2"]
     assert "within" not in done.stderr
 
 
@@ -260,13 +279,42 @@ def test_without_a_folder_the_window_alone_is_kept_for_a_crash(tmp_path: Path) -
     for index, ago in enumerate([500.0, 400.0, 50.0, 1.0]):
         assert dumper.add({"rid": str(index)}, None, now, now - ago)
     assert dumper.flush()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*.pkl")) == []
     path = dumper.dump_before_crash("asked")
     assert path is not None
     assert rids([path]) == [("2", True), ("3", True)]
     assert dumper.dump_before_crash() is None
     assert dumper.close()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_crash_names_the_files_of_its_window_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumper = RequestDumper(tmp_path, crash_window=100.0)
+    moment = [1_000.0]
+    monkeypatch.setattr("graftlab.requests.writing.time.time", lambda: moment[0])
+    for rid, at in (("long ago", 1_000.0), ("just now", 1_150.0)):
+        moment[0] = at
+        assert dumper.add({"rid": rid}, None, at, at)
+        assert dumper.flush()
+    moment[0] = 1_200.0
+    path = dumper.dump_before_crash()
+    assert path is not None
+    assert rids([path]) == [("just now", True)]
+    crash = load_dump(path)["crash"]  # type: ignore[typeddict-item]
+    (file,) = crash["files"]
+    assert rids([Path(file)]) == [("just now", True)]
+    assert crash["marks"] == [file]
+    dumper.close()
+
+
+def test_requests_that_are_over_make_room_for_others_to_begin(tmp_path: Path) -> None:
+    dumper = RequestDumper(tmp_path, threshold=2, max_waiting=1)
+    for index in range(50):
+        request = {"rid": str(index)}
+        assert dumper.begin(request, 1.0), index
+        assert dumper.add(request, None, 1.0, 2.0)
+        assert dumper.flush()
+    dumper.close()
 
 
 def test_without_any_folder_nothing_is_recorded() -> None:
@@ -291,7 +339,8 @@ def test_without_a_crash_folder_the_crash_goes_into_the_folder(tmp_path: Path) -
 def test_a_crash_folder_that_fails_does_not_lose_the_crash(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path / "dumps", crash_folder=tmp_path / "crash")
     (tmp_path / "crash").rmdir()
-    dumper.add({"rid": "a"}, None, 0.0, time.time())
+    (tmp_path / "crash").write_text("in the way")
+    assert dumper.add({"rid": "a"}, None, 0.0, time.time())
     path = dumper.dump_before_crash()
     assert path is not None
     assert path.parent == tmp_path / "dumps"

@@ -507,17 +507,27 @@ def test_tensors_take_only_their_own_bytes_along(dumper: RequestDumper) -> None:
 # ---- a disk that fails ----------------------------------------------------------------------------------------------
 
 
-def test_a_vanished_folder_keeps_requests_in_memory_until_it_is_back(
+def test_a_vanished_folder_is_made_again(dumper: RequestDumper) -> None:
+    where = folder(dumper)
+    where.rmdir()
+    add(dumper, "a")
+    assert dumper.flush()
+    assert rids(where) == ["a"]
+
+
+def test_where_no_folder_can_be_requests_wait_in_memory_until_one_can(
     dumper: RequestDumper, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = folder(dumper)
     where.rmdir()
+    where.write_text("in the way")
     add(dumper, "a")
     assert not dumper.flush()
     assert dumper.waiting == 1
-    assert re.search(r"cannot write 1 requests .*No such file.*1 wait in memory.*20000", caplog.text)
+    assert re.search(r"cannot write 1 requests .*File exists.*1 wait in memory.*20000", caplog.text)
+    assert re.search(r"the journal in .* cannot be written: .*File exists.*a process that is killed loses", caplog.text)
     add(dumper, "b")
-    where.mkdir()
+    where.unlink()
     assert dumper.flush()
     assert dumper.waiting == 0
     assert rids(where) == ["a", "b"]
@@ -536,7 +546,7 @@ def test_a_disk_that_fails_at_any_moment_leaves_nothing_behind_and_loses_nothing
         patch.setattr(writing.os, failing, fail)
         assert not dumper.flush()
         assert not dumper.flush()
-    assert os.listdir(folder(dumper)) == []
+    assert [name for name in os.listdir(folder(dumper)) if not name.endswith(".journal")] == []
     assert dumper.flush()
     assert rids(folder(dumper)) == ["a"]
     assert os.listdir(folder(dumper)) == [files(folder(dumper))[0].name]
@@ -555,7 +565,7 @@ dumper.add({{"rid": "a", "text": os.urandom(300_000)}}, None, 1.0, 2.0)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
 assert not dumper.flush()
-assert os.listdir(folder) == [], os.listdir(folder)
+assert not [name for name in os.listdir(folder) if not name.endswith(".journal")], os.listdir(folder)
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 assert dumper.flush()
 (path,) = folder.glob("*.pkl")
@@ -594,11 +604,12 @@ def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
     obey = writing.Writer._obey
     monkeypatch.setattr(writing.Writer, "_obey", lambda *args: (looks.append(1), obey(*args))[1])
     folder(dumper).rmdir()
+    folder(dumper).write_text("in the way")
     add(dumper, "a")
     assert not dumper.flush()
     threading.Event().wait(0.1)  # time for thousands of looks
     assert len(looks) < 10
-    folder(dumper).mkdir()
+    folder(dumper).unlink()
 
 
 def test_no_more_than_the_bound_wait_and_the_next_file_says_what_was_refused(
@@ -606,12 +617,13 @@ def test_no_more_than_the_bound_wait_and_the_next_file_says_what_was_refused(
 ) -> None:
     dumper = RequestDumper(tmp_path / "dumps", threshold=100, max_waiting=250)
     (tmp_path / "dumps").rmdir()
+    (tmp_path / "dumps").write_text("in the way")
     taken = [add(dumper, str(index)) for index in range(300)]
     assert taken == [True] * 250 + [False] * 50
     assert dumper.waiting == 250
     assert not dumper.flush()
     assert "50 more were refused" in caplog.text
-    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps").unlink()
     assert dumper.flush()
     assert rids(tmp_path / "dumps") == [str(index) for index in range(250)]
     dropped = [item for path in files(tmp_path / "dumps") for item in load_dump(path)["dropped"]]
@@ -650,6 +662,7 @@ def test_a_full_buffer_is_tried_again_without_being_asked(tmp_path: Path, monkey
 def test_closing_falls_back_on_the_crash_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = RequestDumper(tmp_path / "dumps", crash_folder=tmp_path / "crash")
     (tmp_path / "dumps").rmdir()
+    (tmp_path / "dumps").write_text("in the way")
     add(dumper, "a")
     assert dumper.close()
     assert rids(tmp_path / "crash") == ["a"]
@@ -658,9 +671,26 @@ def test_closing_falls_back_on_the_crash_folder(tmp_path: Path, caplog: pytest.L
 def test_what_is_lost_for_good_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = RequestDumper(tmp_path / "dumps")
     (tmp_path / "dumps").rmdir()
+    (tmp_path / "dumps").write_text("in the way")
     add(dumper, "a")
     assert not dumper.close()
     assert "1 recorded requests are lost" in caplog.text
+
+
+def test_what_only_the_journal_has_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumper = RequestDumper(tmp_path)
+    add(dumper, "a")
+    monkeypatch.setattr(writing, "write_whole", _full_disk)
+    assert not dumper.close()
+    (left,) = tmp_path.iterdir()
+    assert f"1 recorded requests are in no file but the journal {left}" in caplog.text
+    assert [each.rid for each in load_dump(left)["requests"]] == ["a"]
+
+
+def _full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "no space left")
 
 
 # ---- settings that change while it runs -----------------------------------------------------------------------------

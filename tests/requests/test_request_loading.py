@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import graftlab as gl
 from graftlab.errors import DumpError
+from graftlab.graphs.slots import FillContext
 from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.served import Finished, Request
@@ -269,6 +270,13 @@ def test_anything_else_becomes_a_placeholder_with_what_the_file_says_about_it(
     assert found.class_name in (name, f"{__name__}.{name}")
     assert (found.args, found.state, found.items) == (args, state, items)
     assert repr(found) == f"Opaque({found.class_name!r})"
+
+
+def test_a_dataclass_of_the_kit_that_no_file_holds_is_not_made() -> None:
+    # This module has imported it; what a file gives is no matter of that.
+    found = read(FillContext(1, 2, 3, 4), 4)
+    assert type(found) is Opaque
+    assert found.class_name == "graftlab.graphs.slots.FillContext"
 
 
 @pytest.mark.parametrize("protocol", [0, 1])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.rows import store as frames
-from graftlab.rows.columns import Columns
+from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import ROWS_FILE, RowStore, to_frame
@@ -45,7 +45,7 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
 
 def test_a_frame_has_every_column_even_without_rows() -> None:
     frame = to_frame([])
-    assert tuple(frame.columns) == COLUMNS
+    assert tuple(name for name in frame.columns if name != BECAME) == COLUMNS
     assert len(frame) == 0
     # Made of the same types, so that what is computed from it does not depend on whether there are rows.
     with_rows = to_frame([row()])
@@ -81,8 +81,28 @@ def test_rows_without_a_measurement_have_no_numbers() -> None:
     frame = to_frame([row(nonfinite_differ=2), unmeasured])
     assert frame["rel_l2"].isna().tolist() == [False, True]
     assert frame["rel_l2"].dtype == "float64"
-    assert frame["nonfinite_differ"].tolist() == [2, pd.NA]
-    assert frame["numel"].dtype == "Int64"
+    assert frame["nonfinite_differ"].isna().tolist() == [False, True]
+    assert frame["numel"].dtype == "float64"
+
+
+def test_counts_are_plain_numbers_that_can_be_divided_and_compared() -> None:
+    unmeasured = row(status="missing", numel=None, nonfinite_differ=None)
+    frame = to_frame([row(numel=0, nonfinite_differ=0), unmeasured])
+    share = frame["nonfinite_differ"] / frame["numel"]
+    assert not any(bool(each > 0.5) for each in share)
+    assert share.isna().all()
+
+
+def test_frames_tell_what_a_value_became() -> None:
+    rows = [
+        row(side="target", status="grafted", direction="b2t"),
+        row(side="baseline", status="grafted", direction="t2b"),
+        row(side="target", status="compared", direction="b2t"),
+        row(side="baseline", status="unmatched", direction=None),
+    ]
+    frame = to_frame([each._replace(order=i) for i, each in enumerate(rows)])
+    assert frame["became"].tolist() == ["baseline", "target", "target", "baseline"]
+    assert list(to_frame([]).columns).count("became") == 1
 
 
 def test_rows_stand_in_execution_order_whatever_order_they_came_in() -> None:
@@ -103,6 +123,8 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     empty = to_frame([])
     numbers = {name: empty[name].dtype for name in COLUMNS if empty[name].dtype != object}
     frame = pd.DataFrame(columns, dtype=None if rows else object).astype(numbers)
+    became = pd.Series(list(columns["side"]), dtype=None if rows else object)
+    frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
@@ -236,6 +258,12 @@ def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -
     assert decode(encode(tagged(kind="\ud800"))).tags["kind"] == "?"
 
 
+@pytest.mark.parametrize("value", [2**62 + 1, 2**63 - 1, 2**63 + 1, 2**64 + 1, -(2**63), -(2**63) - 1, 10**40 + 1])
+def test_integers_of_any_length_come_back_to_the_last_digit(value: int) -> None:
+    back = decode(encode(tagged(layer=value))).tags["layer"]
+    assert (type(back), back) == (int, value)
+
+
 def test_numbers_of_other_libraries_stay_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5)))).tags
@@ -316,6 +344,16 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         gl.load_run(tmp_path)
     (tmp_path / ROWS_FILE).write_bytes(json.dumps([1]).encode() + b"\n")
     with pytest.raises(gl.SessionError, match="line 1"):
+        gl.load_run(tmp_path)
+
+
+def test_a_damaged_line_far_down_is_named(tmp_path: Path) -> None:
+    # Files are read in pieces of 128 KiB.
+    lines = [encode(row(order=order)) for order in range(2_000)]
+    assert len(b"".join(lines)) > 3 << 17
+    lines[1_500] = b'{"broken'
+    (tmp_path / ROWS_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1501: this is not a row"):
         gl.load_run(tmp_path)
 
 
@@ -448,3 +486,20 @@ def test_a_session_whose_file_was_deleted_says_which(tmp_path: Path) -> None:
 def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(gl.SessionError, match=r"no rows can be read from .*session.folder"):
         gl.load_run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("step", "x"), ("step", 1.5), ("tags", 5), ("shape", "no"), ("rel_l2", [1]), ("max_abs_index", 3)),
+        *(("name", None), ("rank", 1 << 80), ("status", {})),
+    ],
+)
+def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path, column: str, value: Any) -> None:
+    good = json.loads(encode(row()))
+    bad = list(good)
+    bad[COLUMNS.index(column)] = value
+    lines = [json.dumps(each) for each in ({"columns": COLUMNS}, good, bad)]
+    (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
+    with pytest.raises(gl.SessionError, match=rf"rows.jsonl: row 1 has {re.escape(repr(value))} as its {column}, "):
+        gl.load_run(tmp_path)

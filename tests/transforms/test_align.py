@@ -239,7 +239,7 @@ def test_data_parallel_sides_are_paired_across_ranks() -> None:
         assert trial.after is not None
         assert trial.after.max_abs == 1.0
 
-        session.edit(b2t=None)
+        session.edit(b2t=None, transform=("True", gl.transforms.align_by_request))
         batches["target[0]"] = ["nobody's"]
         row = session.run(shuffled_batch, shuffled_batch, args=(batches, 10.0)).frame.iloc[0]
         assert (row["status"], row["rows_matched"], row["rows_unmatched"]) == ("missing", 0, 1)

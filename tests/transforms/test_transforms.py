@@ -675,3 +675,16 @@ def test_two_sources_do_not_show_each_others_lines() -> None:
     TransformSpec.of(other)
     assert "    return g.missing_a" in traceback_of(one)
     assert "    return g.missing_b" in traceback_of(other)
+
+
+# ---- with the taps that it is for -----------------------------------------------------------------------------------
+
+
+def test_a_transform_takes_its_filter_along() -> None:
+    spec = TransformSpec.of(("layer == 3", "torch.clone"))
+    assert (spec.text, spec.where, spec.described) == ("torch.clone", "layer == 3", "torch.clone where layer == 3")
+    assert TransformSpec.of("torch.clone").described == "torch.clone"
+    with pytest.raises(gl.TransformError, match="blank"):
+        TransformSpec.of((" ", "torch.clone"))
+    with pytest.raises(gl.TransformError, match="blank"):
+        TransformSpec.draft(("", "torch.clone"))

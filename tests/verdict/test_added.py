@@ -8,9 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, unseen_of
+from graftlab.verdict.added import added_frame, coarser_dtype, lonely_filter, named_groups, unseen_of
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -117,3 +118,16 @@ def test_values_are_named_before_gradients() -> None:
     rows = frame_of(row("b", 1.0, order=1, tags={"kind": "grad"}), row("z", 1.0, order=2), row("a", 1.0, order=3))
     frame = added_frame(rows, {"z": Floor(1e-6, 3e-6)})
     assert named_groups(frame, 5) == ["z", "a", "b@grad"]
+
+
+def test_taps_that_one_side_lacks_have_a_filter_of_their_own() -> None:
+    lonely = {"status": "unmatched", "rel_l2": None}
+    rows = frame_of(row("layers.0.a"), row("layers.0.b", **lonely), row("layers.1.b", **lonely), row("c", **lonely))
+    text = lonely_filter(rows)
+    assert text is not None
+    matches = compile_filter(text).matches
+    assert [name for name in ("layers.0.a", "layers.0.b", "layers.7.b", "c", "d") if matches({"name": name})] == [
+        *("layers.0.b", "layers.7.b", "c")
+    ]
+    # One of the group was measured, so the sides do have it.
+    assert lonely_filter(frame_of(row("layers.0.b"), row("layers.1.b", **lonely))) is None

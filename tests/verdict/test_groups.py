@@ -24,7 +24,7 @@ def test_a_gradient_is_in_another_group_than_its_value() -> None:
 
 
 def test_the_filter_of_a_group_matches_its_taps_alone() -> None:
-    text = filter_of([("layers.3.q", False), ("norm", False), ("a+b", False)])
+    text = filter_of([("layers.3.q", None), ("norm", None), ("a+b", None)])
     assert text is not None
     matches = compile_filter(text).matches
     assert all(matches({"name": name}) for name in ("layers.0.q", "layers.17.q", "norm", "a+b"))
@@ -33,7 +33,7 @@ def test_the_filter_of_a_group_matches_its_taps_alone() -> None:
 
 
 def test_the_filter_of_a_gradients_group_leaves_values_alone() -> None:
-    text = filter_of([("norm", True)])
+    text = filter_of([("norm", "grad")])
     assert text is not None
     assert compile_filter(text).matches({"name": "norm", "kind": "grad"})
     assert not compile_filter(text).matches({"name": "norm"})

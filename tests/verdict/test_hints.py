@@ -83,3 +83,10 @@ def test_of_what_no_mechanism_explains_none_is_told(seed: int) -> None:
 @pytest.mark.parametrize("pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X[:0], X[:0])])
 def test_where_there_is_nothing_to_tell_nothing_is_told(pair: tuple[Tensor, Tensor]) -> None:
     assert hint_of(*pair) is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 0, 3), (2, 1, 3, 2)], ids=str)
+def test_tensors_of_any_shape_may_be_asked_about(shape: tuple[int, ...]) -> None:
+    values = torch.linspace(-1, 2, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
+    for other in (values.cos(), values.flip(0) if shape else values * 2):
+        hint_of(values, other)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab import demo, plots
+from graftlab import demo
 from graftlab.base.tags import RESERVED_TAGS, identity
 from graftlab.control import replay
 from graftlab.rows.encoding import encode
@@ -90,7 +90,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
         "recompute_status",
     ]
     assert not {"step", "side", "rank"} & set(tag_columns(frame.assign(step=0, side="target", rank=0)))
-    assert RESERVED_TAGS & set(COLUMNS) == {"name", "step", "side", "rank"}
+    assert RESERVED_TAGS & set(COLUMNS) == {"name", "step", "side", "rank", "baseline_name", "target_name"}
 
 
 # ---- what diverges --------------------------------------------------------------------------------------------------
@@ -124,6 +124,16 @@ def test_taps_diverge_exactly_where_a_row_of_theirs_does(rows: list[Any], floor:
         assert found["name"] == first[0]
 
 
+@pytest.mark.parametrize("cast", ["float32 -> bfloat16", "bfloat16 -> float32", "float32 -> int8"])
+def test_no_tap_is_named_because_it_casts(cast: str) -> None:
+    cause = row("wrong", order=3, rel_l2=0.3)
+    rows = [row("same", rel_l2=1e-7), row("casts", order=1, rel_l2=5e-3)._replace(cast=cast)]
+    assert first_divergent(to_frame(rows)) is None
+    assert first_divergent(to_frame([*rows, cause]))["name"] == "wrong"  # type: ignore[index]
+    assert first_divergent(to_frame(rows), noise_floor=1e-5)["name"] == "casts"  # type: ignore[index]
+    assert first_divergent(to_frame([row("fp32", rel_l2=5e-3)]))["name"] == "fp32"  # type: ignore[index]
+
+
 def test_a_pair_of_which_one_alone_is_not_finite_diverges_whatever_the_value() -> None:
     frame = to_frame([row("fine", rel_l2=0.0, nonfinite_differ=0), row("odd", order=2, rel_l2=0.0, nonfinite_differ=1)])
     found = first_divergent(frame)
@@ -131,8 +141,29 @@ def test_a_pair_of_which_one_alone_is_not_finite_diverges_whatever_the_value() -
     assert found["name"] == "odd"
 
 
-@pytest.mark.parametrize(
-    "function", [plots.first_divergent, replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__
-)
+@pytest.mark.parametrize("function", [replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__)
 def test_the_noise_floor_is_one_number(function: Any) -> None:
     assert inspect.signature(function).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
+
+
+def test_a_tap_of_one_side_alone_stands_between_the_shared_ones_that_it_ran_between() -> None:
+    """What is sent has its row on the receiver, so of the baseline's own counting only its own taps have rows."""
+
+    def one(name: str, order: int, side: str, status: str, **more: Any) -> Row:
+        tags = {"name": name, "step": 0, "side": side, "rank": 0, "recompute_status": "original"}
+        made = row(name, order=order)._replace(tags=tags, side=side, status=status, **more)
+        return made if status == "compared" else made._replace(rel_l2=None)
+
+    layers = range(6)
+    rows = [one(f"a{i}", i + 1, "target", "compared", rel_l2=1e-7) for i in layers]
+    rows += [one(f"only{i}", 2 * i + 2, "baseline", "unmatched") for i in layers]
+    expected = [name for i in layers for name in (f"a{i}", f"only{i}")]
+    assert [key[0] for key in group(to_frame(rows), "rel_l2").keys] == expected
+    # A tap of the target alone, and no further ones of the baseline.
+    rows = [
+        one("t", 1, "target", "missing"),
+        one("a", 2, "target", "compared", rel_l2=1e-7),
+        one("b", 3, "target", "compared", rel_l2=1e-7),
+        one("only", 2, "baseline", "unmatched"),
+    ]
+    assert [key[0] for key in group(to_frame(rows), "rel_l2").keys] == ["t", "a", "only", "b"]

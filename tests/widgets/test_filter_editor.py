@@ -239,6 +239,15 @@ def test_new_taps_are_counted_as_they_are_seen(screen: FilterScreen, session: Fa
     assert screen.below("compare").startswith("6 of 6 seen")
 
 
+def test_taps_that_a_plan_calls_otherwise_are_judged_anew(screen: FilterScreen, session: FakeSession) -> None:
+    screen.type(keep="name == 'logits'")
+    assert screen.below("keep").startswith("1 of 4 seen")
+    session.edit(pairs=[("logits", "lm_head")])
+    session.seen = [tap("attn"), tap("mlp"), tap("norm"), tap("head")]
+    screen.editor.refresh()
+    assert screen.below("keep").startswith("0 of 4 seen")
+
+
 def test_without_taps_a_text_is_still_checked(show: Callable[[Any], FilterScreen]) -> None:
     screen = show(FakeSession())
     assert screen.below("compare") == "no tap has been seen yet"

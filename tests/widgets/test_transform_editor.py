@@ -253,6 +253,79 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
 
 
 @pytest.mark.ranks
+def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(session: gl.Session, show: Show) -> None:
+    screen = show(session)
+    screen.type(DOUBLES)
+    screen.enter("where", "layer == 5")
+    screen.click("try")
+    screen.settle()
+    assert "its filter does not match this tap, so it would not be applied here" in screen.result
+    screen.enter("where", "layer ==")
+    screen.click("apply")
+    screen.settle()
+    assert "layer ==" in screen.message
+    assert session.plan.transform is None
+
+    screen.enter("where", " layer == 4 ")
+    screen.click("apply")
+    screen.settle()
+    assert screen.message == f"Applied as plan {session.plan.version}."
+    assert [(spec.text, spec.where) for spec in session.plan.transforms] == [(DOUBLES, "layer == 4")]
+    assert "where layer == 4" in screen.in_force
+    assert "not applied" not in screen.in_force
+    # Another filter is another transform to apply.
+    screen.enter("where", "")
+    screen.settle()
+    assert "● edited, not applied" in screen.in_force
+    screen.click("revert")
+    screen.settle()
+    assert screen.find("where").value == "layer == 4"
+
+
+@pytest.mark.ranks
+def test_it_follows_a_filter_that_was_put_in_force_elsewhere_and_says_where_there_is_no_tap(
+    session: gl.Session, show: Show
+) -> None:
+    screen = show(session)
+    session.edit(transform=("layer < 3", DOUBLES))
+    screen.editor.refresh()
+    screen.settle()
+    assert (screen.text, screen.find("where").value) == (DOUBLES, "layer < 3")
+    with pytest.warns(gl.GraftWarning, match="applied nowhere"):
+        session.edit(b2t=None, transform=RAISES)
+    screen.editor.refresh()
+    screen.settle()
+    assert screen.find("where").value == ""
+    assert "where the plan grafts, which is nowhere" in screen.in_force
+
+
+@pytest.mark.ranks
+def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Session, show: Show) -> None:
+    several = [("layer == 4", DOUBLES), ("True", "operator.neg")]
+    version = session.edit(transform=several).version
+    screen = show(session)
+    assert screen.find("name").value == f"2 transforms (plan {version})"
+    assert "In force: 2 transforms" in screen.in_force
+    assert "# source" in screen.source
+    assert DOUBLES in screen.source
+    assert "# operator.neg where True" in screen.source
+    screen.click("try")
+    screen.settle()
+    assert re.search(r"max_abs 0\.00e\+00|max_abs 1\.00e\+01 0\.00e\+00", screen.result)
+    screen.enter("where", "step == 0")
+    screen.click("apply")
+    screen.settle()
+    assert "have filters of their own" in screen.message
+
+    before = session.plan.transforms
+    session.edit(transform=None)
+    screen.enter("where", "")
+    screen.click("apply")
+    screen.settle()
+    assert session.plan.transforms == before
+
+
+@pytest.mark.ranks
 def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Session, show: Show) -> None:
     tried = show(session).tries(
         source("print('<b>layer', graft_input.tags['layer'])", "return graft_input.received_list[0].double() + 5")
@@ -368,6 +441,19 @@ def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(s
     screen.click("apply")
     screen.settle()
     assert session.plan.transform.label == "mine"
+
+
+@pytest.mark.ranks
+def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_it_on(
+    session: gl.Session, show: Show
+) -> None:
+    screen = show(session)
+    before = session.plan
+    screen.choose("tap", "nothing: only load it")
+    message = screen.applies(f"{DOUBLES}\nraise ValueError('as it loads')")
+    assert message == "Not applied, because it failed."
+    assert "as it loads" in screen.result
+    assert session.plan is before
 
 
 @pytest.mark.ranks

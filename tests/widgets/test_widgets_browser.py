@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -104,7 +105,10 @@ class Screen:
         assert answer["version"] == version
         return answer
 
+    has_stopped = False
+
     def stop(self) -> None:
+        self.has_stopped = True
         self.lab.run_cell(5)
         expect(self.page.locator("pre.stopped")).to_be_visible()
 
@@ -119,7 +123,8 @@ class Screen:
 @pytest.fixture
 def screen(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Screen]:
     yield (screen := Screen(lab, request.param))
-    screen.stop()
+    if not screen.has_stopped:
+        screen.stop()
 
 
 @pytest.mark.parametrize("screen", ["session.filter_editor()"], indirect=True)
@@ -258,3 +263,34 @@ def test_a_session_that_closes_under_its_dashboard_shows_as_closed(screen: Scree
     screen.stop()
     expect(screen.page.locator(".graftlab-ranks")).to_contain_text("closed")
     expect(screen.page.locator(".gle tbody tr[data-tap]")).to_have_count(5)
+
+
+@pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
+def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing_model(screen: Screen) -> None:
+    page, lab = screen.page, screen.lab
+    live = page.locator(".graftlab-dashboard")
+    expect(live.locator(".gle tbody tr[data-tap]")).to_have_count(5)
+    expect(page.locator(".graftlab-static")).to_be_hidden()
+    screen.stop()
+    expect(page.locator(".graftlab-static")).to_contain_text("closed")
+    expect(page.locator(".graftlab-static img")).to_have_count(1)
+    lab.command("docmanager:save")
+    lab.server.end_kernels()
+    lab.reopen()
+    static = page.locator(".graftlab-static")
+    expect(static).to_be_visible()
+    expect(static.locator("b").first).to_contain_text("first divergent: hidden layer=1 on target[0]")
+    expect(static.locator("td", has_text="logits").first).to_be_visible()
+    expect(static.locator("img")).to_have_attribute("alt", re.compile("rel_l2 of each tap in execution order"))
+    expect(page.get_by_text("model not found")).not_to_be_visible()
+    lab.screenshot("static-dashboard", of=static)
+
+    exported = nbconvert_html(lab.notebook_path())
+    assert "first divergent: hidden layer=1 on target[0]" in exported
+    assert "data:image/png;base64" in exported
+
+
+def nbconvert_html(path: Path) -> str:
+    nbconvert = pytest.importorskip("nbconvert")
+    body, _ = nbconvert.HTMLExporter(embed_images=True).from_filename(str(path))
+    return str(body)

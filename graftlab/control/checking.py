@@ -1,0 +1,144 @@
+"""A check of one side alone: its ranks run, and what they hold is compared among them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from graftlab.base.html import bundle
+from graftlab.base.tags import own_tags
+from graftlab.base.world import Side
+from graftlab.control.works import Callee, call_here
+from graftlab.errors import SessionError
+from graftlab.filters.expressions import compile_filter
+from graftlab.grafting.sketches import replicas_of, show
+from graftlab.layouts.text import parse_layout
+from graftlab.verdict.added import roundoff
+from graftlab.verdict.groups import is_data
+from graftlab.verdict.replicas import Checked, Held, Replicas, Shown, check_replicas
+from graftlab.verdict.replicas_wording import judged, text_of_check
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from graftlab.control.core import SessionCore
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the ranks of one side should agree on, and do not. See :meth:`graftlab.Session.check`."""
+
+    checked: Checked
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The conclusion; what was not looked at stands first."""
+        return text_of_check(self.checked, self.inputs)
+
+    @property
+    def found(self) -> list[str]:
+        """The groups of taps that should be equal on the ranks and are not, in the order of blame."""
+        return list(dict.fromkeys(each.group for each in judged(self.checked, self.inputs)))
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A line for each call of a tap, in execution order.
+
+        ``relation`` is ``agrees``, ``disagrees`` or ``own data``; ``apart`` is the largest relative distance of a copy
+        from the first one, ``ranks`` are those that differ, and ``layout`` tells what says, or infers, that they are
+        copies.
+        """
+        import pandas as pd
+
+        columns = ("name", "group", "kind", "dtype", "relation", "apart", "ranks", "layout", "tags")
+        lines = [_line(each) for each in self.checked.held]
+        return pd.DataFrame(lines, columns=list(columns))
+
+    def __repr__(self) -> str:
+        return f"<Check of {self.checked.world_size} ranks: {', '.join(self.found) or 'nothing found'}>\n{self.text}"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(repr(self), "".join(f"<p>{html.escape(line)}</p>" for line in self.text.split("\n")))
+
+
+def _line(held: Held) -> dict[str, Any]:
+    return {
+        "name": held.name,
+        "group": held.group,
+        "kind": held.kind or "value",
+        "dtype": held.dtype,
+        "relation": held.relation,
+        "apart": held.apart,
+        "ranks": list(held.ranks),
+        "layout": held.layout,
+        "tags": own_tags(held.tags),
+    }
+
+
+def check(
+    session: SessionCore,
+    baseline: Callee | None,
+    target: Callee | None,
+    *,
+    layouts: Mapping[str, str] | None,
+    mesh: Mapping[str, int] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Check:
+    """See :meth:`graftlab.session.Session.check`."""
+    if (baseline is None) == (target is None):
+        raise SessionError("check: give one side's function, baseline= or target=, which is run alone")
+    side: Side = "target" if baseline is None else "baseline"
+    size = getattr(session.options, side)
+    if size < 2:
+        raise SessionError(f"check: the {side} has one rank, which has nobody to agree with; launch {side}=2 or more")
+    declared = _Declared(layouts or {}, mesh, size)
+    if target is not None:
+        call = partial(_show_here, target, tuple(args), dict(kwargs or {}))
+        results: list[tuple[list[Shown], list[str]]] = session.run(target=call).target
+    else:
+        assert baseline is not None
+        call = partial(_show_here, baseline, tuple(args), dict(kwargs or {}))
+        results = session.run(baseline=call).baseline
+    checked = check_replicas([shown for shown, _ in results], declared)
+    skipped = list(dict.fromkeys(name for _, names in results for name in names))
+    inputs = tuple(_inputs(results[0][0]))
+    return Check(replace(checked, skipped=skipped), inputs)
+
+
+class _Declared:
+    """What the user says of taps' layouts, by their names."""
+
+    def __init__(self, layouts: Mapping[str, str], mesh: Mapping[str, int] | None, size: int) -> None:
+        self._layouts = [(compile_filter(text), parse_layout(layout, mesh or size)) for text, layout in layouts.items()]
+        for _, layout in self._layouts:
+            if layout.mesh.size != size:
+                raise SessionError(
+                    f"check: the layout {layout} is on a mesh of {layout.mesh.size} ranks, and the side has {size}; "
+                    "give mesh={name: size} whose sizes multiply to it"
+                )
+
+    def __call__(self, name: str) -> Replicas | None:
+        found = next((layout for filter_, layout in self._layouts if filter_.matches({"name": name})), None)
+        return None if found is None else replicas_of(found)
+
+
+def _inputs(shown: Sequence[Shown]) -> list[str]:
+    """The taps of what the model is given: those of kind ``input``, and integers before all computation."""
+    found: dict[str, None] = {}
+    leads = True
+    for each in shown:
+        if is_data(each.tags):
+            continue
+        leads = leads and roundoff(each.dtype) == 0
+        if leads or each.tags.get("kind") == "input":
+            found[each.name] = None
+    return list(found)
+
+
+def _show_here(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Shown], list[str]]:
+    return show(call_here(callee, args, kwargs))

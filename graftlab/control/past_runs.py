@@ -1,0 +1,151 @@
+"""The run folders below ``~/.graftlab/runs``: which there are, what they hold, and which go when they are too many."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from graftlab.control.run_folder import home
+from graftlab.errors import SessionError
+from graftlab.rows.store import ROWS_FILE
+
+logger = logging.getLogger(__name__)
+
+GIB_VARIABLE, DAYS_VARIABLE = "GRAFTLAB_RUNS_GIB", "GRAFTLAB_RUNS_DAYS"
+_GIB, _DAYS = 10.0, 30.0
+# A folder that is made at this moment has no lock yet.
+_NEW = 600.0
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """One run folder. ``is_open``: a session of this or another notebook writes into it."""
+
+    folder: Path
+    started: float
+    bytes: int
+    row_bytes: int
+    is_open: bool
+
+
+def runs(folder: str | Path | None = None) -> pd.DataFrame:
+    """The run folders of past and open sessions, oldest first, a line each.
+
+    Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. The argument is where they lie, by
+    default ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of one. A launch removes
+    the oldest ones beyond 30 days or 10 GiB in all, which ``$GRAFTLAB_RUNS_DAYS`` and ``$GRAFTLAB_RUNS_GIB`` change,
+    never an open one; folders that a launch was given elsewhere are left alone.
+
+    >>> session.folder in list(gl.runs()["folder"])
+    True
+    """
+    found = find_runs(_where(folder))
+    return pd.DataFrame(
+        {
+            "started": pd.to_datetime([each.started for each in found], unit="s"),
+            "bytes": [each.bytes for each in found],
+            "row_bytes": [each.row_bytes for each in found],
+            "open": [each.is_open for each in found],
+            "folder": [each.folder for each in found],
+        }
+    )
+
+
+def find_runs(where: Path) -> list[PastRun]:
+    """Oldest first. What is no run folder of graftlab's is left out."""
+    found = []
+    for path in where.iterdir() if where.is_dir() else ():
+        rows = path / ROWS_FILE
+        if path.is_dir() and not path.is_symlink() and rows.is_file() and (path / "logs").is_dir():
+            try:
+                sizes = [file.lstat().st_size for file in path.rglob("*")]
+                found.append(PastRun(path, _started(path), sum(sizes), rows.stat().st_size, _is_open(rows)))
+            except FileNotFoundError:  # another launch removes it
+                continue
+    return sorted(found, key=lambda each: each.started)
+
+
+def prune(where: Path | None = None, gib: float | None = None, days: float | None = None) -> list[PastRun]:
+    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns those.
+
+    None stands for what the environment says, or 10 GiB and 30 days. Raises :class:`SessionError` for budgets that are
+    no numbers.
+    """
+    limit = _budget(GIB_VARIABLE, gib, _GIB) * 2**30
+    oldest = time.time() - _budget(DAYS_VARIABLE, days, _DAYS) * 86400
+    found = find_runs(_where(where))
+    total = sum(each.bytes for each in found)
+    removed = []
+    for each in found:
+        if (total > limit or each.started < oldest) and _remove(each):
+            total -= each.bytes
+            removed.append(each)
+    return removed
+
+
+def told(found: Sequence[PastRun]) -> str:
+    """A line a folder, and the sum."""
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(each.started))}  {each.bytes / 2**20:10.1f} MiB  "
+        f"{'open' if each.is_open else '    '}  {each.folder}"
+        for each in found
+    ]
+    total = sum(each.bytes for each in found) / 2**20
+    return "\n".join([*lines, f"{len(found)} run folders, {total:.1f} MiB"])
+
+
+def _where(folder: str | Path | None) -> Path:
+    return home() / "runs" if folder is None else Path(folder).expanduser()
+
+
+def _budget(variable: str, given: float | None, usual: float) -> float:
+    value: object = os.environ.get(variable, usual) if given is None else given
+    try:
+        budget = float(str(value))
+    except ValueError:
+        budget = math.nan
+    if not budget >= 0:
+        raise SessionError(f"{variable}={value!r}: give a number of 0 or more; inf keeps everything")
+    return budget
+
+
+def _started(path: Path) -> float:
+    try:
+        return float(json.loads((path / "session.json").read_bytes())["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return path.stat().st_mtime
+
+
+def _is_open(rows: Path) -> bool:
+    with open(rows, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _remove(run: PastRun) -> bool:
+    rows = run.folder / ROWS_FILE
+    try:
+        if time.time() - rows.stat().st_mtime < _NEW:
+            return False
+        with open(rows, "rb") as file:
+            # Held until all is gone, so that no session can begin in it.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(run.folder)
+    except OSError as error:
+        if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+            logger.warning("the old run folder %s cannot be removed: %s", run.folder, error)
+        return False
+    return True

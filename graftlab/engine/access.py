@@ -1,0 +1,65 @@
+"""Who may use a server, and how it stays up under too many who try: its token, and its listening sockets."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two lines of the log that say the same.
+_QUIET = 60.0
+
+
+def make_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+def write_token(path: Path, token: str) -> None:
+    """Put the token where only this user can read it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Made anew: of a file that is there, others might hold an open descriptor.
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+
+
+class ListeningSocket(socket.socket):
+    """Takes a client and hangs up where the process has no descriptor for it.
+
+    Left waiting, the client would wake the server again at once, and again, with a traceback in the log each time.
+    """
+
+    def __init__(self, other: socket.socket) -> None:
+        super().__init__(other.family, other.type, other.proto, fileno=other.detach())
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._said = -_QUIET
+
+    def accept(self) -> tuple[socket.socket, object]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        os.close(self._spare)
+        try:
+            refused, _ = super().accept()
+            refused.close()
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+        now = time.monotonic()
+        if now - self._said >= _QUIET:
+            self._said = now
+            logger.warning("too many connections: this process has no file descriptors left, so clients are hung up on")
+        # Nobody came, as far as the caller is concerned.
+        raise BlockingIOError(errno.EAGAIN, "hung up on a client")
+
+    def close(self) -> None:
+        if self.fileno() >= 0:
+            os.close(self._spare)
+        super().close()

@@ -1,0 +1,90 @@
+"""Sketches of what one side's rank shows, from which ranks are compared without sending their tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graftlab.base.tags import plain
+from graftlab.grafting.self_graft import PlacedTaker
+from graftlab.layouts.layout import Layout
+from graftlab.layouts.placements import layout_of_dtensor
+from graftlab.layouts.shards import Replicate
+from graftlab.taps.routing import taken_by
+from graftlab.verdict.replicas import SKETCH, Replicas, Shown
+
+
+def show(call: Callable[[], Any]) -> tuple[list[Shown], list[str]]:
+    """Run ``call`` on this rank alone; what its taps showed, in execution order, and the taps without a tensor."""
+    sketcher = _Sketcher()
+    with taken_by(sketcher):
+        call()
+    return sketcher.shown, list(sketcher.skipped)
+
+
+class _Sketcher(PlacedTaker):
+    takes_data = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Shown] = []
+        self._declared: Replicas | None = None
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
+        shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+        layout = layout_of_dtensor(shown) if isinstance(shown, torch.Tensor) else None
+        self._declared = None if layout is None else replicas_of(layout)
+        super().tap(name, shown, extras, tags, replace)
+        return value
+
+    def take(self, place: Any, tags: dict[str, Any], own: torch.Tensor) -> None:
+        sketch, norm, nonfinite = sketched(own)
+        self.shown.append(
+            Shown(
+                place[0],
+                {tag: plain(value) for tag, value in tags.items()},
+                place,
+                tuple(own.shape),
+                str(own.dtype).removeprefix("torch."),
+                sketch,
+                norm,
+                nonfinite,
+                self._declared,
+            )
+        )
+
+
+def sketched(tensor: torch.Tensor) -> tuple[bytes, float, int]:
+    """The sketch of a tensor, its norm, and how many numbers are not finite; those count as zero in both."""
+    flat = tensor.detach().flatten()
+    flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
+    wide = flat.to("cpu").double()
+    finite = wide.isfinite()
+    nonfinite = int(wide.numel() - finite.sum())
+    wide = torch.where(finite, wide, 0.0)
+    rows = -(-wide.numel() // SKETCH)
+    padded = torch.zeros(rows * SKETCH, dtype=torch.float64)
+    padded[: wide.numel()] = wide * _signs(wide.numel())
+    sketch = padded.reshape(rows, SKETCH).sum(0)
+    return sketch.numpy().tobytes(), float(wide.norm()), nonfinite
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count: int) -> torch.Tensor:
+    """The same on every rank."""
+    drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
+    return drawn.double() * 2 - 1
+
+
+def replicas_of(layout: Layout) -> Replicas:
+    """Which ranks hold the same, where each holds what this layout says."""
+    own = [step for step in layout.steps if hasattr(step, "join") and not isinstance(step, Replicate)]
+    names = {getattr(step, "mesh", None) for step in own}
+    kept = [place for place, name in enumerate(layout.mesh.names) if name in names]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in zip(layout.mesh.ranks, layout.mesh.coordinates(), strict=True):
+        groups.setdefault(tuple(coordinates[place] for place in kept), []).append(rank)
+    return Replicas(layout.text, tuple(map(tuple, groups.values())))

@@ -1,0 +1,116 @@
+"""What reading one file may cost, so that no small file takes the memory or the time of a large one.
+
+Almost all that a pickle makes takes a byte of it. What does not: to put the same large thing in many places, keys whose
+comparison or hash is slow, what is packed, and tensors that show one number many times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Beyond what a file's own size allows: room for small files, and seconds for slow machines.
+_BYTES, _BYTES_A_BYTE = 64 << 20, 16
+_SECONDS, _SECONDS_A_BYTE = 10.0, 2e-6
+_OBJECTS = 200_000_000
+_DEEPEST, _DEEPEST_KEY, _HEAVIEST_KEY = 1000, 100, 100_000
+_WORD = 8
+_STEP = 256
+
+
+class BudgetExceeded(ValueError):
+    """The message says which budget."""
+
+
+class Budget:
+    """Of one reading of so many bytes, from now on. Methods raise :class:`BudgetExceeded`."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes_left = self._bytes = _BYTES + _BYTES_A_BYTE * size
+        self._seconds = _SECONDS + _SECONDS_A_BYTE * size
+        self._end = time.monotonic() + self._seconds
+        self._objects = 0
+
+    def count(self) -> None:
+        """One more object."""
+        self._objects += 1
+        if self._objects % _STEP == 0:
+            if self._objects > _OBJECTS:
+                raise BudgetExceeded(f"more than {_OBJECTS:,} objects, which is the budget of a file")
+            self.check_time()
+
+    def check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise BudgetExceeded(f"to read it takes more than {self._seconds:.0f} s, the time budget of its size")
+
+    def take(self, size: int) -> None:
+        """So many bytes are about to be made."""
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise BudgetExceeded(f"it stands for more than {self._bytes:,} bytes, the memory budget of its size")
+
+    def take_copies(self, values: Iterable[Any]) -> None:
+        """What is made of these values copies them, and what is right in them."""
+        for value in values:
+            if isinstance(value, (str, bytes, bytearray)):
+                self.take(len(value))
+            elif isinstance(value, (list, tuple, dict, set, frozenset)):
+                self.take(_WORD * len(value))
+                parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
+                self.take(sum(len(part) for part in parts if isinstance(part, (str, bytes, bytearray))))
+
+    def pieces(self, items: list[T]) -> Iterator[list[T]]:
+        """A few at a time, and the time is looked at between: equal hashes make the insertion of each key slower."""
+        for start in range(0, len(items), _STEP):
+            self.check_time()
+            yield items[start : start + _STEP]
+
+    def require_light(self, keys: Iterable[Any]) -> None:
+        """Keys whose hash takes long are refused.
+
+        A hash looks into the tuples of a tuple each time anew, and however often one and the same is in them.
+        """
+        for key in keys:
+            if type(key) is tuple:
+                self._weigh_tuple(key)
+            elif type(key) is int and key.bit_length() > _HEAVIEST_KEY:
+                raise BudgetExceeded(f"a key that is a number of {key.bit_length()} bits")
+
+    def _weigh_tuple(self, key: tuple[Any, ...]) -> None:
+        levels = [{id(key): key}]
+        while inner := {id(item): item for each in levels[-1].values() for item in each if type(item) is tuple}:
+            self.check_time()
+            levels.append(inner)
+            if len(levels) > _DEEPEST_KEY:
+                raise BudgetExceeded(f"a key of more than {_DEEPEST_KEY} tuples in each other")
+        weights: dict[int, int] = {}
+        for each in itertools.chain.from_iterable(level.values() for level in reversed(levels)):
+            weights[id(each)] = 1 + sum(
+                weights[id(item)]
+                if type(item) is tuple
+                else 1 + (item.bit_length() // _WORD if type(item) is int else 0)
+                for item in each
+            )
+            if weights[id(each)] > _HEAVIEST_KEY:
+                raise BudgetExceeded(f"a key of tuples with more than {_HEAVIEST_KEY:,} parts")
+
+    def require_shallow(self, root: object) -> None:
+        """Refuse what nests deeper than any program writes; whoever walks through it would run out of stack."""
+        level: list[Collection[Any]] = [root] if isinstance(root, (list, tuple, dict)) else []
+        seen: set[int] = set()
+        depth = 0
+        while level:
+            depth += 1
+            if depth > _DEEPEST:
+                raise BudgetExceeded(f"lists, tuples and dicts more than {_DEEPEST} deep in each other")
+            self.check_time()
+            inner: dict[int, Collection[Any]] = {}
+            for each in level:
+                parts = each.values() if isinstance(each, dict) else each
+                inner.update((id(part), part) for part in parts if type(part) in (list, tuple, dict))
+            level = [part for key, part in inner.items() if key not in seen]
+            seen.update(inner)

@@ -1,0 +1,146 @@
+"""A frame of rows as a notebook shows it: the columns that answer first, and what says nothing folded."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.base.html import cell, number
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.schema import COLUMNS
+
+_SHOWN = 60
+"""Rows; of more, the worst are shown."""
+
+_NEEDED = frozenset({"order", "name", "tags", "rel_l2", "max_abs", "status", "side", "rank", "nonfinite_differ"})
+# The decades that a bar tells apart: from rounding in float64 to what has nothing in common.
+_LOW, _HIGH = -12.0, 0.0
+_WORDS = 80
+# Of more rows it is not looked which columns are the same in all.
+_FOLDED_ROWS = 50_000
+_UNMEASURED = frozenset({"failed", "timeout", "missing"})
+
+
+class RowsFrame(pd.DataFrame):
+    """A pandas frame in all it does; only what a notebook shows of it is made for rows. :meth:`full` shows all.
+
+    >>> type(session.frame.full()).__name__
+    'DataFrame'
+    """
+
+    @property
+    def _constructor(self) -> Any:
+        return RowsFrame
+
+    def full(self) -> pd.DataFrame:
+        """The same rows as a plain frame, of which a notebook shows every column."""
+        return pd.DataFrame(self)
+
+    def _repr_html_(self) -> str | None:
+        if not set(self.columns) >= _NEEDED or self.columns.has_duplicates:
+            plain: str | None = self.full()._repr_html_()  # type: ignore[operator]
+            return plain
+        return _html(self.full())
+
+
+def _html(frame: pd.DataFrame) -> str:
+    if not len(frame):
+        return "<p>no rows: nothing was compared or grafted yet</p>"
+    shown, which = frame, f"{len(frame):,} rows"
+    if len(frame) > _SHOWN:
+        worst = np.argsort(-_badness(frame), kind="stable")[:_SHOWN]
+        shown = frame.iloc[np.sort(worst)]
+        which = f"the {_SHOWN} worst of {len(frame):,} rows, in execution order"
+    several_steps = frame["step"].nunique() > 1 if "step" in frame.columns else False
+    tags = _tags(shown)
+    head = [*(["step"] if several_steps else []), "order", "name", *tags, "rel_l2", "max_abs", "status", "rank", "note"]
+    titles = "".join(f'<th style="text-align:left">{html.escape(str(title))}</th>' for title in head)
+    lines = [_line(row, tags, several_steps) for row in shown.to_dict("records")]  # type: ignore[arg-type]
+    below = f"<p>{which}; <code>.full()</code> shows all columns</p>{_folded(frame, {*head, 'side', 'tags', 'error'})}"
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>{below}"
+
+
+def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
+    value = pd.to_numeric(frame["rel_l2"], errors="coerce").to_numpy(dtype=np.float64, na_value=math.nan)
+    differ = pd.to_numeric(frame["nonfinite_differ"], errors="coerce").to_numpy(dtype=np.float64, na_value=0.0)
+    lost = frame["status"].astype(str).isin(_UNMEASURED).to_numpy()
+    found: np.ndarray[Any, Any] = np.where(lost | (differ > 0), math.inf, np.nan_to_num(value, nan=-1.0, posinf=1e300))
+    return found
+
+
+def _tags(frame: pd.DataFrame) -> list[str]:
+    """The names of the callers' tags, in the order in which they come."""
+    names: dict[str, None] = {}
+    for tags in frame["tags"]:
+        if isinstance(tags, Mapping):
+            names.update(dict.fromkeys(name for name in tags if name not in RESERVED_TAGS))
+    return list(names)
+
+
+def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
+    own = row["tags"] if isinstance(row["tags"], Mapping) else {}
+    note = next((text for text in (row.get("error"), row.get("note"), row.get("aligned_by")) if _is_there(text)), "")
+    differ = row["nonfinite_differ"]
+    cells = [
+        *([cell(row["step"])] if with_step else []),
+        cell(row["order"]),
+        cell(row["name"]),
+        *(cell(own.get(tag, "")) for tag in tags),
+        cell(f"not finite ({int(differ)})") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
+        cell(number(_float(row["max_abs"]))),
+        cell(row["status"]),
+        cell(f"{row['side']}[{row['rank']}]"),
+        cell(str(note).partition("\n")[0][:_WORDS]),
+    ]
+    return f"<tr>{''.join(cells)}</tr>".replace('<td class="">', '<td style="text-align:left">')
+
+
+def _bar(value: Any) -> str:
+    """A number over a bar as long as its logarithm is high."""
+    known = _float(value)
+    if math.isnan(known) or known <= 0:
+        return cell(number(known))
+    share = (min(max(math.log10(known) if math.isfinite(known) else _HIGH, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
+    colour = f"rgba(213, 94, 0, {0.12 + 0.38 * share:.2f})"
+    bar = f"background:linear-gradient(90deg, {colour} {100 * share:.0f}%, transparent {100 * share:.0f}%)"
+    return f'<td style="text-align:left;{bar}">{number(known)}</td>'
+
+
+def _folded(frame: pd.DataFrame, shown: set[str]) -> str:
+    """What is not in the table: constant columns with their value, empty ones and others by name."""
+    constant, empty, others = [], [], []
+    for name in frame.columns:
+        if name in shown or (name not in COLUMNS and str(name).startswith("tag_")):
+            continue
+        if len(frame) > _FOLDED_ROWS:
+            others.append(str(name))
+            continue
+        column = frame[name]
+        if column.isna().all():
+            empty.append(str(name))
+            continue
+        try:
+            is_constant = column.nunique(dropna=False) == 1
+        except TypeError:  # lists
+            is_constant = column.map(repr).nunique() == 1
+        if is_constant:
+            constant.append(f"{name}={column.iloc[0]}"[:_WORDS])
+        else:
+            others.append(str(name))
+    parts = [("the same in all", constant), ("empty", empty), ("and", others)]
+    words = "".join(f"<div>{title}: {html.escape(', '.join(names))}</div>" for title, names in parts if names)
+    folded = len(constant) + len(empty) + len(others)
+    return f"<details><summary>{folded} columns more</summary>{words}</details>" if folded else ""
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None and value is not pd.NA and value == value
+
+
+def _float(value: Any) -> float:
+    return float(value) if _is_there(value) else math.nan

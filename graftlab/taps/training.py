@@ -1,0 +1,149 @@
+"""``watch_training``: taps on what an optimizer is given, and on what its step makes of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graftlab.errors import warn
+from graftlab.taps import calls as taps
+from graftlab.taps.watch import Chooser, Removable, Watch, chooser, weights_of
+
+_SETTING = (bool, int, float)
+
+
+def watch_training(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    prefix: str = "",
+    include: Chooser = None,
+    exclude: Chooser = None,
+) -> Watch:
+    """Tap the gradients before each step of ``optimizer``, and its state and the weights after it.
+
+    Taps have the weights' names in ``model.state_dict()`` without the wrappers' part, as those of :func:`watch`, after
+    ``prefix``; ``include`` and ``exclude`` choose among them. Before the step: the gradient as the optimizer uses it,
+    accumulated, reduced over the ranks and without a gradient scaler's factor (``kind="param_grad"``), and the settings
+    (``optimizer.lr``, ``optimizer.weight_decay`` and so on, a value for each parameter, ``kind="optimizer"``). After
+    it: each tensor of the optimizer's state (``layers.0.weight.exp_avg``, ``kind="optimizer"``) and the weight
+    (``kind="param"``), both with ``updated=True``. A graft writes into them. Of a DTensor the rank's own shard is
+    shown. ``foreach`` and ``fused`` optimizers are tapped in the same way.
+
+    It returns a handle as ``gl.watch`` does; outside a session no hook is put in. Raises TypeError where ``model`` is
+    no module or ``optimizer`` no optimizer, and ValueError where it holds none of the model's weights, as one that was
+    made before ``fully_shard`` does.
+
+    >>> model = torch.nn.Linear(3, 4)
+    >>> with gl.watch_training(model, torch.optim.AdamW(model.parameters())) as watched:
+    ...     watched.names
+    ['weight', 'bias']
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"gl.watch_training taps a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"gl.watch_training taps a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+    mine = weights_of(model, prefix, chooser(None, default=True), chooser(None, default=False), buffers=False)
+    names = {id(tensor): name for name, tensor in mine.items()}
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    strange = sum(id(tensor) not in names for tensor in held)
+    if strange == len(held):
+        raise ValueError(
+            f"gl.watch_training: none of the optimizer's {len(held)} tensors is a weight of the model. Make the "
+            "optimizer after the model was wrapped, sharded or moved"
+        )
+    if strange:
+        warn(f"gl.watch_training: {strange} of the optimizer's {len(held)} tensors are no weights of this model")
+    chosen = weights_of(model, prefix, wanted, unwanted, buffers=False)
+    if taps.taker() is None:
+        return Watch([], list(chosen))
+    training = _Training(chosen, prefix)
+    handles: list[Removable] = [
+        optimizer.register_step_pre_hook(training.before),
+        optimizer.register_step_post_hook(training.after),
+    ]
+    return Watch(handles, list(chosen))
+
+
+class _Training:
+    """The taps around one optimizer's step."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        taker = taps.taker()
+        if taker is None:
+            return
+        for setting, values in self._settings(optimizer).items():
+            taker.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
+        scale = _scale_of(optimizer)
+        for name, weight in self._weights.items():
+            if weight.grad is not None and scale is None:
+                taker.tap(name, weight.grad, None, {"kind": "param_grad"})
+            elif weight.grad is not None:
+                _tap_scaled(taker, name, weight.grad, scale)
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        taker = taps.taker()
+        if taker is None:
+            return
+        for name, weight in self._weights.items():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    taker.tap(f"{name}.{key}", value, None, {"kind": "optimizer", "updated": True})
+            if weight.requires_grad:
+                taker.tap(name, weight, None, {"kind": "param", "updated": True})
+
+    def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Each number among the settings, as a value for each weight; NaN for one that the optimizer does not hold."""
+        trained = {id(w): i for i, w in enumerate(w for w in self._weights.values() if w.requires_grad)}
+        found: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            places = [trained[id(weight)] for weight in group["params"] if id(weight) in trained]
+            for setting, number in _numbers(group):
+                if setting not in found:
+                    found[setting] = torch.full((len(trained),), math.nan, dtype=torch.float64)
+                found[setting][places] = number
+        return found
+
+
+# How a step is computed, not what.
+_NO_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def _numbers(group: Mapping[str, Any]) -> list[tuple[str, float]]:
+    numbers = []
+    for setting, value in group.items():
+        if setting == "params" or setting in _NO_SETTINGS:
+            continue
+        items = value if isinstance(value, tuple) else (value,)
+        for place, item in enumerate(items):
+            if isinstance(item, torch.Tensor) and item.numel() == 1:
+                item = item.item()
+            if isinstance(item, _SETTING):
+                numbers.append((f"{setting}[{place}]" if isinstance(value, tuple) else setting, float(item)))
+    return numbers
+
+
+def _scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The factor that a gradient scaler has left in the gradients, for a fused step to take out; None where none is."""
+    scaler = getattr(optimizer, "grad_scale", None)
+    return scaler if isinstance(scaler, torch.Tensor) else None
+
+
+def _tap_scaled(taker: taps.Taker, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+    assert scale is not None
+    factor = scale.to(gradient.device)
+    shown = gradient.detach() / factor
+    # Each rank looks at its own shard: comparing whole DTensors is a collective.
+    local = shown.to_local() if hasattr(shown, "to_local") else shown
+    before = local.clone()
+    taker.tap(name, shown, None, {"kind": "param_grad"})
+    if not torch.equal(before, local):
+        with torch.no_grad():
+            gradient.copy_(shown * factor)

@@ -1,0 +1,34 @@
+"""What must not become part of a graph that ``torch.compile`` traces."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DYNAMO = "torch._dynamo"
+
+
+def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable``, but without its import of ``torch._dynamo``, which takes seconds.
+
+    Nothing traces before somebody else has imported that, so until then the function is called as it is.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if _DYNAMO not in sys.modules:
+                return function(*args, **kwargs)
+            import torch
+
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*args, **kwargs)
+
+    return call

@@ -1,0 +1,96 @@
+"""Data first: whether both sides were given the same inputs, weights and settings, before anybody blames their code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.groups import group_of, is_data, kind_of, numbers_in
+from graftlab.verdict.wording import spans
+
+_WHAT = {"input": "inputs", "param": "weights", "optimizer": "optimizer's settings"}
+_MOST_SHOWN = 6
+
+
+def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of weights and settings as they were given: those of the first step, for later ones were computed."""
+    if not len(frame):
+        return frame
+    chosen: pd.DataFrame = frame[_is_data(frame) & (frame["step"] == frame["step"].min())]
+    return chosen
+
+
+def without_data(frame: pd.DataFrame) -> pd.DataFrame:
+    """All other rows."""
+    if not len(frame):
+        return frame
+    return frame[~_is_data(frame)]
+
+
+def _is_data(frame: pd.DataFrame) -> pd.Series[bool]:
+    return pd.Series(np.fromiter(map(is_data, frame["tags"]), bool, len(frame)), index=frame.index)
+
+
+def input_names(frame: pd.DataFrame) -> list[str]:
+    """The taps that show what the model was given: those of kind ``input``, and integers before all computation.
+
+    Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
+    ``frame`` is in execution order.
+    """
+    found: dict[str, None] = {}
+    leads = True
+    for row in records(without_data(frame)):
+        leads = leads and (row["dtype"] is None or roundoff(row["dtype"]) == 0)
+        if kind_of(row["tags"]) == "input" or (leads and row["status"] in MEASURED):
+            found[row["name"]] = None
+    return list(found)
+
+
+def differing_data(compared: pd.DataFrame, threshold: float) -> list[str]:
+    """A sentence for each kind of data that the two sides were given differently, in a run without grafts.
+
+    Weights of another dtype may be rounded: they differ above ``threshold`` times what one rounding comes to.
+    """
+    names = set(input_names(compared))
+    first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
+    inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
+    rows = [*(("input", row) for row in records(inputs)), *((_kind(row), row) for row in records(data_rows(compared)))]
+    differing: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for kind, row in rows:
+        if row["status"] in MEASURED and _differs(row, threshold):
+            group = group_of(row["name"])
+            differing.setdefault(kind, {}).setdefault(group, []).append(row)
+    return [
+        f"The {_WHAT[kind]} differ already: {_listed(groups)}. What the code does with them is judged below."
+        for kind, groups in differing.items()
+    ]
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return str(row["tags"]["kind"])
+
+
+def _differs(row: Mapping[str, Any], threshold: float) -> bool:
+    if row["nonfinite_differ"]:
+        return True
+    distance = row["rel_l2"]
+    return distance is not None and distance > threshold * roundoff(coarser_dtype(row))
+
+
+def _listed(groups: Mapping[str, list[dict[str, Any]]]) -> str:
+    parts = []
+    for group, rows in list(groups.items())[:_MOST_SHOWN]:
+        layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
+        where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+        if any(row["nonfinite_differ"] for row in rows):
+            size = "not finite on one side"
+        else:
+            size = f"rel_l2 {max(row['rel_l2'] for row in rows):.2g}"
+        parts.append(f"{group}{where} ({size})")
+    left = len(groups) - _MOST_SHOWN
+    return ", ".join(parts) + (f" and {left} more" if left > 0 else "")

@@ -1,0 +1,74 @@
+"""Names that differ between the sides by a constant prefix or one word: the rename that would pair them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection
+
+import pandas as pd
+
+from graftlab.rows.schema import MEASURED
+
+# So many names are tried against each other; a rule that holds shows in fewer.
+_TRIED = 60
+# Of the side with fewer names, this part has to pair.
+_ENOUGH = 0.8
+
+
+def suggested_rename(frame: pd.DataFrame) -> str | None:
+    """What to do about a run in which nothing paired, if one rule would pair most names; None where none would.
+
+    Receivers whose tap nobody sent are ``missing``, senders whose tap nobody asked for ``unmatched``.
+    """
+    status = frame["status"].astype(str)
+    if not len(frame) or status.isin(MEASURED).any():
+        return None
+    missing, unmatched = frame[status == "missing"], frame[status == "unmatched"]
+    if not len(missing) or not len(unmatched):
+        return None
+    names = {
+        str(side): list(dict.fromkeys(frame.loc[frame["side"] == side, "name"].astype(str)))
+        for side in ("baseline", "target")
+    }
+    found = _rule(names["target"], names["baseline"]), _rule(names["baseline"], names["target"])
+    for side, rule in zip(("target", "baseline"), found, strict=True):
+        if rule is not None:
+            pattern, new, pairs, words = rule
+            return (
+                f"{len(missing)} missing, {len(unmatched)} unmatched: {side} names {words}. "
+                f"%graft rename {side} {shlex.quote(pattern)} {shlex.quote(new)} pairs {pairs} names, as does "
+                f"session.edit(rename={{{side!r}: {{{pattern!r}: {new!r}}}}})"
+            )
+    return None
+
+
+def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, int, str] | None:
+    """The pattern and its replacement that turn most of ``names`` into ``others``, how many, and what it is about."""
+    known = set(others)
+    prefixes = Counter(
+        name[: -len(other)]
+        for name in list(names)[:_TRIED]
+        for other in known
+        if name != other and name.endswith(other)
+    )
+    words: Counter[tuple[str, str]] = Counter()
+    for name in list(names)[:_TRIED]:
+        for other in list(known)[:_TRIED]:
+            parts, their = name.split("."), other.split(".")
+            differ = [(a, b) for a, b in zip(parts, their, strict=False) if a != b]
+            # Numbers tell layers apart, and are no word for something.
+            if len(parts) == len(their) and len(differ) == 1 and not any(each.isdigit() for each in differ[0]):
+                words[differ[0]] += 1
+    rules = [(f"^{re.escape(prefix)}", "", f"start with {prefix!r}") for prefix, _ in prefixes.most_common(3)]
+    rules += [
+        (rf"(?<![^.]){re.escape(old)}(?![^.])", new, f"have {old!r} for {new!r}")
+        for (old, new), _ in words.most_common(3)
+    ]
+    best: tuple[str, str, int, str] | None = None
+    for pattern, new, said in rules:
+        pairs = len({re.sub(pattern, new, name) for name in names} & known)
+        if pairs >= _ENOUGH * min(len(set(names)), len(known)) and (best is None or pairs > best[2]):
+            best = (pattern, new, pairs, said)
+    return best

@@ -1,0 +1,91 @@
+"""What a check of one side's ranks came to, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from graftlab.verdict.groups import is_data, numbers_in
+from graftlab.verdict.replicas import FROM_GROUP, Checked, Held, unreduced
+from graftlab.verdict.wording import described, spans
+
+# What comes after has mostly inherited it.
+_MOST_TOLD = 3
+
+
+def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
+    """The conclusion, what was not looked at first. ``inputs`` are the taps that show what the model was given."""
+    lines = []
+    if checked.skipped:
+        lines.append(f"Not looked at: {', '.join(checked.skipped[:4])} show no tensor that could be compared.")
+    if checked.missing:
+        more = f" and {len(checked.missing) - 4} more" if len(checked.missing) > 4 else ""
+        lines.append(f"Not looked at, since some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
+    if not checked.held:
+        return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Put gl.tap or gl.watch in."])
+    differing = [each for each in checked.held if each.name in inputs and each.relation != "agrees"]
+    if differing:
+        names = ", ".join(dict.fromkeys(each.name for each in differing))
+        lines.append(
+            f"The ranks' inputs differ: {names}. Under data parallelism they have to; then what is computed from them "
+            "differs too, and is not judged here. Under tensor parallelism this is the fault."
+        )
+    found = judged(checked, inputs)
+    lines += _sentences(checked, found)
+    own = sorted({each.group for each in checked.held if each.relation == "own data"})
+    agree = len({each.group for each in checked.held if each.relation == "agrees"})
+    if not found:
+        lines.append(f"The {checked.world_size} ranks agree where they hold copies ({agree} groups of taps).")
+    if own:
+        more = ", ..." if len(own) > 4 else ""
+        lines.append(
+            f"{len(own)} groups of taps are each rank's own, as shards are: {', '.join(own[:4])}{more}. Whether they "
+            "are the right shards only a baseline tells."
+        )
+    return "\n".join(lines)
+
+
+def judged(checked: Checked, inputs: Sequence[str]) -> list[Held]:
+    """What should be equal and is not; of values nothing where the ranks were given different inputs."""
+    differ = any(each.name in inputs and each.relation != "agrees" for each in checked.held)
+    found = [each for each in checked.disagreeing if each.name not in inputs]
+    if differ:
+        found = [each for each in found if each.kind not in (None, "grad") or not each.layout.startswith("inferred")]
+    return found
+
+
+def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
+    lines = []
+    groups: dict[str, list[Held]] = {}
+    for each in found:
+        what = described(each.group)
+        if is_data(each.tags):
+            what = f"what was given as {each.group.rpartition('@')[0]} ({each.kind})"
+        groups.setdefault(what, []).append(each)
+    for what, rows in list(groups.items())[:_MOST_TOLD]:
+        worst = max(rows, key=lambda each: each.apart)
+        layers = sorted({n[0] for each in rows if (n := numbers_in(each.name))})
+        where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+        size = "of other shapes, or not finite on some" if math.isinf(worst.apart) else f"apart by {worst.apart:.2g}"
+        others = sorted({rank for each in rows for rank in each.ranks})
+        differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {spans(others)} differ"
+        lines.append(
+            f"{what} should be equal on the ranks and is not{where}: {differ} from the first of the copies "
+            f"({size}; {worst.layout})."
+        )
+        partial = unreduced(checked.held[: list(checked.held).index(rows[0])], rows[0])
+        if partial is not None:
+            lines.append(
+                f"All of that difference is in {partial.name}, which holds other values on each rank: a partial sum "
+                "that nobody reduced."
+            )
+        elif rows[0].layout == FROM_GROUP:
+            lines.append("It looks like a partial sum that was not reduced here.")
+        elif rows[0].kind == "param_grad":
+            lines.append("Gradients of weights that are copies have to be reduced over the ranks before the step.")
+    left = len(groups) - _MOST_TOLD
+    if any(each.layout.startswith("inferred") for each in found):
+        lines.append("What was inferred may be meant so: layouts= says what each rank holds.")
+    if left > 0:
+        lines.append(f"Of {left} more group{'s' if left > 1 else ''} of taps the copies differ as well.")
+    return lines

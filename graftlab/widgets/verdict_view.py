@@ -1,0 +1,45 @@
+"""The verdict on the dashboard: an expression, a button, and what it came to."""
+
+from __future__ import annotations
+
+import html
+
+import ipywidgets as widgets
+
+from graftlab.control.judging import judge
+from graftlab.errors import SessionError
+from graftlab.widgets.panel import Panel, row, update
+
+
+class VerdictView(Panel):
+    """Judges an expression that both sides evaluate, as ``%graft verdict EXPR`` does, while the page stays usable."""
+
+    def __init__(self, host: Panel) -> None:
+        super().__init__(host.session, host=host)
+        # What is typed arrives when the field is left, which a click on the button does.
+        self._expression = widgets.Text(
+            placeholder="an expression that both sides evaluate, such as model(x)",
+            description="Verdict on",
+            continuous_update=False,
+            layout={"width": "28em"},
+        )
+        self._expression.add_class("graftlab-verdict-expression")
+        tooltip = "Run both sides several times, and tell which computation is other"
+        self._result = widgets.HTML().add_class("graftlab-verdict-text")
+        self._open([row(self._expression, self.button("Judge", "judge", tooltip, self._judge)), self._result])
+
+    def _judge(self) -> None:
+        expression = self._expression.value.strip()
+        if not expression:
+            raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
+        update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
+        self.in_background(self._judge_now, expression)
+
+    def _judge_now(self, expression: str) -> None:
+        try:
+            shown = judge(self.session, expression, expression)._repr_mimebundle_()["text/html"]
+        except BaseException:
+            # Why is said in the panel's message.
+            update(self._result, value="")
+            raise
+        update(self._result, value=shown)

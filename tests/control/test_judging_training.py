@@ -1,0 +1,154 @@
+"""Verdicts on training: what was given is told first, and the update of a weight is blamed last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+from torch import nn
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        out: torch.Tensor = x @ self.embed.weight.T
+        return out
+
+
+def train(fault: str = "") -> None:
+    """Two steps; on the target with a fault."""
+    me = gl.here()
+    assert me is not None
+    wrong = fault if me.side == "target" else ""
+    model = Net(checkpointed=wrong == "checkpointed")
+    tokens = torch.arange(20).reshape(2, 10) % 11
+    if wrong == "weight":
+        model.layers[1].up.weight.data *= 1.01
+    if wrong == "tokens":
+        tokens = (tokens + 1) % 11
+    if wrong == "tanh":
+        model.layers[1].up.register_forward_hook(lambda module, args, out: out * 1.01)
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n or wrong == "decays the norm"]
+    rest = [p for n, p in model.named_parameters() if "norm" in n and wrong != "decays the norm"]
+    options = {"betas": (0.9, 0.98 if wrong == "beta" else 0.999)}
+    groups = [{"params": decayed, "weight_decay": 0.1}, *([{"params": rest, "weight_decay": 0.0}] if rest else [])]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, **options)  # type: ignore[arg-type]
+    if wrong == "forgets a moment":
+        optimizer.register_step_post_hook(lambda o, a, k: [s["exp_avg"].zero_() for s in o.state.values()])
+    with gl.watch(model, grads=True, params=True, inputs=True), gl.watch_training(model, optimizer):
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            (loss * (2 if wrong == "scaled loss" else 1)).backward()
+            if wrong == "clips":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            gl.step()
+
+
+def first_line(verdict: Any) -> str:
+    return str(verdict.text.split("\n")[0])
+
+
+def test_training_that_agrees_is_said_to_agree(session: gl.Session) -> None:
+    verdict = session.verdict(train, train, args=("",))
+    assert verdict.named == []
+    assert first_line(verdict).startswith("No tap adds more than rounding does (")
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "named"),
+    [
+        (
+            "weight",
+            "The weights differ already: layers.*.up.weight in layer 1 (rel_l2 0.01).",
+            ["layers.*.up", "layers.*.up.weight@param"],
+        ),
+        ("tokens", "The inputs differ already: input.tokens (rel_l2 ", ["input.tokens@input", "output@grad"]),
+        ("beta", "The optimizer's settings differ already: optimizer.betas[1] (rel_l2 ", None),
+        ("decays the norm", "The optimizer's settings differ already: optimizer.weight_decay (rel_l2 ", None),
+    ],
+)
+def test_what_both_sides_were_given_otherwise_is_said_first(
+    session: gl.Session, fault: str, first: str, named: list[str] | None
+) -> None:
+    verdict = session.verdict(train, train, args=(fault,))
+    assert first_line(verdict).startswith(first), verdict.text
+    if named is not None:
+        assert verdict.named == named, verdict.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("tanh", ["layers.*.up"]),
+        ("scaled loss", ["output@grad"]),
+        ("clips", [f"{name}@param_grad" for name in ("embed.weight",)]),
+        ("beta", ["layers.*.up.weight.exp_avg_sq@optimizer"]),
+        ("decays the norm", ["layers.*.norm.bias@param", "layers.*.norm.weight@param"]),
+    ],
+)
+def test_blame_goes_to_what_is_computed_first(session: gl.Session, fault: str, named: list[str]) -> None:
+    verdict = session.verdict(train, train, args=(fault,))
+    assert set(named) <= set(verdict.named), verdict.text
+    kinds = {each.rpartition("@")[2] if "@" in each else "" for each in verdict.named}
+    wanted = {each.rpartition("@")[2] if "@" in each else "" for each in named}
+    assert kinds <= wanted | {"param"}, verdict.text
+    assert all(verdict.labels[each] == "culprit" for each in named)
+
+
+def test_the_backward_of_code_that_is_other_is_no_second_culprit(session: gl.Session) -> None:
+    verdict = session.verdict(train, train, args=("tanh",))
+    assert verdict.named == ["layers.*.up"]
+    assert verdict.labels["layers.*.norm@grad"] == "inherited"
+    assert (
+        "Its backward is other as well, as it has to be: the gradient of layers.*.norm, the gradient of" in verdict.text
+    )
+    assert "With the baseline's layers.*.up the output output agrees (" in verdict.text
+
+
+def test_a_recomputed_forward_is_told_and_names_nobody(session: gl.Session) -> None:
+    verdict = session.verdict(train, train, args=("checkpointed",))
+    assert verdict.named == [], verdict.text
+    assert "recompute" in verdict.text

@@ -1,0 +1,89 @@
+"""Run folders: listed with what they hold, removed when they are too many, and never while a session has one open."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import graftlab as gl
+from graftlab.__main__ import main
+from graftlab.control.past_runs import find_runs, prune
+from graftlab.rows.store import RowStore
+
+DAY = 86400.0
+MIB = 1 << 20
+
+
+def a_run(where: Path, name: str, days: float, mib: int = 1) -> Path:
+    folder = where / name
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "target-0.log").write_bytes(bytes(mib * MIB))
+    RowStore(folder).close()
+    began = time.time() - days * DAY
+    (folder / "session.json").write_text(json.dumps({"started": began}))
+    os.utime(folder / "rows.jsonl", (began, began))
+    return folder
+
+
+def left(where: Path) -> list[str]:
+    return [each.folder.name for each in find_runs(where)]
+
+
+def test_the_oldest_go_first_until_the_rest_fit(tmp_path: Path) -> None:
+    for name, days in (("b", 2), ("c", 1), ("a", 3)):
+        a_run(tmp_path, name, days)
+    assert left(tmp_path) == ["a", "b", "c"]
+    assert [each.folder.name for each in prune(tmp_path, gib=2.5 * MIB / 2**30)] == ["a"]
+    assert left(tmp_path) == ["b", "c"]
+    assert [each.folder.name for each in prune(tmp_path, days=1.5)] == ["b"]
+    assert prune(tmp_path) == []
+
+
+def test_what_is_open_new_or_not_a_run_stays(tmp_path: Path) -> None:
+    a_run(tmp_path, "new", 0)
+    store = RowStore(a_run(tmp_path, "open", 3), append=True)
+    os.utime(tmp_path / "open" / "rows.jsonl", (0, 0))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(a_run(tmp_path / "elsewhere", "old", 9))
+    assert prune(tmp_path, gib=0, days=0) == []
+    assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [("open", True), ("new", False)]
+    store.close()
+    assert [each.folder.name for each in prune(tmp_path, gib=0)] == ["open"]
+    assert (tmp_path / "elsewhere" / "old" / "rows.jsonl").exists()
+
+
+def test_the_command_and_the_call_list_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path, "one", 40, mib=3)
+    frame = gl.runs(tmp_path)
+    assert frame["folder"].tolist() == [tmp_path / "one"]
+    assert 3 * MIB < frame["bytes"][0] < 4 * MIB
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3.0 MiB" in shown
+    assert str(tmp_path / "one") in shown
+    assert main(["runs", "--prune", str(tmp_path)]) == 0
+    assert "left:\n0 run folders, 0.0 MiB" in capsys.readouterr().out
+    assert gl.runs(tmp_path).empty
+
+
+@pytest.mark.parametrize("given", ["much", "nan", "-1"])
+def test_a_budget_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_RUNS_GIB", given)
+    with pytest.raises(gl.SessionError, match=f"GRAFTLAB_RUNS_GIB='{given}': give a number"):
+        prune(tmp_path)
+    assert main(["runs", "--prune", str(tmp_path)]) == 2
+    assert "GRAFTLAB_RUNS_GIB" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_launch_removes_what_is_over_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_HOME", str(tmp_path))
+    a_run(tmp_path / "runs", "old", 40)
+    with gl.launch(1, 1) as session:
+        assert left(tmp_path / "runs") == [session.folder.name]

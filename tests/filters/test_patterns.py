@@ -1,0 +1,65 @@
+"""Patterns of filters say what `re` says, and end: with an answer, or with an error that names them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graftlab as gl
+from graftlab.filters import patterns
+from graftlab.filters.check import Check, told
+from graftlab.filters.expressions import compile_filter
+from graftlab.filters.patterns import bounded
+
+# `re` takes years for these. `regex` sees through many such patterns at once, and not through these two.
+ENDLESS = [r"^(a|a?b?|aa)+c$", r"^(a|aa|aaa)+c$"]
+NAME = "a" * 60 + "!c"
+
+
+@given(st.text("ab.*+?|()[]{}^$\\d1,", max_size=12), st.text("ab1", max_size=30))
+def test_they_find_what_re_finds(pattern: str, text: str) -> None:
+    for helper in ("search", "match", "fullmatch"):
+        try:
+            expected = getattr(re.compile(pattern), helper)(text)
+        except (re.error, OverflowError):
+            continue
+        try:
+            found = bounded(pattern, helper)(text)
+        except gl.FilterError:
+            continue
+        assert (found is None) == (expected is None)
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+@pytest.mark.usefixtures("short_limit")
+def test_a_pattern_without_end_is_an_error_that_names_it(pattern: str) -> None:
+    filter_ = compile_filter(f"search({pattern!r}, name)")
+    with pytest.raises(gl.FilterError, match=r"takes more than 0\.05 s on 'aaaa") as told_:
+        filter_.matches({"name": NAME})
+    assert repr(pattern) in str(told_.value)
+    with pytest.raises(gl.FilterError, match="takes more than"):
+        compile_filter("search(tag, name)").matches({"name": NAME, "tag": pattern})
+
+
+def test_what_stops_re_for_ever_is_answered() -> None:
+    assert not compile_filter("search('(a+)+$', name)").matches({"name": "a" * 60 + "!"})
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_as_it_is_typed_too() -> None:
+    taps = [{"name": NAME}]
+    check = Check(f"search({ENDLESS[0]!r}, name)")
+    check.catch_up(taps)
+    assert check.hits == []
+    assert "takes more than 0.05 s" in told(check, taps)
+    other = Check(f"name == {ENDLESS[0]!r}")
+    other.catch_up(taps)
+    assert told(other, taps).startswith("0 of 1 seen")

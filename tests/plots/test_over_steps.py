@@ -1,0 +1,81 @@
+"""Taps over steps: what a cell shows, where neighbours share one, and which step a ring marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import graftlab as gl
+
+
+def frame(values: np.ndarray[Any, Any], **columns: Any) -> pd.DataFrame:
+    """Rows of taps ``t0``, ``t1``, ... with these values, a row of the array a step."""
+    rows = [
+        {"run": 0, "step": step, "order": step * len(line) + at, "name": f"t{at}", "status": "compared"}
+        | {"rel_l2": value, "nonfinite_differ": 0, "tags": {}, "dtype": "float32", "side": "target", "rank": 0}
+        for step, line in enumerate(values)
+        for at, value in enumerate(line)
+    ]
+    return pd.DataFrame(rows).assign(**columns)
+
+
+def cells(figure: Figure) -> Any:
+    [image] = [each for each in figure.axes[0].images if each.get_gid() == "cells"]
+    return image.get_array()
+
+
+def rings(figure: Figure) -> list[tuple[float, float]]:
+    found = [each for each in figure.axes[0].collections if each.get_gid() == "first divergent step"]
+    return [tuple(point) for each in found for point in each.get_offsets().tolist()]
+
+
+def title(figure: Figure) -> str:
+    return str(figure.axes[0].get_title(loc="left"))
+
+
+def test_a_cell_is_a_tap_in_a_step_and_a_ring_the_step_at_which_it_first_diverged() -> None:
+    values = np.array([[1e-7, 1e-7, 0.0], [1e-7, 1e-3, 1e-7], [1e-7, 1e-2, 1e-1]])
+    figure = gl.plots.over_steps(frame(values))
+    shown = cells(figure)
+    assert shown.shape == (3, 3)
+    assert shown[1, 2] == pytest.approx(1e-2)
+    assert rings(figure) == [(1, 1), (2, 2)]
+    assert title(figure) == "first divergent: t1 in step 1 (the floor 1e-05, assumed for float32)"
+    assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
+
+
+def test_a_nan_is_not_blank_and_not_exact_and_what_was_not_measured_is_blank() -> None:
+    rows = frame(np.array([[1e-7, 0.0, 0.0]]))
+    rows.loc[1, "nonfinite_differ"] = 4
+    rows.loc[2, ["status", "rel_l2"]] = ["missing", None]
+    figure = gl.plots.over_steps(rows)
+    assert cells(figure).mask.ravel().tolist() == [False, True, True]
+    [red] = [each for each in figure.axes[0].images if each.get_gid() == "not finite"]
+    assert (red.get_array()[:, 0, 3] > 0).tolist() == [False, True, False]
+    assert rings(figure) == [(0, 1)]
+
+
+def test_what_was_grafted_has_no_ring() -> None:
+    rows = frame(np.array([[0.5, 0.5]]))
+    rows.loc[0, "status"] = "grafted"
+    assert rings(gl.plots.over_steps(rows)) == [(0, 1)]
+
+
+def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
+    values = np.full((500, 300), 1e-7)
+    values[321, 123] = 0.5
+    figure = gl.plots.over_steps(frame(values))
+    shown = cells(figure)
+    assert shown.shape == (150, 167)
+    assert shown[123 // 2, 321 // 3] == pytest.approx(0.5)
+    assert rings(figure) == [(321 // 3, 123 // 2)]
+    assert title(figure).startswith("first divergent: t123 in step 321")
+
+
+def test_an_empty_frame_says_so() -> None:
+    [ax] = gl.plots.over_steps(pd.DataFrame()).axes
+    assert "no rows to show" in ax.texts[0].get_text()

@@ -1,0 +1,91 @@
+"""Torch functions inside a model are tapped, so that implementations of other modules share taps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+
+import graftlab as gl
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+def attention(fault: float = 1.0, raises: bool = False) -> Any:
+    """One module on the baseline, two on the target."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    class Whole(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if raises:
+                raise RuntimeError("in the forward")
+            for _ in range(2):
+                x = attend(x, x * fault, value=x)
+            return x.softmax(-1)
+
+    class Inner(Whole):
+        pass
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = Whole() if gl.here().side == "baseline" else Outer()
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
+    named = ("scaled_dot_product_attention", "softmax")
+    with gl.watch(model, include="name == 'nothing'", functions=named):
+        try:
+            out = model(x).sum().item()
+        except RuntimeError:
+            out = None
+        # Outside of the model the functions show nothing.
+        attend(x, x, x)
+    attend(x, x, x)
+    return out
+
+
+@pytest.mark.ranks
+def test_inputs_and_outputs_of_a_function_pair_whatever_the_modules(session: gl.Session) -> None:
+    frame = session.run(attention, attention).frame
+    names = [f"scaled_dot_product_attention.{each}" for each in ("in[0]", "in[1]", "in.value", "out")]
+    assert frame["name"].tolist() == [*names, *names, "softmax.in[0]", "softmax.out"]
+    assert frame["occurrence"].tolist() == [0] * 4 + [1] * 4 + [0] * 2
+    assert set(frame["status"]) == {"compared"}
+    assert frame["rel_l2"].max() == 0
+
+
+@pytest.mark.ranks
+def test_what_is_grafted_into_a_call_is_what_the_function_gets(session: gl.Session) -> None:
+    session.edit(b2t="name == 'scaled_dot_product_attention.in[1]'")
+    run = session.run(attention, lambda: attention(2.0))
+    assert run.baseline == run.target
+    assert run.frame.loc[run.frame["status"] == "grafted", "rel_l2"].tolist()[0] == pytest.approx(1.0)
+
+
+@pytest.mark.ranks
+def test_a_forward_that_raises_leaves_nothing_tapped(session: gl.Session) -> None:
+    assert len(session.run(lambda: attention(raises=True), lambda: attention(raises=True)).frame) == 0
+
+
+def test_functions_that_torch_has_not_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="torch has no function 'scaled_product'"):
+        gl.watch(model, functions=["scaled_product"])
+    with pytest.raises(TypeError, match="sequence of names"):
+        gl.watch(model, functions="softmax")

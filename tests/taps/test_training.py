@@ -1,0 +1,249 @@
+"""Weights, their gradients and the optimizer's state as taps: the same names and numbers however a step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+from torch import nn
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+@pytest.fixture(scope="module")
+def one_and_two() -> Iterator[gl.Session]:
+    with gl.launch(1, 2) as session:
+        yield session
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        out = self.last(hidden) + self.table
+        return out if mask is None else out * mask
+
+
+def made(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch(size: int = 8) -> torch.Tensor:
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
+
+
+def is_target() -> bool:
+    me = gl.here()
+    assert me is not None
+    return me.side == "target"
+
+
+def kinds(frame: Any) -> list[tuple[str, str]]:
+    return list(zip(frame["name"], frame["kind"], strict=True))
+
+
+# ---- weights and inputs ---------------------------------------------------------------------------------------------
+
+
+def called(times: int, scale: float = 1.0) -> None:
+    model = made()
+    if is_target():
+        model.first.weight.data *= scale
+    with gl.watch(model, include="type == 'Net' or name == 'first.weight'", params=True, inputs=True):
+        for _ in range(times):
+            model(batch(), mask=torch.ones(4))
+
+
+def test_weights_buffers_and_inputs_are_taps_before_the_values(session: gl.Session) -> None:
+    frame = session.run(called, called, args=(1,)).frame
+    assert [(name, kind if isinstance(kind, str) else "value") for name, kind in kinds(frame)] == [
+        ("first.weight", "param"),
+        ("table", "param"),
+        ("input.x", "input"),
+        ("input.mask", "input"),
+        ("output", "value"),
+    ]
+    assert set(frame["status"]) == {"compared"}
+
+
+def test_weights_are_shown_once_a_step(session: gl.Session) -> None:
+    names = list(session.run(called, called, args=(3,)).frame["name"])
+    assert names.count("first.weight") == 1
+    assert names.count("input.x") == 3
+
+
+def replaced(scale: float) -> list[float]:
+    seen = []
+
+    class Echo(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(float(x.sum()))
+            return x
+
+    given = torch.full((4,), scale if is_target() else 1.0)
+    echo = Echo()
+    with gl.watch(echo, inputs=True, exclude="True"):
+        echo(given)
+    return [*seen, float(given.sum())]
+
+
+def test_a_grafted_input_is_replaced_and_the_callers_tensor_left_alone(session: gl.Session) -> None:
+    session.edit(b2t="kind == 'input'")
+    assert session.run(replaced, replaced, args=(3.0,)).target == [[4.0, 12.0]]
+
+
+def wrapped() -> list[str]:
+    model: Any = torch.compile(made(), backend="eager") if is_target() else made()
+    with gl.watch(model, params=True, inputs=True, include="name in ('norm.weight', 'norm')"):
+        model(batch())
+    return gl.watch(model, params=True, include="name in ('norm.weight', 'norm')").names
+
+
+def test_a_compiled_model_has_the_same_names(session: gl.Session) -> None:
+    run = session.run(wrapped, wrapped)
+    assert run.baseline == run.target == [["norm.weight", "norm"]]
+    compared = run.frame[run.frame["status"] == "compared"]
+    assert [n for n in compared["name"] if n != "norm"] == ["norm.weight", "input.x"]
+
+
+# ---- a step of training ---------------------------------------------------------------------------------------------
+
+
+def trained(ours: dict[str, Any], theirs: dict[str, Any], kind: str = "AdamW", parts: int = 1) -> None:
+    """A step; on the target with other options, the batch in so many parts."""
+    options, parts = (theirs, parts) if is_target() else (ours, 1)
+    model = made()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    with gl.watch_training(model, optimizer):
+        for part in batch().chunk(parts):
+            (model(part).square().mean() / parts).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": False}])
+def test_however_a_step_is_made_its_taps_are_the_same(session: gl.Session, options: dict[str, Any]) -> None:
+    frame = session.run(trained, trained, args=({"foreach": False}, options)).frame
+    assert set(frame["status"]) == {"compared"}
+    assert frame["rel_l2"].max() < 1e-5
+    of_weight = frame[frame["name"].str.startswith("first.weight")]
+    assert kinds(of_weight) == [
+        ("first.weight", "param_grad"),
+        *((f"first.weight.{state}", "optimizer") for state in ("step", "exp_avg", "exp_avg_sq")),
+        ("first.weight", "param"),
+    ]
+    settings = frame[frame["name"].str.startswith("optimizer.")]
+    assert {"optimizer.lr", "optimizer.weight_decay", "optimizer.betas[0]", "optimizer.eps"} <= set(settings["name"])
+    assert set(settings["shape"].map(tuple)) == {(6,)}
+
+
+def test_gradients_are_shown_as_they_were_accumulated(session: gl.Session) -> None:
+    frame = session.run(trained, trained, args=({}, {}, "SGD", 4)).frame
+    gradients = frame[frame["kind"] == "param_grad"]
+    assert len(gradients) == 6
+    assert gradients["rel_l2"].max() < 1e-5
+
+
+def scaled(fused: bool, grafted: float = 0.0) -> float:
+    model = made()
+    # The first step of Adam is the same for a gradient and its double.
+    kind = torch.optim.SGD if grafted else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_target())
+    with gl.watch_training(model, optimizer):
+        scaler.scale(model(batch()).square().mean() * (2 if is_target() and grafted else 1)).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    return float(model.first.weight.sum())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_shown_without_a_scalers_factor(session: gl.Session, fused: bool) -> None:
+    frame = session.run(scaled, scaled, args=(fused,)).frame
+    assert frame.loc[frame["kind"] == "param_grad", "rel_l2"].max() < 1e-5
+    assert frame["rel_l2"].max() < 1e-4
+
+
+def test_a_grafted_gradient_counts_under_a_scaler(session: gl.Session) -> None:
+    session.edit(b2t="kind == 'param_grad'", compare=None)
+    run = session.run(scaled, scaled, args=(True, 1.0))
+    assert run.frame["rel_l2"].min() > 0.9
+    assert run.baseline[0] == pytest.approx(run.target[0], rel=1e-5)
+
+
+def distributed(how: str) -> None:
+    import torch.distributed as dist
+
+    model: Any = made()
+    rows = batch()
+    if is_target():
+        me = gl.here()
+        assert me is not None
+        if how == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for part in (model.first, model.last, model):
+                fully_shard(part, mesh=mesh)
+        rows = rows.chunk(2)[me.rank]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=how == "fsdp2")
+    values = "name in ('output', 'first', 'norm', 'last')"
+    with gl.watch(model, params=True, exclude=values), gl.watch_training(model, optimizer):
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two: gl.Session, how: str) -> None:
+    frame = reset(one_and_two).run(distributed, distributed, args=(how,)).frame
+    assert set(frame["status"]) == {"compared"}, frame[frame["status"] != "compared"][["name", "kind", "error"]]
+    assert frame["rel_l2"].max() < 1e-4
+    assert {"param", "param_grad", "optimizer"} <= set(frame["kind"])
+    sliced = frame[(frame["name"] == "first.weight") & (frame["kind"] == "param_grad")]
+    assert set(sliced["aligned_by"].fillna("")) == ({""} if how == "ddp" else {"slice dim=0"})
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the optimizer's 6 tensors is a weight of the model"):
+        gl.watch_training(made(), torch.optim.SGD(made().parameters()))
+
+
+def test_tensors_of_another_model_are_told() -> None:
+    model = made()
+    optimizer = torch.optim.SGD([*model.parameters(), torch.ones(2, requires_grad=True)])
+    with pytest.warns(gl.GraftWarning, match="1 of the optimizer's 7 tensors are no weights of this model"):
+        gl.watch_training(model, optimizer)
+
+
+@pytest.mark.parametrize("given", [(None, None), (made(), None)])
+def test_what_cannot_be_watched_is_refused(given: tuple[Any, Any]) -> None:
+    with pytest.raises(TypeError, match=r"gl.watch_training taps a torch"):
+        gl.watch_training(*given)

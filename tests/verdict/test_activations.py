@@ -1,0 +1,54 @@
+"""Activation variants: told where both sides are known functions of the taps before, and only there."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graftlab.verdict.activations import ACTIVATIONS, activation_hint
+
+gate, up, other = (torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+TAPS = {"gate": gate, "up": up, "norm": torch.randn(4, 6, 3)}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.permutations(["silu", "gelu", "relu", "tanh", "elu"], 2)))
+def test_a_variant_is_told_with_the_tap_that_it_is_of(ours: str, theirs: str) -> None:
+    hint = activation_hint(ACTIVATIONS[ours](gate), ACTIVATIONS[theirs](gate), TAPS)
+    assert hint is not None
+    assert hint.text == f"the target computes {theirs} of gate, the baseline {ours} of gate"
+
+
+def test_variants_of_gelu_are_told_apart() -> None:
+    hint = activation_hint(F.gelu(gate), F.gelu(gate, approximate="tanh"), TAPS)
+    assert hint is not None
+    assert hint.text == "the target computes gelu (tanh approximation) of gate, the baseline gelu of gate"
+
+
+def test_gate_and_up_that_are_swapped_are_told() -> None:
+    hint = activation_hint(F.silu(gate) * up, F.silu(up) * gate, TAPS)
+    assert hint is not None
+    assert hint.text == "the target computes silu of up, times gate, the baseline silu of gate, times up"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (F.silu(gate) * 1.5, F.gelu(gate)),  # the baseline's is none that is known
+        (F.silu(gate), F.gelu(gate) * 1.5),
+        (F.silu(gate), F.silu(gate)),
+        (F.silu(other), F.gelu(other)),  # of a tensor that no tap shows
+        (torch.arange(4), torch.arange(4) + 1),
+        (torch.zeros(4, 6, 8), F.gelu(gate)),
+    ],
+)
+def test_what_is_not_known_is_not_told(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert activation_hint(ours, theirs, TAPS) is None
+
+
+def test_a_target_in_bfloat16_is_told_too() -> None:
+    hint = activation_hint(F.silu(gate), F.relu(gate.bfloat16()), TAPS)
+    assert hint is not None
+    assert "relu of gate" in hint.text

@@ -1,0 +1,50 @@
+"""What stays of a widget in a saved notebook: the newest state, made when something has ended, and not more often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.pages import Browser
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.widgets import panel, snapshot
+
+pytestmark = pytest.mark.ranks
+
+
+def model(off: float) -> None:
+    gl.tap("h", torch.ones(4) + off)
+
+
+def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[tuple[dict[str, str], dict[str, Any]]] = []
+    monkeypatch.setattr(snapshot, "publish_display_data", lambda data, **more: published.append((data, more)))
+    monkeypatch.setattr(panel, "_SNAPSHOT_INTERVAL", 0.0)
+    monkeypatch.setattr(panel, "_SNAPSHOT_SHARE", 1e9)
+    with gl.launch(1, 1) as session:
+        board = session.dashboard()
+        assert published == [], "nothing is shown yet"
+        board._ipython_display_()
+        assert "application/vnd.jupyter.widget-view+json" in published[0][0]
+        (_, options), name = published[1], published[1][1]["transient"]
+        assert not options["update"]
+        session.run(lambda: model(0.0), lambda: model(1.0))
+
+        def newest() -> str:
+            board.refresh()
+            return published[-1][0].get("text/html", "")
+
+        wait_until(lambda: "first divergent: h on target[0]" in newest(), "the conclusion")
+        assert "data:image/png;base64" in newest()
+        assert "Filters of plan 0" in newest()
+        wait_until(lambda: not board.busy, "the end of the drawing")
+        count = len(published)
+        for _ in range(5):
+            board.refresh()
+        assert len(published) == count, "nothing has ended since"
+        assert all(more["transient"] == name and more["update"] for _, more in published[2:])
+    wait_until(lambda: "closed" in published[-1][0].get("text/html", ""), "the closed session")
+    board.close()
