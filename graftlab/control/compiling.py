@@ -62,7 +62,7 @@ class CompiledComparison:
             return apart
         return (
             f"{apart} They part only without the tap {self.fused!r} in the graph: the compiler fuses across it, and "
-            f"what it makes of that is wrong, which no row can show. gl.compile_taps chooses which taps are in the graph."
+            f"what it makes of that is wrong, which no row can show. gl.compile_taps chooses the taps of a graph."
         )
 
     def __repr__(self) -> str:
