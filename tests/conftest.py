@@ -70,14 +70,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _running.pop()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup``, tests that start processes run one after the other, beside all others."""
-    for item in items:
-        if any(item.get_closest_marker(name) for name in MAY_START_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 def pytest_configure() -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
     start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
