@@ -42,7 +42,8 @@ class ForwardBatch:
     this batch (None in decode: one each). A request's earlier tokens, ``seq_lens - extend_lens``, are in the cache
     already.
 
-    ``mrope_positions`` ``[3, T]`` and ``encoder_lens`` ``[B]`` are for models that have such; the engine's have not.
+    ``mrope_positions`` ``[3, T]`` and ``encoder_lens`` ``[B]`` are there for the models that read
+    them: `MultimodalTransformer` and `CrossAttentionTransformer`.
     ``rids_int`` and ``bootstrap_room_ids_int`` ``[B]`` are there where the engine was asked for them, ``request_ids``
     always.
     """

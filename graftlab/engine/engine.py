@@ -10,12 +10,13 @@ from typing import Any
 from graftlab.engine.assembly import assemble
 from graftlab.engine.batch import ForwardBatch
 from graftlab.engine.kv_cache import KVCache
+from graftlab.engine.model_inputs import with_model_inputs
 from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
 from graftlab.engine.sampling import sample
 from graftlab.engine.scheduler import LiveRequest, Scheduler
 from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
-from graftlab.models import Transformer
+from graftlab.models import CrossAttentionTransformer, Transformer
 from graftlab.models.transformer import Attention
 from graftlab.requests.served import Finished, FinishReason, Request, Response
 
@@ -87,6 +88,7 @@ class Engine:
             max_tokens=max_tokens,
             dtype=model.embedding.weight.dtype,
             device=self.device,
+            encoder_states=isinstance(model, CrossAttentionTransformer),
         )
         self.runner = runner(model, self.cache)
         self._scheduler = Scheduler(self.cache, max_prefill_tokens)
@@ -144,6 +146,7 @@ class Engine:
         for span in work.spans:
             span.live.started = span.live.started or time.monotonic()
         batch = assemble(work, self.model.config.vocab_size, self.device, self.request_ids)
+        batch = with_model_inputs(batch, work, self.model, self.cache)
         assert batch.sampling_info is not None
         tokens = sample(self.runner.forward(batch), batch.sampling_info).tolist()
         if self.on_step is not None:

@@ -52,6 +52,9 @@ class KVCache:
 
     ``table[row, place]`` ``[max_requests, max_context]`` is the slot of a request's token at that place; past the
     request's last token, it says nothing. Slot 0 is :data:`PADDING_SLOT`, as are all places never used.
+
+    With ``encoder_states``, ``encoder_keys`` and ``encoder_values`` ``[layers, max_requests, max_context, kv_heads,
+    head_dim]`` hold those of each request's encoder, by the request's row of the table; else they are None.
     """
 
     def __init__(
@@ -65,10 +68,17 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        encoder_states: bool = False,
     ) -> None:
         shape = (layers, 1 + max_tokens, kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.encoder_keys: Tensor | None = None
+        self.encoder_values: Tensor | None = None
+        if encoder_states:
+            encoder_shape = (layers, max_requests, max_context, kv_heads, head_dim)
+            self.encoder_keys = torch.zeros(encoder_shape, dtype=dtype, device=device)
+            self.encoder_values = torch.zeros(encoder_shape, dtype=dtype, device=device)
         self.table = torch.full((max_requests, max_context), PADDING_SLOT, dtype=torch.int64, device=device)
         self.max_requests, self.max_context, self.max_tokens = max_requests, max_context, max_tokens
         self._rows = SlotAllocator(max_requests)
@@ -108,3 +118,10 @@ class KVCache:
         """Put the keys and values ``[T, kv_heads, head_dim]`` of T tokens into their slots ``[T]``."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
+
+    def write_encoder(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Put the keys and values ``[layers, S, kv_heads, head_dim]`` of a request's S encoder states into its row."""
+        assert self.encoder_keys is not None, "made with encoder_states"
+        assert self.encoder_values is not None, "made with encoder_states"
+        self.encoder_keys[:, row, : keys.shape[1]] = keys
+        self.encoder_values[:, row, : values.shape[1]] = values

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -238,6 +239,9 @@ class Transformer(nn.Module):
     ``mlp_out``, ``mlp_residual``; then ``final_norm`` and ``logits``.
     """
 
+    # What positions have in front of the shape of the tokens.
+    _position_rows: ClassVar[tuple[int, ...]] = ()
+
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -275,23 +279,30 @@ class Transformer(nn.Module):
 
         Raises `ValueError` for wrong shapes and for more tokens than max_positions.
         """
+        x, cos, sin = self._begin(input_ids, positions)
+        for layer, block in enumerate(self.blocks):
+            with tags(layer=layer):
+                x = block(x, layer, cos, sin, attend or self._attend)
+        return self._end(x)
+
+    def _begin(self, input_ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The embedded tokens, and the angles of their positions."""
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be [batch, tokens], got shape {list(input_ids.shape)}")
         if input_ids.shape[1] > self.config.max_positions:
             raise ValueError(
                 f"input_ids has {input_ids.shape[1]} tokens a row, more than max_positions={self.config.max_positions}"
             )
+        shape = (*self._position_rows, *input_ids.shape)
         if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        elif positions.shape != input_ids.shape:
-            raise ValueError(
-                f"positions must have input_ids' shape {list(input_ids.shape)}, got {list(positions.shape)}"
-            )
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(shape)
+        elif positions.shape != shape:
+            whose = "input_ids' shape" if not self._position_rows else "three rows of input_ids' shape,"
+            raise ValueError(f"positions must have {whose} {list(shape)}, got {list(positions.shape)}")
         x = tap("embed", self.embedding(input_ids))
-        cos, sin = self._angles(positions, _at_least_float32(x.dtype))
-        for layer, block in enumerate(self.blocks):
-            with tags(layer=layer):
-                x = block(x, layer, cos, sin, attend or self._attend)
+        return x, *self._angles(positions, _at_least_float32(x.dtype))
+
+    def _end(self, x: Tensor) -> Tensor:
         x = tap("final_norm", self.final_norm(x))
         logits: Tensor = tap("logits", self.lm_head(x))
         return logits

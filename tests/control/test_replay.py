@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.control.replay import Replay
+from graftlab.control.replay import Replay, _with_skipped
 from graftlab.errors import DumpError, RequestError
 
 pytestmark = pytest.mark.ranks
@@ -109,6 +109,15 @@ def test_one_row_a_request_the_worst_first(session: gl.Session, tmp_path: Path) 
         "also fine": False,
     }
     assert table["target_as_recorded"].to_dict() == {"visible": False, "hidden": True, "fine": True, "also fine": False}
+
+
+def test_other_tokens_are_worse_than_any_difference_of_numbers() -> None:
+    def line(rid: str, index: int, same: bool | None, difference: float) -> dict[str, Any]:
+        found = {"same_tokens": same, "first_divergent": "h", "final_difference": difference}
+        return {"rid": rid, "index": index, "status": "replayed", **found}
+
+    lines = [line("far", 0, True, 0.9), line("other", 1, False, 0.1), line("unknown", 2, None, 0.5)]
+    assert _with_skipped(lines, [])["rid"].tolist() == ["other", "far", "unknown"]
 
 
 def test_rows_carry_the_request_id_and_a_step_is_a_batch(session: gl.Session, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both, told
+from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both, told, unknown_tags
+from graftlab.filters.expressions import compile_filter
 
 
 def tap(name: str, **tags: object) -> dict[str, object]:
@@ -69,3 +70,9 @@ def test_taps_that_both_directions_match_are_found() -> None:
 @pytest.mark.parametrize("place", ["step == 0", "side == 'baseline'", "rank < 1"])
 def test_where_and_when_a_tap_was_first_seen_proves_no_overlap(place: str) -> None:
     assert both(f"layer == 0 and {place}", "layer == 0") == []
+
+
+def test_of_many_tags_that_nobody_has_the_first_few_are_named() -> None:
+    filter_ = compile_filter("a == b == c == d == e == f")
+    assert filter_ is not None
+    assert unknown_tags(filter_, {"name"}) == {"a": None, "b": None, "c": None}

@@ -86,8 +86,9 @@ def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout") == (
         "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0)"
     )
-    typed(bare, "%graft up --replace")
+    typed(bare, "%graft up --replace --start-method spawn")
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
+    assert value(bare, "mine.options.start_method, session.options.start_method") == "('forkserver', 'spawn')"
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -244,3 +245,10 @@ def test_data_parallel_sides_are_paired_across_ranks() -> None:
         row = session.run(shuffled_batch, shuffled_batch, args=(batches, 10.0)).frame.iloc[0]
         assert (row["status"], row["rows_matched"], row["rows_unmatched"]) == ("missing", 0, 1)
         assert "have none of the rows" in row["error"]
+
+
+def test_an_input_that_names_no_senders_has_them_in_order() -> None:
+    first, second = (torch.ones(1, 2), ids(1)), (torch.full((1, 2), 2.0), ids(2))
+    given = replace(the_input([first, second], torch.zeros(2, 2), ids(2, 1)), senders=[])
+    outcome = run_transform(align_by_request, given)
+    assert outcome.value[:, 0].tolist() == [2.0, 1.0]

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kit.tensors import COPYABLE, PLAIN_LAYOUTS, bits, layouts, random_bits
 import graftlab as gl
 from graftlab.errors import GraftError, TransformError
 from graftlab.transforms import GraftTransformInput, Outcome, TransformSpec, run_transform, user_traceback
+from graftlab.transforms.running import _fitted
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -688,3 +689,17 @@ def test_a_transform_takes_its_filter_along() -> None:
         TransformSpec.of((" ", "torch.clone"))
     with pytest.raises(gl.TransformError, match="blank"):
         TransformSpec.draft(("", "torch.clone"))
+
+
+# ---- what came of it ------------------------------------------------------------------------------------------------
+
+
+def test_an_outcome_is_a_value() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Outcome(torch.ones(2)).value = torch.zeros(2)  # type: ignore[misc]
+
+
+def test_what_came_through_host_memory_is_moved_to_the_targets_device_without_a_word() -> None:
+    fitted = _fitted(Outcome(torch.ones(2)), torch.empty(2, device="meta"))
+    assert fitted.value.device.type == "meta"
+    assert fitted.cast is None

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,28 @@ def test_a_widget_may_remove_itself_while_it_is_refreshed(refresher: Refresher) 
     refresher.add(stays)
     ticks_on(stays)
     assert leaving.refreshed == 1
+
+
+def test_a_tick_that_takes_long_is_followed_by_a_pause_as_long(
+    session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refresher, now, pauses = Refresher(session, interval=2.0), 0.0, []
+
+    class Slow(FakeWidget):
+        def refresh(self) -> None:
+            nonlocal now
+            super().refresh()
+            now += [7.0, 1.0, 3.0][self.refreshed - 1]
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return len(pauses) > 3
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    refresher._widgets.append(Slow())
+    refresher._keep_refreshing(Stop())
+    assert pauses == [2.0, 7.0, 2.0, 3.0]
 
 
 def test_a_session_has_one_refresher_which_does_not_keep_it_alive() -> None:

@@ -374,6 +374,32 @@ def test_an_error_shows_its_message_and_marks_its_line(
 
 
 @pytest.mark.ranks
+def test_the_error_of_an_older_draft_is_not_marked_in_newer_text(
+    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, tried, typed = show(session), threading.Event(), threading.Event()
+    trying = session.try_transform
+
+    def try_transform(spec: Any, **given: Any) -> Any:
+        trial = trying(spec, **given)
+        tried.set()
+        assert typed.wait(60)
+        return trial
+
+    monkeypatch.setattr(session, "try_transform", try_transform)
+    screen.type(source("return 1 / 0"))
+    screen.click("try")
+    screen.browser.kernel_works()
+    assert tried.wait(60)
+    screen.type(DOUBLES)
+    screen.browser.kernel_works()
+    typed.set()
+    screen.settle()
+    assert "ZeroDivisionError" in screen.result
+    assert (screen.page.error, screen.editor.editor.error_line) == ("", None)
+
+
+@pytest.mark.ranks
 def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(session: gl.Session, show: Show) -> None:
     screen = show(session, limit=0.3)
     pids = [rank.pid for rank in session.ranks]

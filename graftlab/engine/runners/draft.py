@@ -25,7 +25,7 @@ from graftlab.engine.runners.prefill import with_extend_lens
 from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs.builders import build_decode_registry
-from graftlab.models import Transformer
+from graftlab.models import CrossAttentionTransformer, MultimodalTransformer, Transformer
 from graftlab.taps.calls import tags
 
 T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
@@ -57,7 +57,8 @@ class DraftGraphRunner(GraphRunner):
     are those of the requests that needed one; None where all had been guessed. Taps of the draft have the tag
     ``model="draft"``; those of the model show all tokens that are verified, so they compare with another such runner's.
 
-    Raises :class:`GraphError` for another vocabulary, and for less than one token ahead.
+    Raises :class:`GraphError` for another vocabulary, and for less than one token ahead; also for a draft
+    that reads what batches of the model do not have for it: encoder states, or multimodal positions.
     """
 
     attention: VerifyAttention
@@ -75,6 +76,15 @@ class DraftGraphRunner(GraphRunner):
             raise GraphError(
                 f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model one of "
                 f"{model.config.vocab_size}; a guess would be another token to each"
+            )
+        if isinstance(draft, CrossAttentionTransformer):
+            raise GraphError(
+                "the draft has cross-attention, and nobody writes encoder states into its cache; take a draft without, "
+                "or a DecodeGraphRunner"
+            )
+        if isinstance(draft, MultimodalTransformer) and not isinstance(model, MultimodalTransformer):
+            raise GraphError(
+                "the draft has multimodal rotary positions, and batches of this model carry none; take a draft without"
             )
         if ahead < 1:
             raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
@@ -145,6 +155,7 @@ class DraftGraphRunner(GraphRunner):
                 positions=batch.positions + step,
                 out_cache_loc=cache.table[batch.req_pool_indices, seq_lens - 1],
                 seq_lens=seq_lens,
+                mrope_positions=None if batch.mrope_positions is None else batch.mrope_positions + step,
                 seq_lens_cpu=(batch.seq_lens_cpu + step).clamp(max=cache.max_context),
             )
             with tags(model="draft"):
@@ -155,10 +166,13 @@ class DraftGraphRunner(GraphRunner):
         count, depth = tokens.shape
         out_cache_loc = torch.full_like(tokens, PADDING_SLOT)
         out_cache_loc[:, 0] = batch.out_cache_loc
+        steps, three = torch.arange(depth, device=tokens.device), batch.mrope_positions
         return dataclasses.replace(
             batch,
             input_ids=tokens.flatten(),
-            positions=(batch.positions[:, None] + torch.arange(depth, device=tokens.device)).flatten(),
+            positions=(batch.positions[:, None] + steps).flatten(),
+            # Output is text: each of the three positions goes on by one.
+            mrope_positions=None if three is None else (three[..., None] + steps).flatten(1),
             out_cache_loc=out_cache_loc.flatten(),
             seq_lens=batch.seq_lens + depth - 1,
             seq_lens_cpu=batch.seq_lens_cpu + depth - 1,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from graftlab.engine.attention import AttentionBackend, CacheAttention
 from graftlab.engine.batch import ForwardBatch
+from graftlab.engine.encoder import encoder_attention
 from graftlab.engine.kv_cache import KVCache
+from graftlab.engine.model_inputs import call_model, positions_of
 from graftlab.models import Transformer
 from graftlab.taps.calls import tags
 from graftlab.taps.extras import carrying
@@ -40,6 +42,7 @@ class EagerRunner:
     def __init__(self, model: Transformer, cache: KVCache, attention: AttentionBackend | None = None) -> None:
         self.model = model
         self.attention = attention or CacheAttention(cache, model.config.sliding_window)
+        self.encoder = encoder_attention(model, cache)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.forward_tokens(batch)[batch.last_tokens()]
@@ -51,7 +54,10 @@ class EagerRunner:
     def forward_tokens(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[T, V]`` after every token of the batch."""
         self.attention.prepare_metadata(batch)
+        if self.encoder is not None:
+            self.encoder.prepare_metadata(batch)
+        input_ids, positions = batch.input_ids[:, None], positions_of(self.model, batch)
         with tags(phase=batch.mode), carrying(batch.extras):
             # Rows, not one row of T: a model limits the length of a row, and a batch may be longer than any context.
-            logits: Tensor = self.model(batch.input_ids[:, None], batch.positions[:, None], self.attention.attend)
+            logits = call_model(self.model, input_ids, positions, self.attention.attend, self.encoder)
         return logits.squeeze(1)

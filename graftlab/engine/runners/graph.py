@@ -13,7 +13,9 @@ from torch import Tensor
 
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.batch import ForwardBatch, Mode
+from graftlab.engine.encoder import encoder_attention
 from graftlab.engine.kv_cache import KVCache
+from graftlab.engine.model_inputs import call_model, positions_of
 from graftlab.engine.runners.eager import EagerRunner, Runner
 from graftlab.errors import GraphError
 from graftlab.grafting.active import grafter
@@ -52,6 +54,7 @@ class GraphRunner:
         self, model: Transformer, cache: KVCache, registry: CudaGraphBufferRegistry, attention: AttentionBackend
     ) -> None:
         self.model, self.cache, self.registry, self.attention = model, cache, registry, attention
+        self.encoder = encoder_attention(model, cache, registry.max_num_tokens)
         self.captures = self.replays = 0
         self.eager = False
         self._hooks = latest_change()
@@ -101,7 +104,7 @@ class GraphRunner:
         view = self.registry.extract_buffer(forward_batch_template=batch, **padded)
         function = self._function_for(view, **padded)
         # Before every replay: what the layers share is this batch's, and that of the capture is another's by now.
-        prepare = partial(self.attention.prepare_metadata, view)
+        prepare = partial(self._prepare_metadata, view)
         sizes = FillContext(batch.batch_size, padded_bs, batch.num_tokens, padded_num_tokens)
         (logits, *row_ids), replays = function.replay(prepare, sizes)
         self.replays += replays
@@ -125,7 +128,7 @@ class GraphRunner:
                 return function
         padded = FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens)
         function = CapturedFunction(padded, self._wanted, self._capturer)
-        self.attention.prepare_metadata(view)
+        self._prepare_metadata(view)
         function.capture(self._forward_of(view, function.on_host))
         self.captures += 1
         # What was captured with fewer taps, and otherwise alike, will never be asked for again.
@@ -133,6 +136,11 @@ class GraphRunner:
         self._captured[key] = kept = [function, *others][:_MOST_VARIANTS]
         self._drop([other for other in variants if other not in kept])
         return function
+
+    def _prepare_metadata(self, view: ForwardBatch) -> None:
+        self.attention.prepare_metadata(view)
+        if self.encoder is not None:
+            self.encoder.prepare_metadata(view)
 
     def _drop(self, functions: Sequence[CapturedFunction]) -> None:
         for function in functions:
@@ -145,7 +153,7 @@ class GraphRunner:
 
     def _forward_of(self, view: ForwardBatch, on_host: OnHost) -> Callable[[], tuple[Tensor, ...]]:
         """What is captured. It has the static buffers, and nothing else of the batch of which `view` is made."""
-        mode, input_ids, positions = view.mode, view.input_ids[:, None], view.positions[:, None]
+        mode, input_ids, positions = view.mode, view.input_ids[:, None], positions_of(self.model, view)
         identities, extras, attend = _identities(view), view.extras, self._attend(on_host)
 
         def forward() -> tuple[Tensor, ...]:
@@ -157,8 +165,7 @@ class GraphRunner:
 
     def _call_model(self, mode: Mode, input_ids: Tensor, positions: Tensor, attend: Attend, on_host: OnHost) -> Tensor:
         with tags(phase=mode):
-            logits: Tensor = self.model(input_ids, positions, attend)
-        return logits
+            return call_model(self.model, input_ids, positions, attend, self.encoder)
 
     def _variant(self) -> Hashable:
         """What else a graph is captured for."""

@@ -1,0 +1,66 @@
+"""Layouts in the default transform: what senders and receivers say of their parts, and what is said where that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts.on_ranks import RankLayout, rank_layout
+from graftlab.transforms import GraftTransformInput
+from graftlab.transforms.by_layout import _by_layout
+from graftlab.transforms.suggest import suggested
+
+
+def made(received: list[Tensor], target: Tensor, **more: Any) -> Tensor:
+    nothing = [None] * len(received)
+    count = {"senders": list(range(len(received))), "send_world_size": len(received)}
+    return _by_layout(GraftTransformInput({"name": "x"}, received, nothing, target, **{**count, **more})).value
+
+
+def test_a_pair_is_between_ranks_of_one_number_only_where_both_sides_have_as_many() -> None:
+    pair = parse_layout("a b -> b a")
+    parts = [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 9]
+    ours = made(parts, torch.zeros(3, 2), pair=pair, recv_rank=1, recv_world_size=2)
+    assert torch.equal(ours, parts[1].T)
+    # One receiver of two senders that differ: neither of them is its counterpart.
+    with pytest.raises(LayoutError, match="2 senders hold different tensors"):
+        made(parts, torch.zeros(3, 2), pair=pair)
+
+
+def test_a_sender_that_is_silent_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"only \[1\] of 2 senders sent something"):
+        made([torch.ones(2)], torch.ones(2), senders=[1], send_world_size=2, pair=Layout())
+
+
+def test_names_of_one_side_alone_say_nothing_of_the_other() -> None:
+    named = rank_layout(torch.ones(2, 3), "s d", 1)
+    assert named is not None
+    assert named.names == "s d"
+    value = torch.arange(6.0).view(2, 3)
+    for mine in (None, RankLayout(Layout())):
+        assert torch.equal(made([value], torch.zeros(2, 3), received_layouts=[named], layout=mine), value)
+    # Named on both sides, the names tell what is between them.
+    transposed = rank_layout(torch.ones(3, 2), "d s", 1)
+    assert torch.equal(made([value], torch.zeros(3, 2), received_layouts=[named], layout=transposed), value.T)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arranged", "said"),
+    [
+        ((2, 3, 4), lambda x: x.reshape(6, 4), "a b c -> (a b) c"),
+        ((2, 3, 4), lambda x: x.reshape(2, 12), "a b c -> a (b c)"),
+        ((2, 3, 4), lambda x: x.permute(2, 0, 1), "a b c -> c a b"),
+    ],
+)
+def test_where_shapes_do_not_fit_the_layout_that_the_values_fit_in_is_suggested(
+    shape: tuple[int, ...], arranged: Any, said: str
+) -> None:
+    value = torch.arange(24.0).view(shape)
+    assert f"the values fit, with rel_l2 0, in the layout '{said}' of the received tensor" in suggested(
+        [value], arranged(value)
+    )
