@@ -14,8 +14,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
@@ -161,7 +162,7 @@ some_rows = st.lists(
 
 @pytest.mark.slow
 @given(some_rows, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(64, 4096))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
     rows: list[Row], batches: list[tuple[int, bool]], piece: int
 ) -> None:
@@ -282,7 +283,7 @@ def test_what_is_not_a_row_is_refused(line: bytes) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6), st.integers(0, 10))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_on_disk_are_the_rows_in_memory(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], start: int
 ) -> None:
@@ -360,7 +361,7 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
