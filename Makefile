@@ -13,7 +13,7 @@ LAB_ARGS ?=
 BENCH_ARGS ?=
 MUTANTS_ARGS ?=
 # How many times the examples of the suite, and from which seed: the one of a run that failed repeats it.
-FUZZ ?= 50
+FUZZ ?= 20
 FUZZ_SEED ?= $(shell date +%s)
 DOCS_ARGS ?=
 
