@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.errors import SessionError
+from graftlab.rows.checksums import Sums, SumsWriter, sums_of
 from graftlab.rows.columns import Block, Columns
 from graftlab.rows.encoding import HEADER, decode_all, record, wrong_value
 from graftlab.rows.schema import COLUMNS, Row
@@ -59,6 +60,7 @@ class RowStore:
         self._file = open(self._path, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
         try:
             self.first_run, self.first_step = self._claim(append)
+            self._sums = SumsWriter(folder, self._sums_so_far())
         except BaseException:
             self._file.close()
             raise
@@ -69,7 +71,7 @@ class RowStore:
         self._problem: OSError | None = None
         self._first_unwritten = 0
         self._count = 0
-        self._write(HEADER + b"\n")
+        self._write([HEADER])
         # The first row at each of some places in the file, in ascending order.
         self._marked_rows, self._marked_places = [0], [self._end]
         self._reading = threading.Lock()
@@ -100,9 +102,17 @@ class RowStore:
         frame = load_run(folder)
         return (int(frame["run"].max()) + 1, int(frame["step"].max()) + 1) if len(frame) else (0, 0)
 
+    def _sums_so_far(self) -> bytes:
+        """Of the whole lines that the file has. Half a line, which a kill left, would spoil the next one: it goes."""
+        sums, size = [], 0
+        for lines in _pieces(self._path, 0):
+            sums.append(sums_of(lines[:-1].split(b"\n")))
+            size += len(lines)
+        os.truncate(self._path, size)
+        return b"".join(sums)
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
-        data = b"\n".join(lines) + b"\n"
         with self._writing:
             if self._count - self._marked_rows[-1] >= _STRIDE:
                 self._marked_rows.append(self._count)
@@ -110,9 +120,9 @@ class RowStore:
             if self._file.closed:
                 # What was still on its way when the session ended.
                 with open(self._path, "ab", buffering=0) as self._file:
-                    self._write(data)
+                    self._write(lines)
             else:
-                self._write(data)
+                self._write(lines)
             self._count += len(lines)
 
     def __len__(self) -> int:
@@ -153,7 +163,7 @@ class RowStore:
         """In words, which rows from index ``since`` on are not on disk and why, after another try; None if all are."""
         with self._writing:
             if self._unwritten and not self._file.closed:
-                self._write(b"")
+                self._write(())
             first = max(since, self._first_unwritten)
             if self._problem is None or first >= self._count:
                 return None
@@ -168,10 +178,17 @@ class RowStore:
         lost = self.unwritten()
         with self._writing:
             self._file.close()
+            self._sums.close()
         if lost:
             raise SessionError(lost)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, lines: Sequence[bytes]) -> None:
+        data = b"\n".join(lines) + b"\n" if lines else b""
+        self._put(data)
+        # Afterwards: a checksum without its row is one for another row that comes there.
+        self._sums.write(lines)
+
+    def _put(self, data: bytes) -> None:
         self._end += len(data)
         if self._unwritten:
             self._unwritten += data
@@ -225,7 +242,8 @@ def _open_for_the_user_alone(path: str, flags: int) -> int:
 def load_run(folder: str | Path) -> pd.DataFrame:
     """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
 
-    Raises :class:`SessionError` when there are no rows to read or a line in the middle is damaged.
+    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line is not the
+    one that was written, by its checksum in the file beside.
 
     >>> len(gl.load_run(session.folder)) == len(session.frame)
     True
@@ -233,11 +251,17 @@ def load_run(folder: str | Path) -> pd.DataFrame:
     path = Path(folder).expanduser() / ROWS_FILE
     names: Sequence[str] = COLUMNS
     columns, blocks, number, count = Columns(), [], 0, 0
+    sums = Sums(path.parent)
     for lines in _pieces(path, 0):
         try:
             rows, names = decode_all(lines, names)
         except ValueError:
             raise _damage(path, lines, names, number) from None
+        if (wrong := sums.wrong(number, lines)) is not None:
+            raise SessionError(
+                f"{path}, line {wrong}: this is not what was written, by its checksum in {sums.path.name}; the file "
+                f"was changed or damaged since. Without {sums.path.name} it is read as it is"
+            )
         if (fault := wrong_value(rows)) is not None:
             index, column, value = fault
             raise SessionError(f"{path}: row {index + count} has {value!r:.80} as its {column}, which no row has")
