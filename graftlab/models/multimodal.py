@@ -70,4 +70,6 @@ class MultimodalTransformer(Transformer):
 
     def _mixed(self, angles: Tensor) -> Tensor:
         """``[B, T, 1, D/2]`` of ``[3, B, T, 1, D/2]``: each section from the row of its own position."""
-        return torch.cat([part[row] for row, part in enumerate(torch.split(angles, list(self.sections), dim=-1))], dim=-1)
+        return torch.cat(
+            [part[row] for row, part in enumerate(torch.split(angles, list(self.sections), dim=-1))], dim=-1
+        )
