@@ -12,6 +12,9 @@ DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=
 MUTANTS_ARGS ?=
+# How many times the examples of the suite, and from which seed: the one of a run that failed repeats it.
+FUZZ ?= 20
+FUZZ_SEED ?= $(shell date +%s)
 DOCS_ARGS ?=
 
 run := $(VENV)/bin/python
@@ -22,7 +25,7 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak mutants bench clean
+.PHONY: help demo lab test test-fast lint docs soak fuzz mutants bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +37,7 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
-	$(run) -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(test_ready) ## run the tests that start no process and take no seconds; under a minute
 	$(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -50,6 +53,11 @@ docs: $(docs_ready) ## build the pages, the API and the executed notebooks into 
 
 soak: $(test_ready) ## run the tests that take minutes
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
+
+fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; prints its seed (FUZZ_SEED=1 to repeat one)
+	@echo "FUZZ_SEED=$(FUZZ_SEED) FUZZ=$(FUZZ)"
+	GRAFTLAB_FUZZ=$(FUZZ) $(run) -m pytest -m "hypothesis and not browser and not soak" --timeout 0 \
+		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no fast test notices
 	$(install) -q 'cosmic-ray>=8.7,<9'

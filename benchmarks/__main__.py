@@ -20,6 +20,7 @@ SUBJECTS = (
     "diff_statistics",
     "taps",
     "minilm",
+    "compiled",
     "matching",
     "launch",
     "edit",
@@ -28,6 +29,7 @@ SUBJECTS = (
     "memory",
     "steps",
     "graphs",
+    "jobs",
     "verdicts",
     "cuda",
 )
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="NAME", choices=SUBJECTS, default=SUBJECTS, help=f"of {', '.join(SUBJECTS)}"
     )
     parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works, not how fast it is")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/speed.md")
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"), help="the JSON file (%(default)s)")
     options = parser.parse_args(argv)
     facts = machine.facts()

@@ -35,7 +35,7 @@ def _graft(setup: Setup) -> Line:
         run = session.run(_graft_on_device, _graft_on_device, args=(setup.repeats(50),))
         (times,) = run.target
     name = "graft 64 MiB float32 1+1 on one GPU, receiver"
-    return Line("cuda", name, "B/s", Spread.of(_SIZE / taken for taken in times.taps), limit=limit, in_readme=True)
+    return Line("cuda", name, "B/s", Spread.of(_SIZE / taken for taken in times.taps), limit=limit, in_docs=True)
 
 
 def _graft_on_device(repeats: int) -> Times:
@@ -61,7 +61,7 @@ def _forward(setup: Setup) -> list[Line]:
             "x",
             added,
             note="times as long as untapped",
-            in_readme=True,
+            in_docs=True,
         ),
     ]
 

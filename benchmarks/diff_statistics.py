@@ -47,7 +47,7 @@ def measure(setup: Setup) -> list[Line]:
                     # Both tensors have to be read once.
                     limit=2 * size / setup.read_bandwidth if size >= 4 << 20 else None,
                     budgets=_budgets(dtype, size),
-                    in_readme=size in (_SMALL, _LARGE),
+                    in_docs=size in (_SMALL, _LARGE),
                 )
             )
     return lines

@@ -24,7 +24,7 @@ def measure(setup: Setup) -> list[Line]:
                 "s",
                 Spread.of(taken),
                 budgets=(Budget("figure", "at most", 0.05),),
-                in_readme=ranks == 2,
+                in_docs=ranks == 2,
             )
         )
     return lines

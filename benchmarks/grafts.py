@@ -71,7 +71,7 @@ def _measure_world(setup: Setup, ranks: int, package: published.PublishedGrafter
                             figure(packaged) if packaged else None,
                             limit=size.bytes / setup.copy_bandwidth if size.bytes >= _BEYOND_CACHES else None,
                             budgets=budgets,
-                            in_readme=bool(budgets),
+                            in_docs=bool(budgets),
                         )
                     )
     return lines

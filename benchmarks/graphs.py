@@ -52,7 +52,7 @@ def _fills(setup: Setup, device: str) -> list[Line]:
                 ratio,
                 budgets=(Budget("figure", "at most", 1.3),),
                 note=f"times as long as copies written by hand, {1e6 * Spread.of(by_hand).median:.0f} us",
-                in_readme=padded > raw,
+                in_docs=padded > raw,
             )
         )
     return lines

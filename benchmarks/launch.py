@@ -37,7 +37,7 @@ def measure(setup: Setup) -> list[Line]:
     budget = Budget("figure", "at most", _IMPORT)
     lines = [
         Line("launch", "import torch", "s", torch_alone),
-        Line("launch", "import graftlab, beyond torch's own", "s", beyond, budgets=(budget,), in_readme=True),
+        Line("launch", "import graftlab, beyond torch's own", "s", beyond, budgets=(budget,), in_docs=True),
         Line("launch", "%load_ext graftlab, torch and IPython included", "s", extension),
     ]
     budgets = {
@@ -57,7 +57,7 @@ def measure(setup: Setup) -> list[Line]:
                     Spread.of(taken),
                     budgets=(judged,) if judged else (),
                     note="the budget is the import of torch and 0.6 s" if kind == "cold" and judged else "",
-                    in_readme=judged is not None,
+                    in_docs=judged is not None,
                 )
             )
     return lines

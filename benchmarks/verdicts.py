@@ -27,7 +27,7 @@ def measure(setup: Setup) -> list[Line]:
             "",
             Spread.of([exact]),
             budgets=(Budget("figure", "at least", 0.95),),
-            in_readme=True,
+            in_docs=True,
         ),
         Line(
             "verdicts",

@@ -12,11 +12,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from kit.examples import factor
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 settings.register_profile("graftlab", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("graftlab")
+settings.register_profile(
+    "fuzz",
+    max_examples=100 * factor(),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("fuzz" if factor() > 1 else "graftlab")
 
 
 # A shell that starts its command in the background has it ignore these, and processes that tests start would inherit
@@ -68,14 +76,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
     finally:
         _running.pop()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup``, tests that start processes run one after the other, beside all others."""
-    for item in items:
-        if any(item.get_closest_marker(name) for name in MAY_START_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_configure() -> None:

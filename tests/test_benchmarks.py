@@ -135,9 +135,9 @@ def test_figures_have_three_digits_and_a_unit(value: float, unit: str, text: str
 
 
 def test_the_readme_shows_ratios_of_chosen_lines_and_where_they_were_measured() -> None:
-    shown = line(ours=Spread.of([1.0]), reference=Spread.of([30.0]), in_readme=True)
+    shown = line(ours=Spread.of([1.0]), reference=Spread.of([30.0]), in_docs=True)
     hidden = Line("taps", "another", ours=Spread.of([1.0]))
-    text = markdown(FACTS, [shown, hidden, Line("cuda", "cuda", note="skipped", in_readme=True)])
+    text = markdown(FACTS, [shown, hidden, Line("cuda", "cuda", note="skipped", in_docs=True)])
     assert "| a line | 30 |" in text
     assert "another" not in text
     assert "cuda |" not in text

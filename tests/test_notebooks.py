@@ -156,3 +156,15 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     assert "the target computes gelu (tanh approximation) of encoder.layer" in shown
     assert "attention[0] is computed otherwise in layer 2 of 0-5 on all ranks (" in shown
     assert "the gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks and is not" in shown
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(tmp_path: Path) -> None:
+    outputs = execute("compiled.ipynb", tmp_path)
+    assert not any(output.output_type == "error" for output in outputs)
+    said = texts(outputs)
+    assert "gelu is computed otherwise in layers 0-2" in said
+    assert "They part only without the tap 'scaled' in the graph" in said
+    assert re.search(r"\d e-05|\de-05\n0e\+00", said)
+    assert pictures(outputs) == 1

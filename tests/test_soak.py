@@ -25,6 +25,25 @@ def many_taps() -> int:
     return step
 
 
+def test_a_million_lines_that_a_transform_prints_hold_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def print_much(graft_input: gl.GraftTransformInput) -> torch.Tensor:
+        for number in range(1_000_000):
+            print("line", number)
+        return graft_input.received_list[0]
+
+    def tap() -> float:
+        return gl.tap("x", torch.ones(3) * (1 + (gl.here().side == "baseline"))).sum().item()
+
+    with gl.launch(1, 1, plan=gl.GraftPlan(b2t="True", transform=print_much)) as session:
+        run = session.run(tap, tap)
+        assert run.target == [6.0]
+        logged = (session.folder / "logs" / "target-0.log").read_text().splitlines()
+    assert [line for line in logged if line.startswith("line ")] == [f"line {number}" for number in range(1_000_000)]
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) < 500_000
+    assert sum("is in its log only" in line for line in shown) == 1
+
+
 def gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)

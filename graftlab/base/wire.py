@@ -29,6 +29,26 @@ def encode(value: object) -> bytes:
         return _encode(_expressible(value))
 
 
+def integer_to_bytes(value: int) -> bytes:
+    """An integer of any length."""
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def integer_from_bytes(data: bytes | memoryview) -> int:
+    """The inverse of :func:`integer_to_bytes`."""
+    return int.from_bytes(data, "little", signed=True)
+
+
+def text_to_bytes(text: str) -> bytes:
+    """Any text of Python's, which may have halves of surrogate pairs."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text_from_bytes(data: bytes | memoryview) -> str:
+    """The inverse of :func:`text_to_bytes`. Raises UnicodeDecodeError."""
+    return bytes(data).decode("utf-8", "surrogatepass")
+
+
 class Decoder:
     """Reads values of one type, which may be a union of structs."""
 
@@ -63,16 +83,16 @@ def _exact(value: Any) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError:
-            return msgspec.msgpack.Ext(_TEXT, value.encode("utf-8", "surrogatepass"))
+            return msgspec.msgpack.Ext(_TEXT, text_to_bytes(value))
         return value
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        return msgspec.msgpack.Ext(_INTEGER, integer_to_bytes(value))
     return _expressible(value)
 
 
 def _from_extension(code: int, data: memoryview) -> int | str:
     if code == _INTEGER:
-        return int.from_bytes(data, "little", signed=True)
+        return integer_from_bytes(data)
     if code == _TEXT:
-        return bytes(data).decode("utf-8", "surrogatepass")
+        return text_from_bytes(data)
     raise ValueError(f"extension {code} is none that graftlab sends")

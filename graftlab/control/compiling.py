@@ -61,8 +61,8 @@ class CompiledComparison:
         if self.fused is None:
             return apart
         return (
-            f"{apart} They part only without the tap {self.fused!r} in the graph: fused there, what is around it "
-            f"is other, and no row can show it. gl.compile_taps chooses which taps are in the graph."
+            f"{apart} They part only without the tap {self.fused!r} in the graph: the compiler fuses across it, and "
+            f"what it makes of that is wrong, which no row can show. gl.compile_taps chooses the taps of a graph."
         )
 
     def __repr__(self) -> str:

@@ -10,7 +10,6 @@ import html
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import pandas as pd
 
 from graftlab.base.html import bundle
-from graftlab.base.world import RunInfo
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
+from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.control.keeping import how_to_keep
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.plans import Plans
@@ -39,7 +38,7 @@ from graftlab.plan.overlap import refuse_overlap
 from graftlab.plan.plan import GraftPlan, PlanEdit, filters_of, takes_plan_edit
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import end_ranks, launch_ranks
-from graftlab.ranks.messages import OwnWork, Question, Work
+from graftlab.ranks.messages import Question, Work
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.trial_process import try_in_process
 from graftlab.rows.newest import LiveTaps
@@ -90,6 +89,7 @@ class SessionCore:
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
+        self.joined = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock)
         open_sessions.add(self)
         self._plans.publish(plan)
         for rank in self._ranks:
@@ -391,33 +391,6 @@ class SessionCore:
         True
         """
         return self._taps.all(self.plan)
-
-    # ---- jobs that join -----------------------------------------------------------------------------------------
-
-    def hear(self, rank: RankHandle) -> None:
-        """Read what this rank sends, from now on: its line is a new one."""
-        self._hub.add(rank)
-
-    def begin_joined(self) -> Run:
-        """The jobs that joined begin, each to do its own work: all of it is one run."""
-        with self._lock:
-            self._require_open()
-            works: dict[int, Work] = {rank.place.world_rank: OwnWork() for rank in self._ranks}
-            return self._runs.begin(works, self.plan, "continue")
-
-    def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
-        """Take over a run of jobs that another session held, under their plan, or under the one ``published`` here."""
-        with self._lock:
-            self._runs.resume(run)
-            if published:
-                mine = self.plan
-                self._plans.publish(replace(mine, version=max(mine.version, plan.version + 1)))
-            else:
-                self._plans.publish(plan)
-
-    def tell_plan(self, rank: RankHandle) -> None:
-        """Send the newest plan to a rank that has come back."""
-        self._plans.tell(rank)
 
     # ---- the ranks ----------------------------------------------------------------------------------------------
 

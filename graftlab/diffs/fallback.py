@@ -1,4 +1,6 @@
-"""The statistics by plain torch operations: for devices, for dtypes that the kernel does not take, and without it.
+"""The statistics where the compiled kernel cannot take the tensors, or is missing: by torch operations.
+
+On CUDA `triton_kernel` measures instead, where it can, and this puts together what it finds.
 
 Float64 throughout, block by block. All results of all blocks are fetched at once, so that a device is waited for once;
 values whose squares leave float64 take a second pass, scaled by a power of two.
@@ -6,13 +8,21 @@ values whose squares leave float64 take a second pass, scaled by a power of two.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import logging
 import math
+import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from graftlab.diffs.statistics import DiffStats
+
+logger = logging.getLogger(__name__)
 
 CPU_BLOCK = 1 << 17
 """Elements that are measured at once on the CPU: what is computed from them fits in a large cache."""
@@ -63,24 +73,70 @@ def measure(x: torch.Tensor, y: torch.Tensor) -> DiffStats:
     size = CPU_BLOCK if x.is_cpu else DEVICE_BLOCK
     x, y = x.detach(), y.detach()
     blocks = [(x[at : at + size], y[at : at + size]) for at in range(0, x.numel(), size)]
-    total, scale = _total(blocks, _Scale()), _Scale()
+    total, scale = _total(_parts(x, y, blocks, _Scale())), _Scale()
     if total.pairs == 0:
         return DiffStats(numel=x.numel(), **total.nonfinite)  # type: ignore[arg-type]
     ends = [max(abs(side.low), abs(side.high)) for side in (total.x, total.y)]
     needed = _Scale(*(_exponent(magnitude) for magnitude in (*ends, total.max_abs)))
     if needed != scale:
-        total, scale = _total(blocks, needed), needed
+        total, scale = _total(_parts(x, y, blocks, needed)), needed
     return _statistics(total, scale, x.numel())
 
 
-def _total(blocks: Sequence[Block], scale: _Scale) -> _Total:
+def _parts(x: torch.Tensor, y: torch.Tensor, blocks: Sequence[Block], scale: _Scale) -> list[dict[str, float]]:
+    """What is found of each part of both tensors. ``place`` counts from the first element of all."""
+    fused = _fused_kernel(x.device.type)
+    if fused is not None and not _failed and fused.takes(x, y):
+        try:
+            found: list[dict[str, float]] = fused.measure(x, y, _factors(scale))
+            return found
+        except Exception as error:  # it compiles when it is first called, for which much may be missing
+            _failed.append(error)
+            logger.warning(
+                "tensors on %s are measured by several torch operations from now on, slower, because the kernel in "
+                "Triton failed: %s: %s",
+                x.device,
+                type(error).__name__,
+                error,
+            )
+    return _measure_blocks(blocks, scale)
+
+
+_failed: list[Exception] = []
+
+
+@functools.cache
+def _fused_kernel(device: str) -> ModuleType | None:
+    """One kernel for all of a pair, where Triton brings it: with torch's builds for CUDA."""
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        logger.warning(
+            "tensors on %s are measured by several torch operations, because triton is not installed", device
+        )
+        return None
+    return importlib.import_module("graftlab.diffs.triton_kernel")
+
+
+def _factors(scale: _Scale) -> list[float] | None:
+    if scale == _Scale():
+        return None
+    before, after = (scale.difference, 0) if scale.difference > 0 else (0, scale.difference)
+    return [2.0**-exponent for exponent in (scale.x, scale.y, before, after)]
+
+
+def _measure_blocks(blocks: Sequence[Block], scale: _Scale) -> list[dict[str, float]]:
     found = [_measure_block(*block, scale) for block in blocks]
     names = list(found[0])
     numbers = torch.stack([torch.stack(list(each.values())) for each in found]).tolist()
     starts = [0]
     for block, _ in blocks:
         starts.append(starts[-1] + block.numel())
-    parts = [dict(zip(names, row, strict=True), start=start) for row, start in zip(numbers, starts, strict=False)]
+    parts = [dict(zip(names, row, strict=True)) for row in numbers]
+    return [part | {"place": part["place"] + start} for part, start in zip(parts, starts, strict=False)]
+
+
+def _total(parts: list[dict[str, float]]) -> _Total:
     names_of_counts = ("nonfinite_baseline", "nonfinite_target", "nonfinite_differ")
     nonfinite = {name: int(sum(part[name] for part in parts)) for name in names_of_counts}
     parts = [part for part in parts if part["pairs"]]
@@ -97,7 +153,7 @@ def _total(blocks: Sequence[Block], scale: _Scale) -> _Total:
         _sum(part["distances"] for part in parts) / pairs,
         _sum(part["squares"] for part in parts),
         _sum(part["product"] for part in parts),
-        int(farthest["start"] + farthest["place"]),
+        int(farthest["place"]),
         nonfinite,
     )
 

@@ -98,6 +98,8 @@ class Kernel:
     memory: _Memory
     call: Callable[[int], int]
     call_without_gil: Callable[[int], int]
+    read_lines: Callable[[int], int]
+    """Reads lines of rows, without the GIL: see `rows/parsing.py`."""
 
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int]) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses."""
@@ -124,7 +126,9 @@ def load() -> Kernel | None:
         return open_library(LIBRARY, os.environ.get(CHOICE, ""))
     except KernelError as error:
         logger.warning(
-            "tensors are measured by torch operations, several times slower than by graftlab's own kernel: %s", error
+            "tensors are measured by torch operations, and rows read by Python, several times slower than by "
+            "graftlab's own kernel: %s",
+            error,
         )
         return None
 
@@ -157,7 +161,8 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     except AttributeError:
         known = "neon" if platform.machine() == "aarch64" else ", ".join(X86_LEVELS)
         raise KernelError(f"there is no level {level!r} in {path}; {CHOICE} can be {known} or {FALLBACK}") from None
-    for call in calls:
+    read_lines = letting_go["graftlab_read_lines"]
+    for call in (*calls, read_lines):
         call.argtypes = (ctypes.c_void_p,)
     numbers = {name: number for number, name in enumerate(_text(keeping, "graftlab_types").split())}
     types = {
@@ -169,7 +174,7 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     if names != NAMES:
         raise KernelError(f"{path} gives {', '.join(names)}, where DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
-    return Kernel(level, types, results, _Memory(_ASKED.size + results.size), *calls)
+    return Kernel(level, types, results, _Memory(_ASKED.size + results.size), calls[0], calls[1], read_lines)
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

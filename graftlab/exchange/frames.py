@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from graftlab.base.tags import Plain, TapKey
+from graftlab.base.wire import integer_from_bytes, integer_to_bytes, text_from_bytes, text_to_bytes
 
 
 class DeviceLocation(NamedTuple):
@@ -170,21 +171,21 @@ def decode(data: bytes) -> Frame:
 
 
 def _escape_key(key: TapKey) -> _EscapedKey:
-    tags = tuple((_utf8(name), _escape(value)) for name, value in key.tags)
-    return _EscapedKey(key.step, _utf8(key.name), tags, key.recompute_status, key.occurrence)
+    tags = tuple((text_to_bytes(name), _escape(value)) for name, value in key.tags)
+    return _EscapedKey(key.step, text_to_bytes(key.name), tags, key.recompute_status, key.occurrence)
 
 
 def _restore_key(key: _EscapedKey) -> TapKey:
-    tags = tuple((_text(name), _restore(value)) for name, value in key.tags)
-    return TapKey(key.step, _text(key.name), tags, key.recompute_status, key.occurrence)
+    tags = tuple((text_from_bytes(name), _restore(value)) for name, value in key.tags)
+    return TapKey(key.step, text_from_bytes(key.name), tags, key.recompute_status, key.occurrence)
 
 
 def _escape(value: Plain) -> bytes | float | bool | None:
     """Text and integers as bytes that begin with a letter for which it is; anything else as it is."""
     if isinstance(value, str):
-        return _TEXT + _utf8(value)
+        return _TEXT + text_to_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        return _INTEGER + value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return _INTEGER + integer_to_bytes(value)
     return value
 
 
@@ -193,15 +194,7 @@ def _restore(value: bytes | float | bool | None) -> Plain:
         return value
     kind, body = value[:1], value[1:]
     if kind == _TEXT:
-        return _text(body)
+        return text_from_bytes(body)
     if kind == _INTEGER:
-        return int.from_bytes(body, "little", signed=True)
+        return integer_from_bytes(body)
     raise ValueError(f"a tag's value of the kind {kind!r}")
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Regular expressions of filters: those of `re`, bounded in time.
+"""Regular expressions of filters and of renames: those of `re`, bounded in time.
 
 `re` cannot be stopped, and some patterns take it longer than anybody lives, on a text of forty characters. Most filters
 hold none that could: `re` answers those, in less than a microsecond. The others go to the package `regex`, which reads
@@ -29,16 +29,10 @@ def bounded(pattern: str, helper: str) -> Callable[[str], object]:
     Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
     """
     quickly: Callable[[str], object] = getattr(re.compile(pattern), helper)
-    quantifiers = len(_QUANTIFIER.findall(pattern))
-    if not quantifiers:
+    longest = _longest_for_re(pattern)
+    if longest is None:
         return quickly
-    # Each thing that may be repeated, and the place where a match begins, can be tried at each place of the text; what
-    # is repeated may be tried in far more ways where it has alternatives or repeats of its own.
-    longest = 0 if _REPEATED_GROUP.search(pattern) else int(_FEW_STEPS ** (1 / (quantifiers + 1)))
-    try:
-        limited = getattr(regex.compile(pattern, regex.VERSION0), helper)
-    except regex.error as error:
-        raise FilterError(f"this pattern may take for ever, and cannot be bounded ({error}): {pattern}") from None
+    limited = getattr(_compile_limited(pattern), helper)
 
     def find(text: str) -> object:
         if len(text) <= longest:
@@ -46,9 +40,52 @@ def bounded(pattern: str, helper: str) -> Callable[[str], object]:
         try:
             return limited(text, timeout=SECONDS)
         except TimeoutError:
-            raise FilterError(
-                f"{helper}({pattern!r}, ...) takes more than {SECONDS:g} s on {text[:80]!r} ({len(text)} characters); "
-                f"write it without repeats of what repeats itself"
-            ) from None
+            raise _over(f"{helper}({pattern!r}, ...)", text) from None
 
     return find
+
+
+def bounded_rewrite(pattern: str, replacement: str) -> Callable[[str], str | None]:
+    """The function that makes of a text what ``re.sub`` makes of it, and None where the pattern is not found.
+
+    Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
+    """
+    expression = re.compile(pattern)
+    longest = _longest_for_re(pattern)
+    limited = None if longest is None else _compile_limited(pattern)
+
+    def rewrite(text: str) -> str | None:
+        if limited is None or longest is None or len(text) <= longest:
+            made, count = expression.subn(replacement, text)
+        else:
+            try:
+                made, count = limited.subn(replacement, text, timeout=SECONDS)
+            except TimeoutError:
+                raise _over(f"the rename {pattern!r} -> {replacement!r}", text) from None
+        return made if count else None
+
+    return rewrite
+
+
+def _longest_for_re(pattern: str) -> int | None:
+    """How long a text may be for `re` to search it without a limit; None for any length."""
+    quantifiers = len(_QUANTIFIER.findall(pattern))
+    if not quantifiers:
+        return None
+    # Each thing that may be repeated, and the place where a match begins, can be tried at each place of the text; what
+    # is repeated may be tried in far more ways where it has alternatives or repeats of its own.
+    return 0 if _REPEATED_GROUP.search(pattern) else int(_FEW_STEPS ** (1 / (quantifiers + 1)))
+
+
+def _compile_limited(pattern: str) -> regex.Pattern[str]:
+    try:
+        return regex.compile(pattern, regex.VERSION0)
+    except regex.error as error:
+        raise FilterError(f"this pattern may take for ever, and cannot be bounded ({error}): {pattern}") from None
+
+
+def _over(what: str, text: str) -> FilterError:
+    return FilterError(
+        f"{what} takes more than {SECONDS:g} s on {text[:80]!r} ({len(text)} characters); write it without repeats of "
+        f"what repeats itself"
+    )

@@ -106,6 +106,8 @@ class Grafter:
         self._last_tap = ""
         # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
         self._at_work = False
+        # Whether an interrupt came while the exchange was at work, and is to be raised when it no longer is.
+        self.interrupt_due = False
         # None outside a run that has both sides: then a tap is left alone without a look at the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step)
@@ -192,6 +194,17 @@ class Grafter:
 
     def step(self) -> None:
         """One step ends and the next begins, with the plan that the leader says."""
+        self._go_on_to_next_step()
+        if self.interrupt_due:
+            self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        # Another thread of the user's may get here first.
+        if threading.current_thread() is threading.main_thread():
+            self.interrupt_due = False
+            raise KeyboardInterrupt
+
+    def _go_on_to_next_step(self) -> None:
         with self._lock:
             run = self._run
             if run is None:
@@ -326,9 +339,12 @@ class Grafter:
                 return value
             self._at_work = True
             try:
-                return self._take(decision, name, value, extras, replace)
+                taken = self._take(decision, name, value, extras, replace)
             finally:
                 self._at_work = False
+        if self.interrupt_due:
+            self._raise_interrupt()
+        return taken
 
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         began = time.perf_counter()

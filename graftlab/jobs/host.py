@@ -176,7 +176,7 @@ class Host:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
-                self._session.resume(join.membership.run, from_wire(join.membership.plan), published=published)
+                self._session.joined.resume(join.membership.run, from_wire(join.membership.plan), published=published)
             if join.membership.lost_rows:
                 note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
@@ -199,7 +199,7 @@ class Host:
         send_descriptors(connection, [*shared, *line])
         rank.handed_over()
         if join.membership is not None:
-            self._session.tell_plan(rank)
+            self._session.joined.tell_plan(rank)
 
     def _rank_of(self, join: Join) -> AttachedRank:
         sizes = (join.world_size, join.other_world_size)
@@ -218,7 +218,7 @@ class Host:
             self._begun = True
             # Were these kept here, nobody would notice the death of another.
             self._shared.release()
-        self._session.begin_joined()
+        self._session.joined.begin()
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:
@@ -226,7 +226,7 @@ class Host:
             if not self._begun and not self._closed and isinstance(rank, AttachedRank):
                 # Nothing has begun, so another process may have the place; or the same one comes back.
                 rank.renew()
-                self._session.hear(rank)
+                self._session.joined.hear(rank)
             if not self._greeted:
                 self.over.set()
 

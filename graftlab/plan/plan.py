@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from graftlab.base.html import bundle, cell, table
 from graftlab.base.tags import own_tags
 from graftlab.base.world import Direction, Side
-from graftlab.errors import PlanError, warn
+from graftlab.errors import FilterError, PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
+from graftlab.filters.patterns import bounded_rewrite
 from graftlab.plan.pairs import Pairing, PairRule, PairTable, as_tags, rules_from
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import AnyTransform, Specs, each_of, specs_of
@@ -166,8 +167,8 @@ class GraftPlan:
         return filters_of(self.transforms)
 
     @cached_property
-    def _renames(self) -> dict[Side, list[tuple[re.Pattern[str], str]]]:
-        compiled: dict[Side, list[tuple[re.Pattern[str], str]]] = {"baseline": [], "target": []}
+    def _renames(self) -> dict[Side, list[Callable[[str], str | None]]]:
+        compiled: dict[Side, list[Callable[[str], str | None]]] = {"baseline": [], "target": []}
         for rule in self.rename:
             if not isinstance(rule, tuple) or len(rule) != 3 or not all(isinstance(part, str) for part in rule):
                 raise PlanError(f"a rename rule is (side, regex, replacement), three strings, not {rule!r}")
@@ -175,14 +176,14 @@ class GraftPlan:
             if side not in compiled:
                 raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
             try:
-                expression = re.compile(pattern)
+                rewrite = bounded_rewrite(pattern, replacement)
                 # re checks group references only when something matches; this makes it check them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
                 # What UTF-8 cannot express cannot be sent to the ranks.
                 f"{pattern}{replacement}".encode()
-            except (re.error, IndexError, UnicodeEncodeError) as error:
+            except (re.error, IndexError, OverflowError, UnicodeEncodeError, FilterError) as error:
                 raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
-            compiled[side].append((expression, replacement))
+            compiled[side].append(rewrite)
         return compiled
 
     @cached_property
@@ -262,10 +263,10 @@ class GraftPlan:
         ]
 
     def rewrite(self, side: Side, name: str) -> str:
-        """The name under which this side's tap is paired."""
-        for pattern, replacement in self._renames[side]:
-            if pattern.search(name):
-                return pattern.sub(replacement, name)
+        """The name under which this side's tap is paired. Raises FilterError where a rule takes too long on it."""
+        for rewrite in self._renames[side]:
+            if (made := rewrite(name)) is not None:
+                return made
         return name
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:

@@ -96,6 +96,7 @@ class Rank:
     def _run(self, request: RunRequest) -> None:
         run = self._run_number = request.info.run
         result, failure = None, None
+        self._grafter.interrupt_due = False
         self._grafter.begin_run(request.info, from_wire(request.plan))
         try:
             if self._interrupted_run == run:
@@ -130,12 +131,15 @@ class Rank:
             return
         if frame is None or not is_harmless:
             # Try again once the user's code has begun, or the exchange has finished; unless the run has ended by then.
+            # A loop that does little but taps and steps is in the exchange each time, so they look for themselves too.
+            self._grafter.interrupt_due = True
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True
             again.start()
             return
+        self._grafter.interrupt_due = False
         raise KeyboardInterrupt
 
     def _interrupt_again(self, run: int, number: int) -> None:
-        if run == self._run_number:
+        if run == self._run_number and self._grafter.interrupt_due:
             os.kill(os.getpid(), number)

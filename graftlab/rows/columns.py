@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.rows.parsing import Parsed
 from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
@@ -40,32 +41,43 @@ class Columns:
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
 
-    def block(self, rows: Sequence[Sequence[Any]]) -> Block:
+    def block(self, rows: Sequence[Sequence[Any]] | Parsed) -> Block:
         """Rows as they come, each the values of :data:`.schema.COLUMNS`. Raises ValueError for other lengths."""
-        made: Block = {}
-        cells: Sequence[Any]
-        for name, cells in zip(COLUMNS, zip(*rows, strict=True) if rows else [()] * len(COLUMNS), strict=True):
-            storage = _STORAGE[name]
-            if storage == "float":
-                made[name] = np.array(cells, dtype=np.float64)
-            elif storage == "integer":
-                known = [_NO_INTEGER if v is None else v for v in cells] if None in cells else cells
-                made[name] = np.array(known, dtype=np.int64)
-            elif storage == "tags":
-                made[name] = np.fromiter(cells, object, len(cells))
-            elif storage == "index":
-                # A tuple indexes a tensor as it is, and the garbage collector stops tracking it.
-                made[name] = np.fromiter((None if v is None else tuple(v) for v in cells), object, len(cells))
-            elif storage == "list":
-                keys = [None if v is None else tuple(v) for v in cells]
-                made[name] = self._table(name).places(cells, keys)
-            else:
-                made[name] = self._table(name).places(cells, _keys(cells))
-        tags = [cell or {} for cell in made["tags"]]
+        if isinstance(rows, Parsed):
+            held = dict(rows.numbers)
+            for name, (values, places) in rows.others.items():
+                held[name] = self._held(name, values)[places]
+            made = {name: held[name] for name in COLUMNS}
+            tags, rows_of = rows.others["tags"]
+            made.update((name, column[rows_of]) for name, column in self._of_tags(tags).items())
+            return made
+        cells = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
+        made = {name: self._held(name, each) for name, each in zip(COLUMNS, cells, strict=True)}
+        return made | self._of_tags(made["tags"])
+
+    def _held(self, name: str, cells: Sequence[Any]) -> Array:
+        storage = _STORAGE[name]
+        if storage == "float":
+            return np.array(cells, dtype=np.float64)
+        if storage == "integer":
+            known = [_NO_INTEGER if v is None else v for v in cells] if None in cells else cells
+            return np.array(known, dtype=np.int64)
+        if storage == "tags":
+            return np.fromiter(cells, object, len(cells))
+        if storage == "index":
+            # A tuple indexes a tensor as it is, and the garbage collector stops tracking it.
+            return np.fromiter((None if v is None else tuple(v) for v in cells), object, len(cells))
+        keys = [None if v is None else tuple(v) for v in cells] if storage == "list" else _keys(cells)
+        return self._table(name).places(cells, keys)
+
+    def _of_tags(self, cells: Iterable[Any]) -> Block:
+        """A column for each tag that has none, called ``.tag``."""
+        tags = [cell or {} for cell in cells]
+        made = {}
         for name in dict.fromkeys(name for names in dict.fromkeys(map(tuple, tags)) for name in names):
             if name not in _TAGS_WITH_A_COLUMN:
-                cells = [cell.get(name, _ABSENT) for cell in tags]
-                made[f".{name}"] = self._table(f".{name}").places(cells, _keys(cells))
+                values = [cell.get(name, _ABSENT) for cell in tags]
+                made[f".{name}"] = self._table(f".{name}").places(values, _keys(values))
         return made
 
     def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
@@ -114,11 +126,11 @@ class Columns:
         return RowsFrame(columns, copy=False)
 
     def _became(self, block: Block) -> Any:
-        status, direction, side = (self._table(name).values(block[name]) for name in ("status", "direction", "side"))
-        if not len(block["status"]):
-            return np.array([], dtype=object)
-        sender = np.where(np.asarray(direction, dtype=object) == "t2b", "target", "baseline")
-        return np.where(np.asarray(status, dtype=object) == "grafted", sender, np.asarray(side, dtype=object))
+        is_grafted = self._table("status").equal("grafted")[block["status"]]
+        is_to_baseline = self._table("direction").equal("t2b")[block["direction"]]
+        sides = self._table("side").known
+        places = np.where(is_grafted, is_to_baseline, block["side"] + 2)
+        return _as_pandas_holds(["baseline", "target", *sides], places)
 
     def _cells(self, name: str, cells: Array) -> Any:
         storage = _STORAGE.get(name)
@@ -157,12 +169,29 @@ class _Table:
         """Where each value stands among all of them as text."""
         return np.argsort(np.argsort([str(value) for value in self._values], kind="stable"))
 
+    @property
+    def known(self) -> Sequence[Any]:
+        return self._values
+
+    def equal(self, value: str) -> Array:
+        """Which of the values are this one."""
+        return np.array([each == value for each in self._values])
+
     def values(self, places: Array) -> Any:
         """The values at these places as pandas would hold them if it had been given each."""
-        used = np.bincount(places, minlength=len(self._values)) > 0
-        found = pd.Series([value for value, is_used in zip(self._values, used, strict=True) if is_used]).array
-        # The others must not change the type of these, so they are stood in for.
-        return found.take(np.maximum(np.cumsum(used) - 1, 0)).take(places) if len(found) else found
+        return _as_pandas_holds(self._values, places)
+
+
+def _as_pandas_holds(values: Sequence[Any], places: Array) -> Any:
+    """The values at these places, of the type that a column of just these has."""
+    used = np.bincount(places, minlength=len(values)) > 0
+    chosen = [value for value, is_used in zip(values, used, strict=True) if is_used]
+    if chosen == [None]:
+        # An empty array of objects is one of None, and takes neither time nor memory.
+        return pd.arrays.NumpyExtensionArray(np.empty(len(places), object))
+    found = pd.Series(chosen).array
+    # The others must not change the type of these, so they are stood in for.
+    return found.take(np.maximum(np.cumsum(used) - 1, 0)).take(places) if len(found) else found
 
 
 def _keys(cells: Sequence[Any]) -> Sequence[Any]:

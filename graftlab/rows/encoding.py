@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from graftlab.base.tags import plain
-from graftlab.rows.schema import COLUMNS, TABLE, Row
+from graftlab.rows.schema import COLUMNS, TABLE, Column, Row
 
 # The first line of a file of rows, so that it can be read by people and by later versions.
 HEADER = json.dumps({"columns": COLUMNS}).encode()
@@ -127,12 +127,18 @@ _KINDS: dict[str, frozenset[type]] = {
 _INT64 = 1 << 63
 
 
+def kinds_of(column: Column) -> frozenset[type]:
+    """What JSON makes of the values that this column may have."""
+    kinds = _KINDS[column.storage]
+    return kinds - {type(None)} if column.name in ("name", "step", "status") else kinds
+
+
 def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
     """The first value that its column cannot have, with the index of its row and the column's name; None usually."""
     if not rows:
         return None
     for column, cells in zip(TABLE, zip(*rows, strict=True), strict=True):
-        kinds = _KINDS[column.storage] - ({type(None)} if column.name in ("name", "step", "status") else set())
+        kinds = kinds_of(column)
         is_integer = column.storage == "integer"
         if not is_integer and kinds.issuperset(map(type, cells)):
             continue

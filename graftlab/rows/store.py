@@ -16,17 +16,19 @@ import numpy as np
 import pandas as pd
 
 from graftlab.errors import SessionError
+from graftlab.rows.checksums import Sums, SumsWriter, sums_of
 from graftlab.rows.columns import Block, Columns
 from graftlab.rows.encoding import HEADER, decode_all, record, wrong_value
+from graftlab.rows.parsing import parse
 from graftlab.rows.schema import COLUMNS, Row
 
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "rows.jsonl"
 
-# Bytes that are parsed at a time: so few that they stay in the processor's cache, which makes the parser faster by
-# half, and that no other thread of the kernel waits longer than some milliseconds for its turn.
-_PIECE = 1 << 17
+# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that no
+# other thread of the kernel waits long for its turn.
+_PIECE = 1 << 20
 # The place of every so many rows in the file is remembered.
 _STRIDE = 256
 # From 3.0 on pandas itself copies what two frames share, when one of them is changed.
@@ -59,6 +61,7 @@ class RowStore:
         self._file = open(self._path, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
         try:
             self.first_run, self.first_step = self._claim(append)
+            self._sums = SumsWriter(folder, self._sums_so_far())
         except BaseException:
             self._file.close()
             raise
@@ -69,7 +72,7 @@ class RowStore:
         self._problem: OSError | None = None
         self._first_unwritten = 0
         self._count = 0
-        self._write(HEADER + b"\n")
+        self._write([HEADER])
         # The first row at each of some places in the file, in ascending order.
         self._marked_rows, self._marked_places = [0], [self._end]
         self._reading = threading.Lock()
@@ -100,9 +103,17 @@ class RowStore:
         frame = load_run(folder)
         return (int(frame["run"].max()) + 1, int(frame["step"].max()) + 1) if len(frame) else (0, 0)
 
+    def _sums_so_far(self) -> bytes:
+        """Of the whole lines that the file has. Half a line, which a kill left, would spoil the next one: it goes."""
+        sums, size = [], 0
+        for lines in _pieces(self._path, 0):
+            sums.append(sums_of(lines[:-1].split(b"\n")))
+            size += len(lines)
+        os.truncate(self._path, size)
+        return b"".join(sums)
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
-        data = b"\n".join(lines) + b"\n"
         with self._writing:
             if self._count - self._marked_rows[-1] >= _STRIDE:
                 self._marked_rows.append(self._count)
@@ -110,9 +121,9 @@ class RowStore:
             if self._file.closed:
                 # What was still on its way when the session ended.
                 with open(self._path, "ab", buffering=0) as self._file:
-                    self._write(data)
+                    self._write(lines)
             else:
-                self._write(data)
+                self._write(lines)
             self._count += len(lines)
 
     def __len__(self) -> int:
@@ -136,8 +147,8 @@ class RowStore:
     def frame(self, run: int | None = None) -> pd.DataFrame:
         """All rows, or those of one run, as :func:`to_frame` makes it of them. Only what is new is parsed.
 
-        The frame is the caller's, but the lists and dicts in its cells belong to every frame: replace them, rather
-        than change them. Raises :class:`SessionError` when the file is gone.
+        The frame is the caller's, but the lists and dicts in its cells belong to every frame, and to all rows that have
+        the same: replace them, rather than change them. Raises :class:`SessionError` when the file is gone.
         """
         with self._reading:
             self._read_on()
@@ -153,7 +164,7 @@ class RowStore:
         """In words, which rows from index ``since`` on are not on disk and why, after another try; None if all are."""
         with self._writing:
             if self._unwritten and not self._file.closed:
-                self._write(b"")
+                self._write(())
             first = max(since, self._first_unwritten)
             if self._problem is None or first >= self._count:
                 return None
@@ -168,10 +179,17 @@ class RowStore:
         lost = self.unwritten()
         with self._writing:
             self._file.close()
+            self._sums.close()
         if lost:
             raise SessionError(lost)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, lines: Sequence[bytes]) -> None:
+        data = b"\n".join(lines) + b"\n" if lines else b""
+        self._put(data)
+        # Afterwards: a checksum without its row is one for another row that comes there.
+        self._sums.write(lines)
+
+    def _put(self, data: bytes) -> None:
         self._end += len(data)
         if self._unwritten:
             self._unwritten += data
@@ -211,7 +229,9 @@ class RowStore:
             end = self._end
         for lines in self._pieces(place, end):
             place += len(lines)
-            self._blocks.append((self._columns.block(decode_all(lines)[0]), place))
+            parsed = parse(lines)
+            block = self._columns.block(decode_all(lines)[0] if parsed is None else parsed)
+            self._blocks.append((block, place))
         if len(self._blocks) > 1:
             self._shown = None
             ordered, *more = (block for block, _ in self._blocks)
@@ -225,7 +245,8 @@ def _open_for_the_user_alone(path: str, flags: int) -> int:
 def load_run(folder: str | Path) -> pd.DataFrame:
     """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
 
-    Raises :class:`SessionError` when there are no rows to read or a line in the middle is damaged.
+    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line is not the
+    one that was written, by its checksum in the file beside.
 
     >>> len(gl.load_run(session.folder)) == len(session.frame)
     True
@@ -233,11 +254,24 @@ def load_run(folder: str | Path) -> pd.DataFrame:
     path = Path(folder).expanduser() / ROWS_FILE
     names: Sequence[str] = COLUMNS
     columns, blocks, number, count = Columns(), [], 0, 0
+    sums = Sums(path.parent)
     for lines in _pieces(path, 0):
+        header = len(HEADER) + 1 if lines.startswith(HEADER + b"\n") else 0
+        if (header or names == COLUMNS) and (parsed := parse(lines[header:])) is not None:
+            names = COLUMNS
+            blocks.append(columns.block(parsed))
+            count += parsed.row_count
+            number += parsed.row_count + (header > 0)
+            continue
         try:
             rows, names = decode_all(lines, names)
         except ValueError:
             raise _damage(path, lines, names, number) from None
+        if (wrong := sums.wrong(number, lines)) is not None:
+            raise SessionError(
+                f"{path}, line {wrong}: this is not what was written, by its checksum in {sums.path.name}; the file "
+                f"was changed or damaged since. Without {sums.path.name} it is read as it is"
+            )
         if (fault := wrong_value(rows)) is not None:
             index, column, value = fault
             raise SessionError(f"{path}: row {index + count} has {value!r:.80} as its {column}, which no row has")
@@ -266,9 +300,11 @@ def _pieces(path: Path, start: int, stop: float = math.inf) -> Iterator[bytes]:
             rest = b""
             while data := file.read(int(min(_PIECE, stop - start))):
                 start += len(data)
-                whole, newline, rest = (rest + data).rpartition(b"\n")
-                if newline:
-                    yield whole + newline
+                data = rest + data
+                length = data.rfind(b"\n") + 1
+                if length:
+                    yield data[:length]
+                rest = data[length:]
     except OSError as error:
         raise SessionError(
             f"no rows can be read from {path}: {error.strerror}; it must lie in the run folder of a session "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -64,6 +65,9 @@ class _Change:
     def remove(self) -> None:
         global _latest_change
         _latest_change += 1
+        if "torch._dynamo" in sys.modules:
+            # Code that is compiled already does not notice hooks that come or go: the taps would be missed in silence.
+            torch.compiler.reset()
 
 
 class Watch:

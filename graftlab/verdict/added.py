@@ -164,7 +164,7 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     """What of these rows was not measured, a line a status, with the taps' names."""
     said = []
     repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
-    repeated = repeated[repeated["status"].isin(("missing", "unmatched"))]
+    repeated = repeated[repeated["status"].isin(("missing", "unmatched", "recomputed"))]
     frame = frame.drop(repeated.index)
     if len(repeated):
         said.append(

@@ -68,7 +68,7 @@ def test_it_has_the_conclusion_the_code_the_plan_and_the_environment(session: gl
 
 
 def test_failed_transforms_are_there_with_their_tracebacks(session: gl.Session, tmp_path: Path) -> None:
-    session.edit(transform="def transform(graft_input):\n    raise ValueError('not today')\n")
+    session.edit(transform=("True", "def transform(graft_input):\n    raise ValueError('not today')\n"))
     try:
         session.run(lambda: gl.tap("h", torch.ones(2)), lambda: gl.tap("h", torch.ones(2)))
         shown = words(page(session, tmp_path))

@@ -450,6 +450,32 @@ def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Sess
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("tapping", [True, False])
+def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_code_all_the_same(
+    session: gl.Session, tapping: bool
+) -> None:
+    def loop() -> None:
+        from graftlab.ranks import worker
+
+        usual = worker.may_raise_at
+        worker.may_raise_at = lambda frame: False
+        try:
+            while True:
+                gl.tap("x", torch.ones(1)) if tapping else gl.step()
+        finally:
+            worker.may_raise_at = usual
+
+    run = session.start(loop, loop)
+    run.wait_steps(0 if tapping else 2)
+    wait_until(lambda: not tapping or len(run.frame) > 2, "taps")
+    session.interrupt()
+    with pytest.raises(gl.RunError, match="KeyboardInterrupt"):
+        run.wait(60)
+    assert run.done
+    assert session.lost_groups == {}
+    assert session.run("1", "2").target[0] == 2
+
+
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
     wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")

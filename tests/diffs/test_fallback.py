@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def test_kernel_and_fallback_agree_on_everything(scale: float, monkeypatch: pyte
     for field in dataclasses.fields(found):
         name, other = field.name, getattr(measure(x, y), field.name)
         assert getattr(found, name) == (other if isinstance(other, tuple) else pytest.approx(other, rel=1e-12)), name
+
+
+def test_where_the_fused_kernel_fails_torch_operations_measure_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("no driver")
+
+    broken = SimpleNamespace(takes=lambda x, y: True, measure=fails)
+    monkeypatch.setattr(fallback, "_fused_kernel", lambda device: broken)
+    monkeypatch.setattr(fallback, "_failed", [])
+    monkeypatch.setattr(kernel, "load", lambda: None)
+    for seed in (1, 2):
+        assert_right(random((9,), torch.float32, 0), random((9,), torch.float32, seed))
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "the kernel in Triton failed: RuntimeError: no driver" in warning
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.support import SMALL_MODEL
 
 import graftlab as gl
@@ -137,7 +138,7 @@ def test_whatever_lies_in_slots_of_nobody_is_not_seen() -> None:
     assert outputs(engine, requests) == [decoded(r.input_ids, r.max_new_tokens, 5) for r in requests]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(tokens=st.integers(1, 6), before=st.integers(0, 5), window=st.sampled_from([None, 1, 3]))
 def test_masked_attention_is_causal_attention_under_its_mask(tokens: int, before: int, window: int | None) -> None:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -203,7 +204,7 @@ def test_slots_that_are_not_handed_out_cannot_be_freed(slots: list[int]) -> None
     assert allocator.available == 3
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(
         st.one_of(

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.graph_buffers import on_devices
 from kit.recorded_kernels import record_kernels
 from kit.support import SMALL_MODEL
@@ -221,7 +222,7 @@ def test_a_policy_that_keeps_the_tail_is_felt(kind: str) -> None:
         served(engine, workload(30))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     kind=st.sampled_from(list(RUNNERS)),
     doings=st.lists(

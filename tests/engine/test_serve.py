@@ -23,6 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.bodies import bodies
+from kit.examples import examples
 from kit.support import DEADLINE, wait_until
 
 from graftlab.engine import EagerRunner, Engine, build_model
@@ -164,6 +168,14 @@ def test_a_bad_request_is_told_why(server: Process, body: object, reason: str) -
     status, answer = ask(f"{server.url}/generate", body)
     assert status == 400
     assert reason in answer["error"]
+
+
+@given(st.sampled_from(["generate", "configure_logging", "health", ""]), bodies)
+@examples(40)
+def test_any_body_gets_json_and_leaves_the_server_going_on(server: Process, path: str, body: bytes) -> None:
+    status, answer = ask(f"{server.url}/{path}", body)
+    assert (status, list(answer)) in [(400, ["error"]), (404, ["error"]), (405, ["error"])] or status == 200
+    assert ask(f"{server.url}/health")[1]["status"] == "ok"
 
 
 def test_other_paths_methods_and_pages_get_json_too(server: Process) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.implementations import MakeWorld
 from kit.mailboxes import DEADLINE, MIB, World, in_background, key
 from kit.tensors import DTYPES, bits, layouts
@@ -54,7 +55,7 @@ keys = st.builds(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(keys, unique=True, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_tensors_find_their_taps_in_whatever_order_the_sides_reach_them(
     a_world: MakeWorld, sent: list[TapKey], random: Any
@@ -312,7 +313,7 @@ def test_conjugated_and_negated_views_arrive_as_what_they_mean(dtype: torch.dtyp
         assert torch.equal(bits(arrived), bits(view.resolve_conj().resolve_neg())), name
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(0, 5), max_size=5), st.data())
 def test_any_strided_view_arrives_exactly(a_world: MakeWorld, shape: list[int], data: st.DataObject) -> None:
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.implementations import MakeWorld
 from kit.mailboxes import DEADLINE, MIB, Mailbox, World, has_settled, in_background, key, settles
 
@@ -172,7 +173,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(actions)
 def test_whatever_the_order_of_events_a_receiver_gets_what_was_sent_and_all_memory_comes_back(
     a_world: MakeWorld, events: list[tuple[str, int, int]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kit import mailboxes
 from kit.device_scripts import (
@@ -20,6 +20,7 @@ from kit.device_scripts import (
     sends_many,
     taps_on_the_gpu,
 )
+from kit.examples import examples
 from kit.gpus import LateGpu, Machine, a_world_of_gpus, on_gpu
 from kit.implementations import PROCESSES, MakeProcesses
 from kit.mailboxes import DEADLINE, MIB, Mailbox, World, in_background, key
@@ -108,7 +109,7 @@ def test_every_dtype_arrives_bit_exact_in_every_layout(dtype: torch.dtype, world
 steps = st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.sampled_from([0, 1, 7, 5000, 300_000])), max_size=30)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(taps=steps, slow=st.booleans())
 def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(
     taps: list[tuple[int, bool, int]], slow: bool

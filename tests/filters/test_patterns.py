@@ -12,7 +12,7 @@ import graftlab as gl
 from graftlab.filters import patterns
 from graftlab.filters.check import Check, told
 from graftlab.filters.expressions import compile_filter
-from graftlab.filters.patterns import bounded
+from graftlab.filters.patterns import bounded, bounded_rewrite
 
 # `re` takes years for these. `regex` sees through many such patterns at once, and not through these two.
 ENDLESS = [r"^(a|a?b?|aa)+c$", r"^(a|aa|aaa)+c$"]
@@ -33,6 +33,29 @@ def test_they_find_what_re_finds(pattern: str, text: str) -> None:
         assert (found is None) == (expected is None)
 
 
+@given(
+    st.text("ab.*+?|()[]{}^$1,", max_size=12),
+    st.sampled_from(["", "-", r"<\1>", r"\g<0>\n", "{0}"]),
+    st.text("ab1", max_size=30),
+)
+def test_renames_make_what_re_makes(pattern: str, replacement: str, text: str) -> None:
+    try:
+        re.compile(f"{pattern}|").sub(replacement, "")
+        found = re.search(pattern, text)
+        expected = re.sub(pattern, replacement, text) if found else None
+    except (re.error, IndexError, OverflowError):
+        return
+    try:
+        rewrite = bounded_rewrite(pattern, replacement)
+    except gl.FilterError:
+        return
+    assert rewrite(text) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        # As it is with texts that are longer.
+        patch.setattr(patterns, "_FEW_STEPS", 0)
+        assert bounded_rewrite(pattern, replacement)(text) == expected
+
+
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "SECONDS", 0.05)
@@ -47,6 +70,15 @@ def test_a_pattern_without_end_is_an_error_that_names_it(pattern: str) -> None:
     assert repr(pattern) in str(told_.value)
     with pytest.raises(gl.FilterError, match="takes more than"):
         compile_filter("search(tag, name)").matches({"name": NAME, "tag": pattern})
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_rename_without_end_is_an_error_that_names_it() -> None:
+    plan = gl.GraftPlan(rename={"target": {ENDLESS[0]: "x"}})
+    with pytest.raises(gl.FilterError, match=r"the rename .* -> 'x' takes more than 0\.05 s on 'aaaa") as told_:
+        plan.rewrite("target", NAME)
+    assert repr(ENDLESS[0]) in str(told_.value)
+    assert plan.rewrite("baseline", NAME) == NAME
 
 
 def test_what_stops_re_for_ever_is_answered() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.support import own_value, reset, shorten_waits, wait_for_file
 
 import graftlab as gl
@@ -195,7 +196,7 @@ def two_orders(draw: st.DrawFn) -> tuple[list, list]:
 
 
 @given(two_orders())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_two_orders_pair_by_name_tags_and_occurrence(one_and_one: gl.Session, orders: tuple[list, list]) -> None:
     reset(one_and_one).edit(b2t="True")
     baseline, target = orders

@@ -126,7 +126,7 @@ def serve_again(device: str = "cpu") -> tuple[list[list[int]], dict[str, Any]]:
 
 def rows_of(run: gl.Run) -> pd.DataFrame:
     """What a run found, in the order of each rank's taps, without what differs from run to run."""
-    frame = run.frame.sort_values(["side", "order"]).reset_index(drop=True)
+    frame = run.frame.sort_values(["side", "step", "order"]).reset_index(drop=True)
     frame["step"] -= frame["step"].min()
     frame["shape"] = frame["shape"].map(str)
     names = ["side", "step", "name", "layer", "phase", "direction", "status", "shape", "occurrence", "error"]
@@ -229,8 +229,8 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
         {"b2t": "name == 'mlp_out'"},
         {"b2t": "name == 'mlp_out' and layer == 1"},
         {"b2t": "name == 'mlp_out'", "transform": halfway},
-        {"b2t": None, "compare": "name == 'mlp_out'"},
-        {"b2t": "name == 'mlp_out' and layer == 1", "transform": None},
+        {"b2t": None, "transform": None, "compare": "name == 'mlp_out'"},
+        {"b2t": "name == 'mlp_out' and layer == 1"},
         {"b2t": None, "compare": "search('mlp', name)"},
     ):
         session.edit(**plan)
@@ -514,7 +514,7 @@ def test_every_kind_of_value_is_shown_and_grafted_as_outside_of_a_capture(
             baseline=partial(call, odd_taps, "cpu", None, inputs), target=partial(call, odd_taps, device, way, inputs)
         )
         outputs.append(run.target[0])
-        frame = run.frame.sort_values(["side", "order"]).reset_index(drop=True)
+        frame = run.frame.sort_values(["side", "step", "order"]).reset_index(drop=True)
         frames.append(frame[["name", "status", "occurrence", "rel_l2", "max_abs", "shape", "dtype"]])
     assert outputs[0] == outputs[1]
     pd.testing.assert_frame_equal(frames[1], frames[0])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.graph_buffers import MAX_BS, MAX_TOKENS, buffer_of, content, extract, fill, make, on_devices, ones, registry_of
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def sizes(draw: st.DrawFn) -> dict[str, int]:
 
 
 @on_devices
-@settings(max_examples=60)
+@examples(60)
 @given(
     steps=st.lists(st.tuples(sizes(), SLOTS_ON, SLOTS_ON), min_size=1, max_size=8),
     most_plans=st.sampled_from([1, 3, 256]),
@@ -327,7 +328,7 @@ def batch_of(kind: str, bs: int, num_tokens: int, start: int, absent: set[str], 
 
 @on_devices
 @kinds
-@settings(max_examples=40)
+@examples(40)
 @given(
     steps=st.lists(st.tuples(sizes(), st.sets(st.sampled_from(OPTIONAL))), min_size=2, max_size=8),
     share_pool=st.booleans(),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from kit.examples import examples
 from torch import Tensor
 
 from graftlab.errors import LayoutError
@@ -95,7 +96,7 @@ def prepared(layout: Layout, whole: Tensor) -> list[Tensor]:
     return held
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(layouts(), layouts(), st.sampled_from(DTYPES), st.integers(0, 99))
 def test_from_any_layout_to_any_other_and_back_no_bit_changes(
     source: Layout, target: Layout, dtype: torch.dtype, seed: int
@@ -115,7 +116,7 @@ def test_from_any_layout_to_any_other_and_back_no_bit_changes(
     assert joined.known is None
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(layouts(), layouts())
 def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, wrong: Layout) -> None:
     whole = tensor(SHAPE, torch.float64)
@@ -133,7 +134,7 @@ def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, 
     assert same or wrong.steps == source.steps
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.sampled_from([(2, 2), (2, 1), (1, 4), (3, 1)]),
     st.integers(0, 2),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from torch import Tensor
 
 from graftlab.layouts import parse_layout
@@ -55,7 +56,7 @@ def test_a_layout_is_found_and_written_as_a_person_would(shape: tuple[int, ...],
     assert fitted(whole, parse_layout(made).local(whole)) == text
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.data())
 def test_whatever_is_found_gives_the_tensor_again(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=3, max_size=5))

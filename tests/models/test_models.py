@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from kit.support import SMALL_MODEL
 
 from graftlab.models import (
@@ -160,7 +161,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(config=configs(), seed=st.integers(0, 9), tokens=st.integers(1, 8))
 def test_agrees_with_an_independent_float64_forward(config, seed, tokens):
     model = Transformer(config, seed).double()

@@ -14,9 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 import graftlab as gl
-from graftlab.errors import FilterError, MessageError, PlanError
+from graftlab.errors import FilterError, MessageError, PlanError, TagError, TransformError
 from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
 from graftlab.plan.wire import WirePlan, WireTransform, from_wire, pack_plan, to_wire, unpack_plan
 from graftlab.transforms import GraftTransformInput
@@ -155,3 +156,78 @@ def test_help_shows_what_an_edit_may_change(edit: Any) -> None:
 def test_an_unknown_keyword_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(TypeError, match=r"'b2'.*b2t, t2b, compare, keep, transform, rename"):
         GraftPlan().edit(b2="True")  # type: ignore[call-arg]
+
+
+# ---- plans of any kind ----------------------------------------------------------------------------------------------
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+words = "name layer step rank None True 'q' 1 == < not in ( ) [ ] search( , 0 : - * . lambda len( '(a|' { } if else ä"
+pieces = st.sampled_from([*words.split(), " ", " and ", " or ", "\n", "\x00"])
+expressions = st.lists(pieces, max_size=9).map("".join)
+names = st.text("ab.\\1(|)*+?[]^$ ", max_size=8)
+refused = (PlanError, FilterError, TransformError, MessageError, TagError)
+
+
+def asked_of(plan: GraftPlan) -> None:
+    """What ranks ask of a plan, which may say that it cannot tell, and no more."""
+    for side in ("baseline", "target"):
+        for tags in ({"name": "q", "layer": 1, "step": 0}, {"name": "h.0.x", "layer": None}, {"name": ""}):
+            try:
+                for paired in plan.paired_tags({**tags, "side": side, "rank": 0}):
+                    plan.action_for(paired)
+            except FilterError:
+                continue
+
+
+@pytest.mark.filterwarnings("ignore:this plan does nothing", "ignore:this plan grafts no tap", "ignore::SyntaxWarning")
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(FILTERS, expressions | anything),
+            "rename": anything
+            | st.dictionaries(st.sampled_from(["baseline", "target", "x"]), st.dictionaries(names, names)),
+            "pairs": anything | st.lists(st.tuples(names, names), max_size=3),
+            "transform": anything
+            | st.sampled_from(["torch.clone", "no.where", "def f(", "def transform(g): return g.target"]),
+        },
+    )
+)
+@examples(200)
+def test_whatever_is_given_for_a_plan_is_one_or_is_refused_in_our_words(parts: dict[str, Any]) -> None:
+    try:
+        plan = GraftPlan(**parts)
+    except refused:
+        return
+    asked_of(plan)
+    assert unpack_plan(pack_plan(plan)) == plan
+
+
+@pytest.mark.filterwarnings("ignore:this plan does nothing", "ignore:this plan grafts no tap", "ignore::SyntaxWarning")
+@given(
+    st.dictionaries(st.sampled_from(WirePlan.__struct_fields__), anything | expressions, max_size=2),
+    st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3),
+    st.integers(0, 30),
+)
+@examples(300)
+def test_whatever_arrives_for_a_plan_is_one_or_is_refused_in_our_words(
+    changes: dict[str, Any], flips: list[tuple[int, int]], cut: int
+) -> None:
+    plan = GraftPlan(b2t="name == 'q'", rename={"target": {"^model": "net"}}, pairs=[("h.{n}.x", "l.{n}.y")])  # type: ignore[arg-type]
+    data = bytearray(wire_of(plan, **changes))
+    for place, value in flips:
+        data[place % len(data)] = value
+    try:
+        arrived = unpack_plan(bytes(data[: len(data) - cut]))
+    except refused:
+        return
+    asked_of(arrived)

@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cbook import is_math_text
@@ -423,7 +424,7 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
     assert plots.first_divergent(pd.DataFrame()) is None
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.lists(
         st.tuples(

@@ -135,7 +135,12 @@ def test_close_leaves_no_rank_and_nothing_but_rows_and_logs(temporary: Path, shm
     assert not list(temporary.glob("graftlab*"))
     assert shared_memory_left(shm) == set()
     assert session.closed
-    assert sorted(path.name for path in session.folder.iterdir()) == ["logs", "rows.jsonl", "session.json"]
+    assert sorted(path.name for path in session.folder.iterdir()) == [
+        "logs",
+        "rows.crc32",
+        "rows.jsonl",
+        "session.json",
+    ]
     assert sorted(path.name for path in (session.folder / "logs").glob("*.log")) == ["baseline-0.log", "target-0.log"]
     assert len(session.frame) == len(gl.load_run(session.folder)) == 1
     session.close()

@@ -84,6 +84,32 @@ def test_a_line_that_never_ends_is_sent_in_parts(
     assert sent[1:] == ["x\n"]
 
 
+@pytest.mark.parametrize(("lines", "characters"), [(10, 1 << 21), (1 << 20, 100)])
+def test_what_is_beyond_a_second_s_budget_is_in_the_log_alone_which_is_said_once(
+    lines: int,
+    characters: int,
+    stream: LabelledStream,
+    log: io.StringIO,
+    sent: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.5]
+    monkeypatch.setattr(streams.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(streams, "_LINES_A_SECOND", lines)
+    monkeypatch.setattr(streams, "_CHARACTERS_A_SECOND", characters)
+    everything = [f"line {number:04}\n" for number in range(3000)]
+    for number, line in enumerate(everything):
+        clock[0] = 0.5 + number // 1000
+        stream.write(line)
+    assert log.getvalue() == "".join(everything)
+    # Ten lines of ten characters are within both budgets.
+    shown = [line for start in (0, 1000, 2000) for line in everything[start : start + 10]]
+    assert [line for line in sent if line in everything] == shown
+    [said] = [line for line in sent if line not in everything]
+    assert sent[10] == said
+    assert "what is beyond that is in its log only" in said
+
+
 def test_it_is_the_stream_of_the_log_to_whoever_asks(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w", encoding="utf-8") as log:
         stream = LabelledStream(log, lambda text: None)

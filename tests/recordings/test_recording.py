@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
@@ -49,7 +50,7 @@ def test_taps_come_back_with_their_tags_and_steps(tmp_path: Path) -> None:
     assert gl.here() is None
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (3,), (2, 0, 3), (4, 5)]), st.booleans())
 def test_every_dtype_and_shape_comes_back_bit_by_bit(
     tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: tuple[int, ...], transposed: bool

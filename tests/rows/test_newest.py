@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 from graftlab.rows.encoding import encode
 from graftlab.rows.newest import LiveTaps
@@ -31,7 +32,7 @@ class CountingStore(RowStore):
         return found
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 6), max_size=30), max_size=12),
     limit=st.integers(1, 20),

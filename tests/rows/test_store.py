@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.rows import store as frames
+from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.schema import COLUMNS, Row
@@ -159,7 +162,7 @@ some_rows = st.lists(
 
 @pytest.mark.slow
 @given(some_rows, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(64, 4096))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
     rows: list[Row], batches: list[tuple[int, bool]], piece: int
 ) -> None:
@@ -280,7 +283,7 @@ def test_what_is_not_a_row_is_refused(line: bytes) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6), st.integers(0, 10))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_on_disk_are_the_rows_in_memory(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], start: int
 ) -> None:
@@ -354,6 +357,69 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path) -> None:
     lines[1_500] = b'{"broken'
     (tmp_path / ROWS_FILE).write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1501: this is not a row"):
+        gl.load_run(tmp_path)
+
+
+@given(st.data())
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("flips")
+    store = RowStore(folder)
+    for start in range(0, 12, 4):
+        store.append([encode(row(order=order, rel_l2=order / 7)) for order in range(start, start + 4)])
+    store.close()
+    file = folder / ROWS_FILE
+    written = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(written) - 2), "place")
+    line = written.count(b"\n", 0, place) + 1
+    written[place] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    file.write_bytes(written)
+    with pytest.raises(gl.SessionError, match=rf"rows\.jsonl, line {line}: this is not "):
+        gl.load_run(folder)
+
+
+def test_a_number_that_became_another_is_no_row_and_files_without_checksums_are_read_as_they_are(
+    tmp_path: Path,
+) -> None:
+    store = RowStore(tmp_path)
+    # More than what is read at once.
+    store.append([encode(row(order=order, max_abs=0.5)) for order in range(1000)])
+    store.close()
+    assert len(gl.load_run(tmp_path)) == 1000
+    file = tmp_path / ROWS_FILE
+    lines = file.read_bytes().split(b"\n")
+    assert lines[900].count(b"0.5") == 2
+    lines[900] = lines[900].replace(b"0.5", b"0.7")
+    file.write_bytes(b"\n".join(lines))
+    with pytest.raises(gl.SessionError, match=r"rows\.jsonl, line 901: this is not what was written, by its checksum"):
+        gl.load_run(tmp_path)
+    with pytest.raises(gl.SessionError, match="line 901"):
+        RowStore(tmp_path, append=True)
+    (tmp_path / SUMS_FILE).unlink()
+    assert gl.load_run(tmp_path)["rel_l2"].tolist().count(0.7) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30])
+@pytest.mark.parametrize("sums", [0, 3, 5, 12, 16])
+def test_rows_are_appended_to_a_file_that_was_cut_off_and_are_checked_from_then_on(
+    tmp_path: Path, cut: int, sums: int
+) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=order)) for order in range(3)])
+    store.close()
+    file = tmp_path / ROWS_FILE
+    os.truncate(file, file.stat().st_size - cut)
+    os.truncate(tmp_path / SUMS_FILE, sums)
+    left = 2 if cut else 3
+    assert len(gl.load_run(tmp_path)) == left
+    store = RowStore(tmp_path, append=True)
+    store.append([encode(row(order=order)) for order in range(3, 5)])
+    store.close()
+    assert gl.load_run(tmp_path)["order"].tolist() == [*range(left), 3, 4]
+    file.write_bytes(file.read_bytes().replace(b'"x"', b'"y"'))
+    with pytest.raises(gl.SessionError, match=r"line 2: this is not what was written"):
         gl.load_run(tmp_path)
 
 

@@ -172,6 +172,17 @@ def test_a_watched_modules_own_tensor_is_never_written_into(taker: Taker) -> Non
     assert x.equal(X)
 
 
+def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_more_after(taker: Taker) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    function = torch.compile(model, fullgraph=True, backend="eager")
+    function(X)
+    with gl.watch(model):
+        function(X)
+        assert [name for name, _ in taker.take()] == ["0", "1", "output"]
+    function(X)
+    assert taker.seen == []
+
+
 def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> None:
     def function(x: Tensor) -> Tensor:
         gl.tap("x", x)

@@ -179,6 +179,9 @@ def test_a_transform_is_tried_broken_mended_and_applied_to_a_running_loop(screen
     assert screen.ask()["version"] == 1
 
     screen.write(source, "def transform(graft_input):\n    return graft_input.received_list[0] - 9\n")
+    where = page.locator(".graftlab-where input")
+    where.fill("True")
+    where.press("Enter")
     apply.click()
     expect(page.locator(".graftlab-adopted")).to_contain_text("Plan 2")
     # The target is one above the baseline in one layer, and the transform takes nine more away.

@@ -1,0 +1,49 @@
+"""What a session does with jobs that join it: their lines, and the one run that all they do is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graftlab.base.world import RunInfo
+from graftlab.control.hub import Hub
+from graftlab.control.plans import Plans
+from graftlab.control.run import Run
+from graftlab.control.runs import Runs
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import OwnWork, Work
+
+
+class JoinedJobs:
+    """For whoever lets jobs join. ``lock`` is held where one thing must not come between two others."""
+
+    def __init__(self, ranks: Sequence[RankHandle], runs: Runs, plans: Plans, hub: Hub, lock: threading.RLock) -> None:
+        self._ranks = ranks
+        self._runs = runs
+        self._plans = plans
+        self._hub = hub
+        self._lock = lock
+
+    def hear(self, rank: RankHandle) -> None:
+        """Read what this rank sends, from now on: its line is a new one."""
+        self._hub.add(rank)
+
+    def begin(self) -> Run:
+        """The jobs begin, each to do its own work."""
+        with self._lock:
+            works: dict[int, Work] = {rank.place.world_rank: OwnWork() for rank in self._ranks}
+            return self._runs.begin(works, self._plans.newest, "continue")
+
+    def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
+        """Take over a run of jobs that another session held, under their plan, or under the one ``published`` here."""
+        with self._lock:
+            self._runs.resume(run)
+            mine = self._plans.newest
+            version = max(mine.version, plan.version + 1)
+            self._plans.publish(replace(mine, version=version) if published else plan)
+
+    def tell_plan(self, rank: RankHandle) -> None:
+        """Send the newest plan to a rank that has come back."""
+        self._plans.tell(rank)

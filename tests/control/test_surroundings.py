@@ -1,0 +1,142 @@
+"""Machines that are short of something, and other users of them: a session works, or says at once what it lacks."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from kit.deadline import DEADLINE
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = """
+import os, torch
+import graftlab as gl
+
+def forward():
+    gl.tap("small", torch.ones(3))
+    return gl.tap("large", torch.ones(8 << 20)).sum().item()
+
+try:
+    with gl.launch(1, 2, folder=os.environ.get("FOLDER")) as session:
+        run = session.run(forward, forward)
+        print(run.target, sorted(set(run.frame["status"])), len(gl.load_run(session.folder)))
+except gl.LaunchError as error:
+    print("LaunchError:", error)
+"""
+WORKS = f"[{float(8 << 20)}, {float(8 << 20)}] ['compared'] 4\n"
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user, or mount")
+
+
+def said(*before: str, limit: Callable[[], None] | None = None, **environment: str | None) -> str:
+    """What a notebook in these surroundings says; a variable that is None is taken out of its environment."""
+    changed = {**os.environ, **environment}
+    done = subprocess.run(
+        [*before, sys.executable, "-c", SCRIPT],
+        env={name: value for name, value in changed.items() if value is not None},
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_256_descriptors_are_enough() -> None:
+    assert said(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))) == WORKS
+
+
+def test_too_few_descriptors_are_told() -> None:
+    told = said(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+    assert re.match(r"LaunchError: .*(Too many open files|descriptors)", told)
+
+
+@pytest.mark.soak
+def test_a_temporary_folder_that_is_missing_is_done_without(tmp_path: Path) -> None:
+    assert said(TMPDIR=str(tmp_path / "missing"), HOME=None) == WORKS
+
+
+def test_a_home_that_cannot_be_is_told_with_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = said(GRAFTLAB_HOME=None, HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path / "missing"))
+    assert re.match(r"LaunchError: the run folder .*file/.graftlab/.* cannot be made: .*; set GRAFTLAB_HOME to", told)
+
+
+# ---- mounts of one's own --------------------------------------------------------------------------------------------
+
+
+def with_mount(options: str, where: Path | str) -> list[str]:
+    """The command before a command that runs it with an empty file system there, which nobody else sees."""
+    tried = ["unshare", "--mount", "sh", "-ec", f'mount -t tmpfs -o {options} none "{where}"; exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*tried, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount here")
+    return tried
+
+
+@as_root
+@pytest.mark.soak
+def test_little_shared_memory_is_enough() -> None:
+    # 64 MiB are a container's, and less than the tensors of three ranks: these do not lie there.
+    assert said(*with_mount("size=1m", "/dev/shm")) == WORKS
+
+
+@as_root
+@pytest.mark.soak
+def test_a_read_only_disk_is_told_at_the_launch(tmp_path: Path) -> None:
+    told = said(*with_mount("ro", tmp_path), FOLDER=str(tmp_path / "run"))
+    assert (
+        told
+        == f"LaunchError: the run folder {tmp_path}/run cannot be made: Read-only file system; pass another folder=\n"
+    )
+
+
+# ---- other users ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that everybody may enter, as pytest's own are not."""
+    with TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@as_root
+def test_nothing_of_a_session_is_readable_or_reachable_for_another_user(open_to_all: Path) -> None:
+    def refused(*command: str) -> bool:
+        done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True)
+        return done.returncode != 0 and re.search("Permission denied|not permitted", done.stderr) is not None
+
+    folder = open_to_all / "run"
+    with gl.launch(1, 1, folder=folder) as session:
+        session.run(*[lambda: gl.tap("a", torch.ones(3))] * 2)
+        pids = [rank.pid for rank in session.ranks]
+        assert not refused("ls", str(open_to_all))
+        assert refused("ls", str(folder))
+        for path in folder.rglob("*"):
+            assert refused("cat", str(path)), path
+            # Also where the folders above were open.
+            assert path.stat().st_mode & 0o077 == 0
+        for pid in pids:
+            for part in ("fd", "map_files"):
+                assert refused("ls", f"/proc/{pid}/{part}/")
+            for part in ("mem", "environ", "maps"):
+                assert refused("cat", f"/proc/{pid}/{part}")
+            assert refused("kill", "-9", str(pid))
+        # Sockets without a name, so that there is nothing to connect to.
+        inodes = {os.stat(f"/proc/{pid}/fd/{name}").st_ino for pid in pids for name in os.listdir(f"/proc/{pid}/fd")}
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        assert [line for line in sockets if int(line[6]) in inodes and len(line) > 7] == []

@@ -1,0 +1,143 @@
+"""Lines read by the compiled parser have the values that Python reads in them, or are left to Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from graftlab.diffs import kernel
+from graftlab.rows.columns import Columns
+from graftlab.rows.encoding import decode_all, encode
+from graftlab.rows.parsing import Parsed, parse
+from graftlab.rows.schema import COLUMNS, Row
+
+pytestmark = pytest.mark.skipif(kernel.load() is None, reason=f"no compiled library: {kernel.description()}")
+
+TAGS = {"name": "x", "step": 0, "side": "target", "rank": 0}
+ROW = Row(0, 0, 1, "x", TAGS, None, "target", 0, "compared", [0], [2], "float32", seconds=0.25, numel=2)
+
+
+def line_with(column: str, literal: str) -> bytes:
+    """A line with this text as the value of a column."""
+    values = [json.dumps(value, separators=(",", ":")) for value in ROW]
+    values[COLUMNS.index(column)] = literal
+    return f"[{','.join(values)}]\n".encode()
+
+
+def parsed(lines: bytes) -> Parsed:
+    found = parse(lines)
+    assert found is not None, "left to Python"
+    return found
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def cells(block: dict[str, Any], columns: Columns) -> Iterator[tuple[str, list[str]]]:
+    frame = columns.frame(block)
+    for name in frame.columns:
+        yield name, [f"{type(value).__name__} {value!r}" for value in frame[name]]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False).filter(lambda v: v == 0 or abs(v) >= 2.3e-308))
+@example(1.7976931348623157e308)
+@example(2.2250738585072014e-308 * 2)
+@example(9007199254740993.0)
+@example(-0.0)
+def test_a_float_comes_back_to_the_last_bit(value: float) -> None:
+    assert bits(parsed(line_with("rel_l2", repr(value))).numbers["rel_l2"][0]) == bits(value)
+
+
+@given(st.integers(0, 10**19 - 1), st.integers(-330, 300), st.integers(0, 18))
+@example(9007199254740993, 0, 0)  # halfway between two floats
+@example(45035996273704975, -1, 0)
+@example(1, 23, 0)
+@example(5, -27, 0)
+def test_a_decimal_is_read_as_the_nearest_float(digits: int, exponent: int, after_point: int) -> None:
+    text = str(digits).rjust(after_point + 1, "0")
+    literal = f"{text[: len(text) - after_point]}.{text[len(text) - after_point :] or '0'}e{exponent}"
+    found = parse(line_with("rel_l2", literal))
+    if found is None:
+        # Digits, or a magnitude, beyond what it takes.
+        digit_count = len(literal.partition("e")[0].replace(".", "").lstrip("0"))
+        assert digit_count > 19 or not 2.3e-308 < float(literal) < math.inf
+    else:
+        assert bits(found.numbers["rel_l2"][0]) == bits(float(literal))
+
+
+@pytest.mark.parametrize(
+    ("column", "literal"),
+    [
+        ("rel_l2", "5e-324"),
+        ("rel_l2", "1e999"),
+        ("rel_l2", "12345678901234567890"),
+        *(("rel_l2", bad) for bad in ("01", "1.", ".5", "+1", "1e", "- 1", "nan", "-NaN", "true", '"1"', "")),
+        *(("order", bad) for bad in ("null", "1.0", "1e3", "01", "-", "9" * 19)),
+        *(("name", bad) for bad in ("null", "3", '"a', "a", '"\x01"', '"\\x"', "[]")),
+        *(("tags", bad) for bad in ("[]", "{", '{"a"}', '{"a":[1}]', '{"a":1,}', '{"a":1}}', '{"a":\n1}')),
+        *(("shape", bad) for bad in ("[1", "[1]]", "[[1]", "1]", "[1 2]", "[}", "{}", "[1],[2]")),
+        ("note", '"\\"'),
+        ("note", b'"\xff"'.decode("latin-1")),
+    ],
+)
+def test_what_is_unusual_or_damaged_is_left_to_python(column: str, literal: str) -> None:
+    line = line_with(column, "@").replace(b"@", literal.encode("latin-1"))
+    good = line_with("rel_l2", "0.5")
+    assert parse(good + line + good) is None
+
+
+@pytest.mark.parametrize("cut", [2, 3, 5, 40, 100])
+def test_lines_of_another_length_are_left_to_python(cut: int) -> None:
+    line = line_with("rel_l2", "0.5")
+    assert parse(line + line[:-cut] + b"\n") is None
+    assert parse(line[:-2] + b",1]\n") is None
+    assert parse(line[:-1].replace(b",", b", ") + b"\n") is None
+
+
+values = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.floats(), max_size=2)
+)
+rows = st.lists(
+    st.builds(
+        lambda tags, changes: ROW._replace(tags={**TAGS, **tags}, **changes),
+        st.dictionaries(st.sampled_from(["layer", "phase", 'a"b\\', "é"]), values, max_size=3),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "order": st.integers(-(10**17), 10**17),
+                "name": st.sampled_from(["x", "y", 'q"],[', "é\n\\"]),
+                "numel": st.none() | st.integers(0, 10**17),
+                "rel_l2": st.none() | st.floats().filter(lambda v: v == 0 or not abs(v) < 2.3e-308),
+                "max_abs_index": st.none() | st.lists(st.integers(0, 3), max_size=2).map(tuple),
+                "shape": st.none() | st.lists(st.integers(0, 3), max_size=2),
+                "note": st.none() | st.text(max_size=4),
+            },
+        ),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(rows)
+def test_rows_have_the_values_that_python_reads_in_their_lines(made: list[Row]) -> None:
+    lines = b"".join(encode(row) + b"\n" for row in made)
+    by_library, by_python = Columns(), Columns()
+    found = cells(by_library.block(parsed(lines)), by_library)
+    assert dict(found) == dict(cells(by_python.block(decode_all(lines)[0]), by_python))
+
+
+def test_many_distinct_texts_stay_apart() -> None:
+    made = [ROW._replace(order=at, note=f"note {at}", max_abs_index=(at, at % 7)) for at in range(5_000)]
+    block = Columns().block(parsed(b"".join(encode(row) + b"\n" for row in made)))
+    assert block["max_abs_index"].tolist() == [row.max_abs_index for row in made]
+    assert len(np.unique(block["note"])) == 5_000
