@@ -1,4 +1,4 @@
-"""Layouts in the default transform: what senders and receivers say of their parts, and what is said where it fails."""
+"""Layouts in the default transform: what both sides say of their parts, and what is said where that fails."""
 
 from __future__ import annotations
 
