@@ -33,6 +33,8 @@ SUBCOMMANDS = (
     "verdict",
     "match",
     "check",
+    "compiled",
+    "listen",
 )
 
 DEFINE = """
@@ -213,6 +215,14 @@ def test_run_evaluates_on_both_sides_as_one_step_and_keeps_the_run(notebook: Ker
     assert value(notebook, "other.baseline, other.number - mine.number") == "([0.0], 1)"
     typed(notebook, "third = %graft run 1 + 1")
     assert value(notebook, "third.target") == "[2, 2]"
+
+
+@pytest.mark.ranks
+def test_a_comparison_with_compiled_code_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    shown = value(notebook, "%graft compiled -o compared --backend eager forward(torch.ones(4))")
+    assert "Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00." in shown
+    assert value(notebook, "compared.fused is None") == "True"
 
 
 @pytest.mark.ranks
