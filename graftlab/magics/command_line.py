@@ -349,14 +349,17 @@ def _unquoted(text: str) -> str:
     return text
 
 
+# What may stand before an expression, which may itself begin with a minus sign.
+_OPTION_BEFORE = re.compile(r"(?:-h|--help|--fullgraph)(?:\s+|$)|(?:-o|--out|--backend)(?:\s+|=)\S+(?:\s+|$)")
+
+
 def _parse_expression(command: Command, rest: str) -> argparse.Namespace:
     text = rest.strip()
-    before = re.match(r"(?:-h|--help)(?:\s|$)|(?:-o|--out)(?:\s+|=)(?P<out>\S+)(?:\s+|$)", text)
     after = re.search(r"\s(?:-o|--out)(?:\s+|=)(?P<out>\w+)$", text)
     words: list[str] = []
-    if before is not None:
-        words, text = _split("run", before.group()), text[before.end() :]
-    elif after is not None:
+    while (before := _OPTION_BEFORE.match(text)) is not None:
+        words, text = words + _split("run", before.group()), text[before.end() :]
+    if not words and after is not None:
         words, text = ["-o", after["out"]], text[: after.start()]
     arguments = command.parser.parse_args(words)
     if not text.strip():
