@@ -13,11 +13,8 @@ from graftlab.base import shipping
 from graftlab.taps import calls
 from graftlab.taps.compiled import only_taps
 
-# Which functions, and with which options, this process has compiled, and with which taps.
-_compiled: dict[tuple[str, str], Callable[..., Any]] = {}
-_choices: set[tuple[tuple[str, str], tuple[str, ...] | None]] = set()
-# torch gives up on a function that it has compiled eight times.
-_MOST_CHOICES = 6
+# The function that this process has compiled last, by what it is, its options and its taps.
+_compiled: dict[tuple[str, str, tuple[str, ...] | None], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,11 @@ class CompiledCall:
 
     def _function(self) -> Callable[..., Any]:
         what = self.packed if self.packed is not None else str(self.source).encode()
-        key = (hashlib.sha256(what).hexdigest(), repr(sorted(self.options.items())))
-        _choices.add((key, self.names))
-        if sum(known == key for known, _ in _choices) > _MOST_CHOICES:
-            torch.compiler.reset()
-            _choices.clear()
-            _compiled.clear()
+        key = (hashlib.sha256(what).hexdigest(), repr(sorted(self.options.items())), self.names)
         if key not in _compiled:
+            # torch runs code that it has compiled eight times uncompiled from then on, and says so in a log alone.
+            torch.compiler.reset()
+            _compiled.clear()
             _compiled[key] = torch.compile(self._unpacked(), **self.options)
         return _compiled[key]
 
