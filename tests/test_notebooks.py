@@ -42,6 +42,7 @@ def pictures(outputs: list[Any]) -> int:
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
+        "compiled.ipynb",
         "cuda_graphs.ipynb",
         "porting.ipynb",
         "quickstart.ipynb",

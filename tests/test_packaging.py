@@ -157,7 +157,20 @@ def test_no_committed_file_names_a_package_index() -> None:
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE).group(1).split())
-    assert targets == {"help", "demo", "lab", "test", "lint", "docs", "test-fast", "soak", "bench", "clean"}
+    assert targets == {
+        "help",
+        "demo",
+        "lab",
+        "test",
+        "lint",
+        "docs",
+        "test-fast",
+        "soak",
+        "fuzz",
+        "mutants",
+        "bench",
+        "clean",
+    }
     assert targets == set(re.findall(r"^  make ([\w-]+) ", make().stdout, re.MULTILINE))
 
 

@@ -259,6 +259,7 @@ def load_run(folder: str | Path) -> pd.DataFrame:
         header = len(HEADER) + 1 if lines.startswith(HEADER + b"\n") else 0
         if (header or names == COLUMNS) and (parsed := parse(lines[header:])) is not None:
             names = COLUMNS
+            _refuse_changed(path, sums, number, lines)
             blocks.append(columns.block(parsed))
             count += parsed.row_count
             number += parsed.row_count + (header > 0)
@@ -267,11 +268,7 @@ def load_run(folder: str | Path) -> pd.DataFrame:
             rows, names = decode_all(lines, names)
         except ValueError:
             raise _damage(path, lines, names, number) from None
-        if (wrong := sums.wrong(number, lines)) is not None:
-            raise SessionError(
-                f"{path}, line {wrong}: this is not what was written, by its checksum in {sums.path.name}; the file "
-                f"was changed or damaged since. Without {sums.path.name} it is read as it is"
-            )
+        _refuse_changed(path, sums, number, lines)
         if (fault := wrong_value(rows)) is not None:
             index, column, value = fault
             raise SessionError(f"{path}: row {index + count} has {value!r:.80} as its {column}, which no row has")
@@ -279,6 +276,14 @@ def load_run(folder: str | Path) -> pd.DataFrame:
         blocks.append(columns.block(rows))
         number += lines.count(b"\n")
     return columns.frame(columns.merge(columns.block([]), blocks))
+
+
+def _refuse_changed(path: Path, sums: Sums, number: int, lines: bytes) -> None:
+    if (wrong := sums.wrong(number, lines)) is not None:
+        raise SessionError(
+            f"{path}, line {wrong}: this is not what was written, by its checksum in {sums.path.name}; the file "
+            f"was changed or damaged since. Without {sums.path.name} it is read as it is"
+        )
 
 
 def _damage(path: Path, lines: bytes, names: Sequence[str], number: int) -> SessionError:

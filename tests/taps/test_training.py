@@ -225,7 +225,7 @@ def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two
     assert frame["rel_l2"].max() < 1e-4
     assert {"param", "param_grad", "optimizer"} <= set(frame["kind"])
     sliced = frame[(frame["name"] == "first.weight") & (frame["kind"] == "param_grad")]
-    assert set(sliced["aligned_by"].fillna("")) == ({""} if how == "ddp" else {"slice dim=0"})
+    assert set(sliced["aligned_by"].fillna("")) == ({""} if how == "ddp" else {"layout"})
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
