@@ -130,7 +130,9 @@ class _Compiled:
     def distance(self, names: tuple[str, ...] | None, title: str) -> float:
         """How far the results are from each other, as rel_l2, on the ranks where it is farthest."""
         self.graphs += 1
-        rows = self._session.row_count
+        rows, before = self._session.row_count, self._session.plan
+        # A graft of the plan in force would repair the very thing that is looked for.
+        plan = self._session.edit(b2t="False", t2b="False", compare="False", keep=None)
         target = CompiledCall(_source(self._function), self._packed, self._options, names)
         run = self._session.start(self._function, target, args=self._args, kwargs=self._kwargs)
         try:
@@ -139,18 +141,22 @@ class _Compiled:
         except KeyboardInterrupt:
             self._session.interrupt()
             raise
-        expected = [tensor for result in run.baseline for tensor in _tensors(result)]
-        found = [tensor for result in run.target for tensor in _tensors(result)]
-        if not expected or not found:
+        finally:
+            # Somebody else's newer plan is theirs.
+            if self._session.plan.version == plan.version:
+                self._session.edit(b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
+        expected = [list(_tensors(result)) for result in run.baseline]
+        found = [list(_tensors(result)) for result in run.target]
+        if not any(expected) and not any(found):
             return math.nan
-        self.rounding = max(_rounding(tensor) for tensor in (*expected, *found))
-        # Ranks of one side return the same, or parts of it: of the same number of ranks each has its counterpart.
-        pairs = (
-            zip(expected * len(found), found, strict=False)
-            if len(expected) == 1
-            else zip(expected, found, strict=False)
-        )
-        return max(_rel_l2(one, other) for one, other in pairs)
+        if len(expected) != len(found) and len(expected) > 1:
+            raise SessionError(
+                f"compare_compiled: {len(expected)} baseline ranks return results and {len(found)} target ranks, "
+                f"so whose belong together is not known; launch as many on both sides, or one as the baseline"
+            )
+        self.rounding = max(_rounding(tensor) for results in (*expected, *found) for tensor in results)
+        pairs = zip(expected if len(expected) > 1 else expected * len(found), found, strict=True)
+        return max(_farthest(one, other) for one, other in pairs)
 
     def first_that_mends(self, names: list[str], untapped: float, tapped: float) -> str:
         """The tap with which, and with all before it, the results agree, and with only those before it they part."""
@@ -178,6 +184,12 @@ def _tensors(result: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(each)
 
 
+def _farthest(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    if len(expected) != len(found):
+        return math.inf
+    return max((_rel_l2(one, other) for one, other in zip(expected, found, strict=True)), default=0.0)
+
+
 def _rounding(tensor: torch.Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
 
@@ -186,7 +198,8 @@ def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
     if expected.shape != found.shape:
         return math.inf
     one, other = expected.double(), found.double()
-    if not torch.equal(one.isfinite(), other.isfinite()):
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()) or not torch.allclose(one[~finite], other[~finite], equal_nan=True):
         return math.inf
     one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
     difference, size = float((one - other).norm()), float(one.norm())

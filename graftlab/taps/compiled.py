@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,8 +65,11 @@ _is_chosen: Callable[[str, tuple[str, ...], str], bool]
 _lock = threading.Lock()
 _open: list[_Open] = [_Open(0, (), 0)]
 _numbers: dict[_Open, int] = {}
-_shown: list[_Shown] = []
+# By the number that flows through the graph; the oldest go, whose backward pass has long been.
+_shown: dict[int, _Shown] = {}
+_SHOWN_LIMIT = 100_000
 _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
+_places = itertools.count()
 _said: set[str] = set()
 
 clock = torch.zeros((), dtype=torch.int64)
@@ -292,14 +296,19 @@ def _place(time: torch.Tensor) -> torch.Tensor:
     with _lock:
         number = _shown_numbers.get(key)
         if number is None:
-            number = _shown_numbers[key] = len(_shown)
-            _shown.append(_Shown(dict(tags), key[1]))
+            number = next(_places)
+            _shown_numbers[key], _shown[number] = number, _Shown(dict(tags), key[1])
+            if len(_shown) > _SHOWN_LIMIT:
+                del _shown_numbers[next(iter(_shown_numbers))], _shown[next(iter(_shown))]
     return torch.tensor(number)
 
 
 def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
     own = gradient.clone()
-    shown = _shown[int(place)]
+    shown = _shown.get(int(place))
+    if shown is None:
+        _warn_once(f"gl.tap({name!r}, grad=True) in compiled code: its forward is too long ago; the tap is skipped")
+        return own
     taker = calls.taker_of(shown.thread)
     if taker is not None:
         given = {**shown.tags, **from_text(tuple(tags)), "kind": "grad", COMPILED: True}

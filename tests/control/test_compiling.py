@@ -92,3 +92,29 @@ def test_a_function_that_returns_no_tensor_is_told_of(session: gl.Session) -> No
 def test_arguments_of_an_expression_are_refused(session: gl.Session) -> None:
     with pytest.raises(gl.SessionError, match="takes no args"):
         session.compare_compiled("f(x)", args=(X,))
+
+
+def test_a_graft_of_the_plan_in_force_repairs_nothing_here_and_is_in_force_again(session: gl.Session) -> None:
+    session.edit(b2t="name == 'out'")
+    try:
+        compared = session.compare_compiled(model, args=(X,), backend=faulty)
+        assert compared.verdict.named == ["out"]
+        assert compared.tapped > 0.1
+        assert (session.plan.b2t, session.plan.t2b, session.plan.compare) == ("name == 'out'", None, "True")
+    finally:
+        session.edit(b2t=None)
+
+
+def nan_for_inf(module: Any, inputs: Any) -> Callable[..., Any]:
+    return lambda *args: tuple(torch.full_like(each, torch.nan) for each in module(*args))
+
+
+def test_other_values_that_are_not_finite_and_results_that_are_absent_are_no_agreement(session: gl.Session) -> None:
+    infinite = session.compare_compiled(lambda x: gl.tap("h", x / 0.0), args=(X + 2,), backend=nan_for_inf)
+    assert infinite.untapped == float("inf")
+
+    def shorter(x: Tensor) -> list[Tensor]:
+        h = gl.tap("h", x * 2)
+        return [h] if torch.compiler.is_compiling() else [h, h]
+
+    assert session.compare_compiled(shorter, args=(X,), backend="eager").untapped == float("inf")
