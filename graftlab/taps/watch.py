@@ -14,6 +14,7 @@ import torch
 
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
+from graftlab.taps import compiled
 from graftlab.taps.functions import FunctionTaps, named_functions
 
 _latest_change = 0
@@ -214,7 +215,10 @@ class _Weights:
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         taker, grafter = taps.taker(), taps.grafter()
-        if taker is None or grafter is None or torch.compiler.is_compiling():
+        if taker is None or grafter is None:
+            return
+        if torch.compiler.is_compiling():
+            torch.ops.graftlab.skip_(compiled.clock, "weights", "they are not shown; watch what torch.compile returned")
             return
         if grafter.moment == self._shown_at:
             return

@@ -41,6 +41,10 @@ class Taker:
                 shown.detach().fill_(self.grafts[name])
         return value
 
+    @property
+    def moment(self) -> int:
+        return self.steps
+
     def step(self) -> None:
         self.steps += 1
 
@@ -181,6 +185,21 @@ def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_mor
         assert [name for name, _ in taker.take()] == ["0", "1", "output"]
     function(X)
     assert taker.seen == []
+
+
+def test_weights_that_a_graph_hides_are_told_and_shown_of_what_was_compiled(taker: Taker) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    function = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with (
+        gl.watch(model, params=True, exclude="type == 'Sequential'"),
+        pytest.warns(gl.GraftWarning, match=r"they are not shown; watch what torch\.compile returned"),
+    ):
+        function(X)
+    assert [name for name, _ in taker.take()] == ["0"]
+    taker.in_graphs = None
+    with gl.watch(function, params=True, include="search('weight|bias', name)"):
+        function(X)
+    assert [name for name, _ in taker.seen] == ["0.weight", "0.bias"]
 
 
 def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> None:
