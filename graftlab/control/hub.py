@@ -95,7 +95,7 @@ class Hub:
                     rank.alive = False
                     rank.end_what_it_started()
                     self._tell(rank, self._listener.on_gone, rank)
-            if rows:
+            if rows and not stopping:
                 bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
         os.close(self._wake_read)
         os.close(self._wake_write)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,7 @@ def test_stopping_reads_what_has_come(ranks: list[TalkingRank]) -> None:
         for each in ranks:
             each.line.row(a_row(order=each.rank.place.world_rank + 10))
         hub.stop()
+        assert "graftlab-hub" not in [thread.name for thread in threading.enumerate()], "it rests no more"
         assert sorted(listener.all()) == sorted([row(10), row(11), row(12)])
         hub.stop()
 

@@ -476,6 +476,7 @@ def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_c
     assert session.run("1", "2").target[0] == 2
 
 
+@pytest.mark.ranks
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
     wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 3000])
 @pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
 def test_random_tensors_are_measured_to_six_digits(dtype: torch.dtype, size: int) -> None:

@@ -201,6 +201,7 @@ def test_a_hundred_requests_get_the_eager_engines_tokens(
     assert 1 <= runner.captures < runner.replays / 4
 
 
+@pytest.mark.slow
 @runners
 def test_no_replay_reads_what_no_fill_wrote(kind: str, device: str) -> None:
     engine = Engine(model(device), runner=RUNNERS[kind], max_prefill_tokens=20, request_ids=True)
@@ -294,6 +295,7 @@ def test_logits_are_the_callers_own(kind: str) -> None:
     assert all(torch.equal(logits, then) for logits, then in kept)
 
 
+@pytest.mark.slow
 @runners
 def test_no_python_runs_when_kernels_are_replayed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the stand-in for CUDA graphs is one."""
@@ -315,6 +317,7 @@ def counted(method: Any, ran: list[None], owner: GraphRunner) -> Any:
     return call
 
 
+@pytest.mark.slow
 @runners
 def test_a_graph_holds_nothing_of_the_batch_it_was_captured_with(kind: str) -> None:
     held: list[weakref.ref[Any]] = []

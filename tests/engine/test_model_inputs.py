@@ -196,6 +196,7 @@ def test_a_row_of_the_cache_forgets_the_source_of_its_last_request() -> None:
 # ---- every runner ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @runners
 @models
 @pytest.mark.parametrize("recorded", [False, True], ids=["cpu", "kernels"])

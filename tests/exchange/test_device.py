@@ -109,6 +109,7 @@ def test_every_dtype_arrives_bit_exact_in_every_layout(dtype: torch.dtype, world
 steps = st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.sampled_from([0, 1, 7, 5000, 300_000])), max_size=30)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(taps=steps, slow=st.booleans())
 def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(

@@ -96,6 +96,7 @@ def prepared(layout: Layout, whole: Tensor) -> list[Tensor]:
     return held
 
 
+@pytest.mark.slow
 @examples(300)
 @given(layouts(), layouts(), st.sampled_from(DTYPES), st.integers(0, 99))
 def test_from_any_layout_to_any_other_and_back_no_bit_changes(
@@ -116,6 +117,7 @@ def test_from_any_layout_to_any_other_and_back_no_bit_changes(
     assert joined.known is None
 
 
+@pytest.mark.slow
 @examples(200)
 @given(layouts(), layouts())
 def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, wrong: Layout) -> None:

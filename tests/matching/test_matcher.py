@@ -72,6 +72,7 @@ def check_expected(name: str, proposal: Proposal, *, at_least: float = 1.0) -> N
 # ---- right ports ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_tap_of_a_right_port_finds_its_partner_by_value(named: tuple[str, Port]) -> None:
     name, port = named
     proposal = match_taps(*taps_of(port))

@@ -65,6 +65,7 @@ def test_what_was_grafted_has_no_ring() -> None:
     assert rings(gl.plots.over_steps(rows)) == [(0, 1)]
 
 
+@pytest.mark.slow
 def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
     values = np.full((500, 300), 1e-7)
     values[321, 123] = 0.5

@@ -195,6 +195,7 @@ def test_exact_zeros_are_hollow_on_a_floor_of_their_own() -> None:
     assert not len(by_gid(figure, "run 1: compared exact").get_facecolors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, None])
 def test_frames_without_one_ordinary_value_are_drawn(value: float | None) -> None:
     for draw in FRAME_FIGURES.values():
@@ -424,6 +425,7 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
     assert plots.first_divergent(pd.DataFrame()) is None
 
 
+@pytest.mark.slow
 @examples(50)
 @given(
     st.lists(
@@ -569,6 +571,7 @@ def brute_force(diff: np.ndarray[Any, Any], dims: tuple[int, int], limit: int) -
     return np.array([[block.max() for block in line] for line in blocks])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=4),
     st.integers(1, 10),
@@ -590,6 +593,7 @@ def test_downsampling_is_the_maximum_of_each_cell_however_the_blocks_fall(
     assert extent[2] + 0.5 >= shape[dims[0]]
 
 
+@pytest.mark.slow
 def test_no_block_straddles_a_cell_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     diff = torch.randn(11, 3, 13, generator=torch.Generator().manual_seed(0))
     for block in range(1, 3 * 11 * 13 + 1):
@@ -615,6 +619,7 @@ def test_one_bad_element_in_a_large_tensor_is_found_and_ringed() -> None:
     assert np.unravel_index(np.argmax(shown), shown.shape) == (row_of, column_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*REAL_DTYPES, torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("draw", PAIR_FIGURES.values(), ids=PAIR_FIGURES)
 def test_pairs_of_any_dtype_are_drawn_and_left_alone(draw: Callable[..., Figure], dtype: torch.dtype) -> None:
@@ -732,6 +737,7 @@ def test_zeros_and_non_finite_cells_have_colours_outside_the_scale() -> None:
     assert legend(figure) == ["worst element", "0 (exact)", "non-finite differs"]
 
 
+@pytest.mark.slow
 def test_equal_all_nan_and_unusually_shaped_pairs_are_drawn() -> None:
     same = plots.heatmap(torch.ones(4, 4), torch.ones(4, 4))
     assert "every pair is equal" in title(same)
@@ -868,6 +874,7 @@ def everything(ax: Axes | None = None) -> Mapping[str, Callable[[], Figure]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", everything())
 def test_nothing_is_cut_off_and_no_legend_covers_data(name: str) -> None:
     figure = everything()[name]()
@@ -886,6 +893,7 @@ def test_nothing_is_cut_off_and_no_legend_covers_data(name: str) -> None:
         assert not any(legend_box.overlaps(label.get_window_extent()) for label in labels if label.get_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", everything())
 def test_every_figure_draws_into_axes_that_it_is_given(name: str) -> None:
     page = Figure(figsize=(16, 12), layout="constrained")

@@ -46,6 +46,7 @@ def test_a_key_of_shared_tuples_is_refused_at_once(tmp_path: Path, data: bytes) 
 COLLIDING = [PRIME * number for number in range(1, 100_000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset])
 def test_keys_that_collide_end_with_the_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(budgets, "_SECONDS", 0.5)

@@ -128,6 +128,7 @@ rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(rows)
 def test_rows_have_the_values_that_python_reads_in_their_lines(made: list[Row]) -> None:
     lines = b"".join(encode(row) + b"\n" for row in made)

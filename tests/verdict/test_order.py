@@ -49,6 +49,7 @@ some_rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(some_rows)
 def test_a_frame_and_the_newest_rows_tell_the_same_taps_apart(rows: list[Row]) -> None:
     """Of one occurrence in one step; ranks of one tap are one tap, and have a newest row each."""
@@ -96,6 +97,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
 # ---- what diverges --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(
