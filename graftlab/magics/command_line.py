@@ -101,6 +101,13 @@ def _commands() -> dict[str, Command]:
         found[name] = Command(parser, raw, summary)
         return parser
 
+    def expression(name: str, summary: str, result: str, more: str = "") -> argparse.ArgumentParser:
+        parser = command(name, summary, raw="EXPR", usage=f"%%graft {name} [-h] [-o NAME] {more}EXPR")
+        parser.add_argument(
+            "-o", "--out", type=_variable, metavar="NAME", help=f"name of the variable that gets {result}"
+        )
+        return parser
+
     up = command("up", "Start the ranks; the session is also the notebook's variable `session`.")
     up.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
     up.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
@@ -149,52 +156,37 @@ def _commands() -> dict[str, Command]:
     log.add_argument("rank", nargs="?", default="both", help="baseline, target, both, or one such as target[1]")
     log.add_argument("-n", "--lines", type=_count, metavar="N", default=50, help="how many lines (default 50)")
 
-    run = command(
+    expression(
         "run",
         "Evaluate an expression where the %%graft cells of each side ran, on both sides as one step.",
-        raw="EXPR",
-        usage="%%graft run [-h] [-o NAME] EXPR",
+        "the Run",
     )
-    run.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the Run")
-
-    verdict = command(
+    expression(
         "verdict",
         "Tell which computation is other on the target, whether it is the cause, and what is only inherited.\n\n"
         "The expression is evaluated several times on both sides, and has to be repeatable.",
-        raw="EXPR",
-        usage="%%graft verdict [-h] [-o NAME] EXPR",
+        "the Verdict",
     )
-    verdict.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
-
-    compiled = command(
+    compiled = expression(
         "compiled",
         "Tell whether an expression computes the same when torch.compile compiles it, and where not.\n\n"
         "The baseline evaluates it as it is, the target compiled; several times, so it has to be repeatable.",
-        raw="EXPR",
-        usage="%%graft compiled [-h] [-o NAME] [--backend NAME] [--fullgraph] EXPR",
+        "the comparison",
+        more="[--backend NAME] [--fullgraph] ",
     )
-    compiled.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
     compiled.add_argument("--fullgraph", action="store_true", help="fail where the graph would break")
-
-    match = command(
+    expression(
         "match",
         "Find out by value which tap of the target is which of the baseline, whatever their names.\n\n"
         "The expression is evaluated several times on both sides, and has to be repeatable.",
-        raw="EXPR",
-        usage="%%graft match [-h] [-o NAME] EXPR",
+        "the proposal",
     )
-    match.add_argument(
-        "-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets the proposal"
-    )
-
-    check = command(
+    expression(
         "check",
         "Tell what the target's ranks should agree on, and do not; the expression is evaluated on them alone.",
-        raw="EXPR",
-        usage="%%graft check [-h] [-o NAME] EXPR",
+        "the Check",
     )
-    check.add_argument("-o", "--out", type=_variable, metavar="NAME", help="name of the variable that gets it")
 
     replay = command(
         "replay",
