@@ -16,9 +16,6 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
 
-# A filter is asked about each of them.
-_ROWS_JUDGED = 100_000
-
 
 def distances(frame: pd.DataFrame) -> Array:
     """``rel_l2`` of each row as it is to be compared with others: infinite where non-finite values differ.
@@ -133,11 +130,8 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
 
     A tap that some filter matches leaves a row, so what matches no row has matched no tap. ``plans`` are those that may
     have been in force, the first one as the run began; one that no row has was not used to the end of a step. Of
-    ``compare`` nothing is said where there is no row at all, for then it has nothing to tell apart. Of very many rows
-    nothing is said either.
+    ``compare`` nothing is said where there is no row at all, for then it has nothing to tell apart.
     """
-    if len(frame) > _ROWS_JUDGED:
-        return {}
     used = set(frame["plan_version"].dropna().astype(int))
     in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
     tags = list(frame["tags"])
@@ -154,7 +148,18 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
 def _may_match(text: str, tags: Sequence[Mapping[str, object]]) -> bool:
     """Whether a filter matches one of these rows, or may have matched tags of which a row has only the repr."""
     filter_ = compile_filter(text)
-    return any(filter_.matches(each) or not all(_is_as_given(each.get(tag)) for tag in filter_.names) for each in tags)
+    names = sorted(filter_.names)
+    asked = set()
+    for each in tags:
+        # Rows are many, and what a filter looks at in them differs little.
+        values = [each.get(name) for name in names]
+        known = repr(values)
+        if known in asked:
+            continue
+        asked.add(known)
+        if filter_.matches(each) or not all(map(_is_as_given, values)):
+            return True
+    return False
 
 
 def _is_as_given(value: object) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.verdict.summary import differences, distances
+import graftlab as gl
+from graftlab.verdict.summary import differences, distances, unmatched_filters
 
 
 def frame(*rows: dict[str, Any]) -> pd.DataFrame:
@@ -138,3 +139,10 @@ def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:
     found = distances(rows).tolist()
     assert found[:2] == [0.5, math.inf]
     assert math.isnan(found[2])
+
+
+def test_a_filter_that_matches_nothing_is_named_however_many_rows_there_are() -> None:
+    tags = [{"name": f"tap{number % 7}", "step": number} for number in range(120_000)]
+    frame = pd.DataFrame({"plan_version": 0, "tags": tags})
+    plan = gl.GraftPlan(b2t="name == 'other'", t2b="step == 119_999", compare="name == 'tap3'", keep="step == True")
+    assert unmatched_filters([plan], frame) == {"b2t": "name == 'other'"}
