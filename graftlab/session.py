@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
-from graftlab.config import Endpoint
+from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
@@ -118,7 +118,8 @@ def listen(
     ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
     also where the jobs find this session. Only processes of the same user on this machine can join, unless an
     ``address`` is given, such as ``"tcp://10.0.0.5:29500"``, at which other machines reach this one: then whoever knows
-    the ``token`` can, which is printed, and kept in the folder for the next time. One is made where none is given.
+    the ``token`` can, which is printed, and kept in the folder for the next time. Where none is given, nor in
+    ``GRAFTLAB_TOKEN`` or the file ``GRAFTLAB_TOKEN_FILE``, the folder's is taken, or one is made.
 
     Raises :class:`LaunchError` where somebody listens in that folder already, or nothing can listen at the address.
 
@@ -140,7 +141,7 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    gate = None if address is None else (_own_endpoint(address), token)
+    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
     session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
     sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
     return session

@@ -12,7 +12,7 @@ address, folder, stop = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 
 
 def wait_until(condition, what):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
