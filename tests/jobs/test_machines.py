@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -76,6 +74,8 @@ def test_a_side_that_torchrun_starts_on_two_nodes_joins_one_on_a_third(tmp_path:
         for machine in (second, third):
             target = variables("target", 1, 2, **settings, run_dir=tmp_path / machine.name)
             torchrun = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+            # The name of the host, by which it would find that out, is the same on all of these machines.
+            torchrun += ["--rdzv-conf", f"is_host={int(machine is second)}"]
             torchrun += ["--local-addr", machine.address, "-m", "graftlab", "attach", str(SCRIPTS / "train.py")]
             jobs.append(machine.start(*torchrun, **target, GLOO_SOCKET_IFNAME="eth0"))
         assert all("trained" in out for out in all_end_well(jobs))
@@ -141,7 +141,7 @@ def rows_of(folder: Path) -> int:
 def require_right_pairs(folder: Path) -> set[str]:
     """The statuses that there are; whatever was compared was of one step."""
     frame = gl.load_run(folder / "run")
-    compared = frame[frame["status"] == "compared"]
+    compared = frame[frame["status"].isin(["compared", "grafted"])]
     assert set(compared["rel_l2"]) == {0.5}
     assert (compared["max_abs"] == compared["step"] + 1).all()
     assert not frame.duplicated(["step", "side", "rank", "name"]).any()
@@ -163,10 +163,11 @@ def test_a_cable_that_is_out_for_five_seconds_costs_no_row(tmp_path: Path) -> No
         more_rows(tmp_path, 20)
         (tmp_path / "stop").touch()
         assert all_end_well(jobs) == ["counted True True\n"] * 2
-    # At the end one side may have a step more than the other.
-    frame = gl.load_run(tmp_path / "run")
     assert require_right_pairs(tmp_path) <= {"compared", "unmatched", "missing"}
-    assert set(frame[frame["step"] < frame["step"].max() - 1]["status"]) == {"compared"}
+    # No step lacks its row but those at the end, which one side may have reached alone.
+    frame = gl.load_run(tmp_path / "run")
+    compared = frame[frame["status"] == "compared"]["step"]
+    assert set(compared) == set(range(compared.max() + 1))
 
 
 def test_a_cable_that_stays_out_ends_waits_and_the_jobs_go_on(tmp_path: Path) -> None:
@@ -195,20 +196,16 @@ def test_slow_and_lossy_cables_pair_as_quick_ones_do(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_on_another_machine_frees_the_others(tmp_path: Path) -> None:
     with machines(2) as (first, second):
-        jobs = two_that_count(first, second, tmp_path)
+        jobs = two_that_count(first, second, tmp_path, t2b_filter="True", compare_filter="")
         more_rows(tmp_path, 10)
-        os.kill(_python_under(jobs[1].pid), signal.SIGKILL)
-        # It goes on at once, and not with a time limit a step.
-        wait_until(lambda: b"baseline[0]" in _log(tmp_path) or jobs[0].poll() is None, "the baseline")
+        # What starts it on its machine has become it.
+        jobs[1].kill()
+        # A wait for it would take a minute each.
+        more_rows(tmp_path, 10)
         (tmp_path / "stop").touch()
         assert end(jobs[0])[:2] == (0, "counted True True\n")
-    require_right_pairs(tmp_path)
-
-
-def _python_under(pid: int) -> int:
-    """The process itself: what starts it on a machine becomes it."""
-    return pid
-
-
-def _log(folder: Path) -> bytes:
-    return (folder / "run" / "host.log").read_bytes() if (folder / "run" / "host.log").exists() else b""
+        end(jobs[1])
+    frame = gl.load_run(tmp_path / "run")
+    assert require_right_pairs(tmp_path) == {"grafted", "missing"}
+    last = frame[frame["status"] == "missing"]["error"].iloc[-1]
+    assert last == "target[0] died, or the network between us failed"
