@@ -17,6 +17,9 @@ import graftlab as gl
 from graftlab.taps import calls, compiled
 from graftlab.taps.extras import Laid
 
+# Compiling takes seconds, torch's import of its tracer alone.
+pytestmark = pytest.mark.slow
+
 
 class Taker:
     """Notes what taps show, in the grafter's place; ``grafts`` has what to put in place of a tap's tensor."""
