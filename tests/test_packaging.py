@@ -58,6 +58,13 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *arguments], cwd=ROOT, env=clean, capture_output=True, text=True)
 
 
+def test_the_readme_asks_for_what_pyproject_asks_for() -> None:
+    asked = re.search(r"Python (\S+) or newer and torch (\S+) or newer", (ROOT / "README.md").read_text())
+    assert asked is not None
+    assert project()["requires-python"] == f">={asked[1]}"
+    assert requirements(project()["dependencies"])["torch"] == SpecifierSet(f">={asked[2]}")
+
+
 # --- the package ---------------------------------------------------------------------
 
 
