@@ -7,12 +7,16 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+
 from graftlab import plots
 from graftlab.errors import SessionError
-from graftlab.verdict.summary import first_divergent_at, floor_of
+from graftlab.plots.of_run import draw_run
+from graftlab.rows.digest import FirstAbove, RunDigest
+from graftlab.rows.store import to_frame
+from graftlab.verdict.summary import floor_of_run
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from graftlab.control.core import SessionCore
@@ -58,27 +62,26 @@ class SessionPlots:
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
-        frame = self._newest_run()
-        elsewhere = ""
-        if len(frame):
-            steps = frame["step"].unique()
-            if step is None:
-                step = int(self._last_ended(steps))
-            elif step not in steps:
-                raise SessionError(
-                    f"run {frame['run'].iloc[0]} has no rows of step {step}; it has those of steps {steps.min()} to "
-                    f"{steps.max()}"
-                )
-            options.setdefault("noise_floor", floor_of(frame)[0])
-            at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
-            if at is not None and frame["step"].iloc[at] != step:
-                # The step that is shown may be in order by now.
-                elsewhere = f" (the first divergent tap is in step {frame['step'].iloc[at]})"
-            frame = frame[frame["step"] == step]
-        figure = plots.divergence(frame, **options)
-        if len(frame) and options.get("ax") is None:
+        run = self._newest_run()
+        if run is None:
+            return plots.divergence(to_frame([]), **options)
+        steps = np.unique(run.values.step)
+        if step is None:
+            step = int(self._last_ended(steps))
+        elif step not in steps:
+            raise SessionError(
+                f"run {run.number} has no rows of step {step}; it has those of steps {steps.min()} to {steps.max()}"
+            )
+        options.setdefault("noise_floor", floor_of_run(run)[0])
+        above = FirstAbove(run, math.inf if options["noise_floor"] is None else options["noise_floor"])
+        above.look()
+        # The step that is shown may be in order by now.
+        first = None if above.first is None else self._session.digest.row(above.first).step
+        elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
+        figure = plots.divergence(to_frame(self._session.digest.rows_of_step(run, step)), **options)
+        if options.get("ax") is None:
             [ax] = figure.axes
-            ax.set_xlabel(f"{ax.get_xlabel()}; run {frame['run'].iloc[0]}, step {step}{elsewhere}")
+            ax.set_xlabel(f"{ax.get_xlabel()}; run {run.number}, step {step}{elsewhere}")
         return figure
 
     @_like(plots.over_steps, leaving_out="frame")
@@ -87,18 +90,17 @@ class SessionPlots:
 
         >>> figure = session.plot.over_steps()
         """
-        frame = self._newest_run()
-        if steps is not None and len(frame):
-            frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
-        return plots.over_steps(frame, **options)
+        run = self._newest_run()
+        if run is None or options.get("value", "rel_l2") != "rel_l2":
+            frame = to_frame([]) if run is None else self._session.frame_of(run.number)
+            if steps is not None and len(frame):
+                frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
+            return plots.over_steps(frame, **options)
+        return draw_run(run, steps=steps, **options)
 
-    def _newest_run(self) -> pd.DataFrame:
-        for run in reversed(self._session.runs):
-            frame = run.frame
-            if len(frame):
-                return frame
-        frame = self._session.frame
-        return frame[frame["run"] == frame["run"].max()] if len(frame) else frame
+    def _newest_run(self) -> RunDigest | None:
+        self._session.digest.catch_up()
+        return self._session.digest.newest
 
     def _last_ended(self, steps: Any) -> Any:
         """The last of these steps; of a run that goes on the one before, as that may lack taps yet."""
