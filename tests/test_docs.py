@@ -328,8 +328,6 @@ def test_what_a_page_would_load_from_elsewhere_is_found(written: str, loads: str
 
 @pytest.mark.ranks
 def test_the_pages_and_the_api_make_a_site_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("myst_nb", reason="what builds the site is not installed: pip install '.[docs]'")
-    pytest.importorskip("furo", reason="what builds the site is not installed: pip install '.[docs]'")
     # Notebooks are executed by `make docs`, and by tests of their own.
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "docs", "-D", "nb_execution_mode=off"]
     built = subprocess.run(
