@@ -31,6 +31,7 @@ SUBJECTS = (
     "graphs",
     "jobs",
     "tcp",
+    "scale",
     "verdicts",
     "cuda",
 )
