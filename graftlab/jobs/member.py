@@ -2,122 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
-import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from graftlab.base.world import RunInfo
-from graftlab.config import Endpoint, GraftConfig
-from graftlab.errors import ConfigError, GraftError, SessionError, warn
+from graftlab.config import GraftConfig
+from graftlab.errors import GraftError, SessionError, warn
 from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.channel import Channel
 from graftlab.exchange.shared_memory import SharedMemoryExchange
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.distant_host import DistantHost
-from graftlab.jobs.greeting import Join, Joined, Membership, Refused, hear, our_version, tell
-from graftlab.jobs.headless import start_host
+from graftlab.jobs.entering import Entrance
+from graftlab.jobs.greeting import Joined, Membership
 from graftlab.jobs.job_grafter import JobGrafter
+from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
-from graftlab.jobs.linking import Linker, address_towards, is_own_address
-from graftlab.jobs.meeting import Meeting
-from graftlab.jobs.place import own_backend, own_device, place_of
-from graftlab.jobs.relay import Relay
+from graftlab.jobs.linking import Linker, address_towards
+from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.waiting import Waiting
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Contacts,
     Departed,
     Failure,
     Hello,
-    IsAt,
     Linked,
     Output,
     RunDone,
     RunRequest,
     RunSettled,
-    TapSeen,
-    pack,
     unpack_to_rank,
 )
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 from graftlab.ranks.wiring import exchange_of
 from graftlab.ranks.workplace import failure_of
-from graftlab.rows.schema import Row
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks whether another notebook listens, after one went away.
 _LOOK_FOR_ANOTHER = 0.5
-# So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
-_HOSTS = 3
 # Seconds between two words to a notebook that cannot look where this process is.
 _TELL_WHERE = 0.25
-# Seconds for the answer of who holds the session, on another machine. Where none comes it is asked anew.
-_ANSWER_LIMIT = 15.0
-
-
-class JobLine(Line):
-    """A line that may be without a notebook for a while. It knows what another would have to be told."""
-
-    def __init__(self, channel: Channel, bell: socket.socket) -> None:
-        super().__init__(channel, bell)
-        self.lost_rows = 0
-        # Which notebook it is that listens, by number.
-        self.generation = 0
-        self._taps: list[dict[str, Any]] = []
-
-    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
-        super().reconnect(channel, bell)
-        self.generation += 1
-
-    def row(self, row: Row) -> None:
-        if self.channel.closed:
-            self.lost_rows += 1
-        super().row(row)
-
-    def tell_where(self, look: Whereabouts) -> None:
-        """For whoever cannot look into this process's memory."""
-        seconds = time.monotonic() - look.since
-        where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
-        self.channel.send(pack(IsAt(*where)))
-
-    def seen(self, tags: dict[str, Any]) -> None:
-        self._taps.append(tags)
-        super().seen(tags)
-
-    def tell_again(self) -> None:
-        """Tell a new notebook of every tap that was seen so far."""
-        for tags in self._taps:
-            self.send(TapSeen(tags))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What the host has handed over."""
-
-    joined: Joined
-    descriptors: list[int]
-    channel: Channel
-    bell: socket.socket
 
 
 class Member:
@@ -127,12 +64,11 @@ class Member:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
         self.place = place_of(config)
         self._config = config
-        self._deadline = time.monotonic() + config.timeout
-        self._relay: Relay | None = None
         self._linker: Linker | None = None
         self._segment: int | None = None
-        self._token = config.join_token()
-        self._entry = self._enter()
+        self._entrance = Entrance(self.place, config)
+        self._entry = self._entrance.enter()
+        self._relay = self._entry.relay
         joined = self._entry.joined
         self.folder = Path(joined.folder)
         if not joined.address:
@@ -144,137 +80,6 @@ class Member:
         self._ending = threading.Lock()
 
     # ---- joining ------------------------------------------------------------------------------------------------
-
-    def _enter(self) -> _Entry:
-        endpoint = self._config.endpoint
-        if endpoint is None:
-            with Meeting(self._config.meeting) as meeting:
-                return self._enter_here(meeting, None)
-        try:
-            if is_own_address(endpoint.host) and not self._somebody_listens(endpoint):
-                # Nobody holds the session yet, or one of the jobs' own does, which is in the folder too.
-                with Meeting(self._config.meeting) as meeting:
-                    return self._enter_here(meeting, endpoint)
-            return self._enter_from_afar(endpoint)
-        except socket.gaierror as error:
-            raise ConfigError(f"address (GRAFTLAB_ADDRESS) is {endpoint}, and {endpoint.host}: {error}") from error
-
-    def _somebody_listens(self, endpoint: Endpoint) -> bool:
-        try:
-            socket.create_connection(endpoint, timeout=self._remaining()).close()
-        except OSError:
-            return False
-        return True
-
-    def _enter_here(self, meeting: Meeting, endpoint: Endpoint | None) -> _Entry:
-        host: subprocess.Popen[bytes] | None = None
-        for _ in range(_HOSTS):
-            with meeting.locked():
-                connection = meeting.connect(self._remaining())
-                if connection is None:
-                    listener = meeting.listen()
-                    assert listener is not None
-                    with listener:
-                        host = start_host(self._config, meeting, listener, self._token_to_listen(meeting, endpoint))
-                    connection = meeting.connect(self._remaining())
-            if connection is None:
-                continue
-            with connection:
-                entry = self._ask(connection, None)
-            if entry is not None:
-                return entry
-            # It ended before it answered: for the last of its jobs was gone, or because it could not begin.
-        log = meeting.folder / "host.log"
-        ended = "" if host is None else f" (exit code {host.poll()})"
-        raise SessionError(f"whoever held the session in {meeting.folder} ended before it answered{ended}; see {log}")
-
-    def _token_to_listen(self, meeting: Meeting, endpoint: Endpoint | None) -> str | None:
-        """The token of the session that this job starts, for jobs on other machines; told where nobody gave one."""
-        if endpoint is None:
-            return None
-        if self._token is None:
-            self._token = meeting.own_token()
-            sys.stderr.write(
-                f"graftlab listens at {endpoint} for jobs on other machines; they join with GRAFTLAB_TOKEN="
-                f"{self._token}\n"
-            )
-        return self._token
-
-    def _enter_from_afar(self, endpoint: Endpoint) -> _Entry:
-        if self._token is None:
-            raise ConfigError(
-                f"token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is {endpoint}, "
-                f"where jobs on several machines meet: who listens there has printed the token, or `graftlab token "
-                f"FILE` makes one beforehand"
-            )
-        rest = threading.Event()
-        while True:
-            entry = self._ask_from_afar(endpoint, None)
-            if entry is not None:
-                return entry
-            if self._remaining() < _LOOK_FOR_ANOTHER:
-                raise SessionError(
-                    f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: is "
-                    f"somebody listening there, is the token the same, and does a firewall let TCP pass?"
-                )
-            rest.wait(_LOOK_FOR_ANOTHER)
-
-    def _ask_from_afar(self, endpoint: Endpoint, membership: Membership | None) -> _Entry | None:
-        assert self._token is not None
-        limit = min(_ANSWER_LIMIT, self._remaining()) if membership is None else _ANSWER_LIMIT
-        distant = DistantHost(endpoint, self._token)
-        try:
-            answer = distant.ask(self._join(membership), limit)
-            if answer is None:
-                return None
-            reply, early = answer
-            joined = self._accepted(reply)
-            channel, bell, self._relay = distant.open_line(early)
-        except BaseException:
-            distant.close()
-            raise
-        return _Entry(joined, [], channel, bell)
-
-    def _ask(self, connection: socket.socket, membership: Membership | None) -> _Entry | None:
-        """What the host hands over; None where it ended before it answered."""
-        connection.settimeout(self._remaining() if membership is None else self._config.timeout)
-        try:
-            tell(connection, self._join(membership))
-            if membership is not None and self._segment is not None:
-                send_descriptors(connection, [self._segment])
-            reply = hear(connection)
-            if reply is None:
-                return None
-            joined = self._accepted(reply)
-            *descriptors, channel, bell = receive_descriptors(connection, joined.descriptors)
-        except (ConnectionError, EOFError):
-            return None
-        except TimeoutError:
-            raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
-        if joined.token:
-            self._token = joined.token
-        return _Entry(joined, descriptors, Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell))
-
-    def _join(self, membership: Membership | None) -> Join:
-        return Join(
-            version=our_version(),
-            side=self.place.side,
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            other_world_size=self.place.other_world_size,
-            pid=os.getpid(),
-            device=str(own_device()),
-            backend=own_backend(),
-            plan=to_wire(self._config.plan()) if membership is None else None,
-            membership=membership,
-        )
-
-    def _accepted(self, reply: Any) -> Joined:
-        if isinstance(reply, Refused):
-            raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
-        if not isinstance(reply, Joined):
-            raise SessionError(f"the holder of the session answered {type(reply).__name__}")
-        return reply
 
     def begin(self) -> None:
         """Wait until every rank of both sides has joined, and begin.
@@ -327,9 +132,9 @@ class Member:
         """Wait for the others, and come to a connection with each, wherever it is."""
         joined = self._entry.joined
         try:
-            assert self._token is not None
+            assert self._entry.token is not None
             linker = self._linker = Linker(
-                self.place, self._token, self._own_address(joined), self._config.port_range()
+                self.place, self._entry.token, self._own_address(joined), self._config.port_range()
             )
             self._line.send(linker.contact)
             begun = self._await_request(linker.missing, linker)
@@ -345,9 +150,8 @@ class Member:
             self.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
         )
         self._page = linker.arena.map
-        Beacon(
-            WhereaboutsPage(self._page), self._line.tell_where, lambda: self._line.generation, self._over.is_set
-        ).start()
+        page, line = WhereaboutsPage(self._page), self._line
+        Beacon(page, line.tell_where, lambda: line.generation, self._over.is_set, rest=_TELL_WHERE).start()
         return begun
 
     def _own_address(self, joined: Joined) -> str:
@@ -366,7 +170,9 @@ class Member:
         if self._relay is not None:
             folder = self._config.meeting if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
             log = folder / "logs" / log.name
-            log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+            # Where that cannot be, whoever opens the log tells.
+            with contextlib.suppress(OSError):
+                log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
     def _await_request(
@@ -381,8 +187,8 @@ class Member:
         rest: list[bytes] = []
         greeted = False
         while not channel.closed:
-            poller.poll(min(self._remaining(), _LOOK_FOR_ANOTHER) * 1000)
-            if self._remaining() <= 0.001:
+            poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
+            if self._entrance.remaining() <= 0.001:
                 raise SessionError(
                     f"{', '.join(missing())} had not joined within {self._config.timeout:g} s; a larger "
                     f"timeout (GRAFTLAB_TIMEOUT) waits longer"
@@ -414,9 +220,6 @@ class Member:
         for frame in frames:
             self._desk.take(frame)
         self._desk.open()
-
-    def _remaining(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -519,19 +322,11 @@ class Member:
     def _come_back(self, run: RunInfo) -> bool:
         now = RunInfo(run.run, self._grafter.next_step, run.participants)
         membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, self._linker is not None)
-        endpoint = self._config.endpoint
-        if self._relay is not None and endpoint is not None:
-            self._close_relay()
-            entry = self._ask_from_afar(endpoint, membership)
-        else:
-            with Meeting(self._config.meeting) as meeting:
-                connection = meeting.connect(self._config.timeout)
-                if connection is None:
-                    return False
-                with connection:
-                    entry = self._ask(connection, membership)
+        self._close_relay()
+        entry = self._entrance.come_back(membership, self._segment)
         if entry is None:
             return False
+        self._relay = entry.relay
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
         self._open_desk()
