@@ -52,7 +52,12 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     assert session.try_transform(lambda given: given.received_list[0] * 1.5, "hidden").after.max_abs == 0.0
     assert "goes_on.py" in session.stacks()["target[0]"]
     assert session.plot.divergence() is not None
-    for refused in (lambda: session.run(target="1"), session.interrupt):
+    for refused in (
+        lambda: session.run(target="1"),
+        session.interrupt,
+        session.restart,
+        lambda: session.verdict("1", "1"),
+    ):
         with pytest.raises(gl.SessionError, match="jobs of their own"):
             refused()
     with pytest.raises(gl.LaunchError, match="somebody listens"):
