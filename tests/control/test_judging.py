@@ -96,6 +96,23 @@ def test_an_activation_variant_is_hinted_at(session: gl.Session) -> None:
     )
 
 
+def crossed() -> torch.Tensor:
+    """Two tables that the sides look up in another order; the target's first one is wrong."""
+    target = gl.here().side == "target"
+    tables = {"words": torch.linspace(1, 2, 32), "places": torch.linspace(-1, 3, 32).cos()}
+    if target:
+        tables["places"] = tables["places"] * 1.5
+    found = {name: gl.tap(name, tables[name]) for name in (sorted(tables) if target else sorted(tables, reverse=True))}
+    return gl.tap("out", gl.tap("sum", found["words"] + found["places"]).tanh())
+
+
+def test_taps_in_another_order_on_either_side_do_not_hold_up_a_swap(session: gl.Session) -> None:
+    verdict = session.verdict(crossed, crossed)
+    assert verdict.named == ["places"]
+    assert "With the baseline's places the output out agrees (" in verdict.text
+    assert "acts outside of the taps" not in verdict.text
+
+
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
