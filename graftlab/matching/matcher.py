@@ -107,12 +107,8 @@ class Matcher:
     def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
         """What has no partner and why, of the baseline and of the target."""
         return (
-            {
-                name: self._reason(tap, "baseline")
-                for name, tap in self.baseline.items()
-                if not self._has(name, "baseline")
-            },
-            {name: self._reason(tap, "target") for name, tap in self.target.items() if not self._has(name, "target")},
+            {tap.name: self._reason(tap, "baseline") for tap in self.left("baseline")},
+            {tap.name: self._reason(tap, "target") for tap in self.left("target")},
         )
 
     # ---- by value -----------------------------------------------------------------------------------------------
