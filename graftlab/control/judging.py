@@ -394,7 +394,8 @@ def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
     """The rows of values just before this one on its rank."""
     if kind_of(row["tags"]) is not None:
         return []
-    values = frame[(frame["rank"] == row["rank"]) & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
+    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
     return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
 
 
