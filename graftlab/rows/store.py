@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,8 @@ class RowStore:
         self._problem: OSError | None = None
         self._first_unwritten = 0
         self._count = 0
+        # Called with the lines of each batch, in the order in which they come; they must not wait for this store.
+        self.followers: list[Callable[[Sequence[bytes]], None]] = []
         self._write([HEADER])
         # The first row at each of some places in the file, in ascending order.
         self._marked_rows, self._marked_places = [0], [self._end]
@@ -125,6 +127,8 @@ class RowStore:
             else:
                 self._write(lines)
             self._count += len(lines)
+            for follow in self.followers:
+                follow(lines)
 
     def __len__(self) -> int:
         return self._count
