@@ -363,8 +363,11 @@ class Session(SessionCore):
         optimizer state), partial sums that nobody reduced, and inputs that differ. Which taps are copies is read from
         the placements of DTensors. For others ``layouts`` says it, with a layout for a filter over ``name``, such as
         ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
-        dimension). For all other taps it is inferred: tensors that are near to each other are taken for copies, as are
-        those whose counterparts in another layer are equal, and gradients of weights that are copies.
+        dimension); ``gl.tap(layout=)`` says it at the tap. On a mesh of several dimensions, such as
+        ``{"dp": 2, "tp": 2}``, copies along one of them are looked for too: a weight that is sharded over ``tp`` has
+        to be equal within each ``dp`` group, and what is computed from one group's inputs within each ``tp`` group.
+        For all other taps it is inferred: tensors that are near to each other are taken for copies, as are those whose
+        counterparts in another layer are equal, and gradients of weights that are copies.
 
         Raises what :meth:`run` raises, and :class:`SessionError` for a side of one rank.
 

@@ -200,7 +200,7 @@ def weights_of(
         owner, _, leaf = path.rpartition(".")
         inside = _unwrapped(owner, modules) if owner else ""
         name = f"{prefix}{inside}.{leaf}" if inside else f"{prefix}{leaf}"
-        kind = type(modules[owner]).__name__
+        kind = _type_of(modules[owner])
         if wanted(name, kind) and not unwanted(name, kind):
             found[name] = tensor
     return found
@@ -264,8 +264,15 @@ def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Modul
     modules = dict(model.named_modules())
     for path, module in modules.items():
         name = _unwrapped(path, modules)
-        found[name] = (found[name][0] if name in found else module, type(module).__name__)
+        found[name] = (found[name][0] if name in found else module, _type_of(module))
     return found
+
+
+def _type_of(module: torch.nn.Module) -> str:
+    """The class of a module as its author called it: ``fully_shard`` puts a class of its own before it."""
+    mine = type(module)
+    own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
+    return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
 
 
 def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:
