@@ -7,7 +7,7 @@ import pickle
 import torch
 
 from graftlab.base.tags import TapKey
-from graftlab.base.tensor_bytes import dtype_named
+from graftlab.base.tensor_bytes import assembled, dtype_named
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.device import DeviceReader, Gpu
 from graftlab.exchange.frames import (
@@ -69,13 +69,16 @@ class Receiver:
             if peer.in_run:
                 peer.send(StepEnded(step))
             for ended in [known for known in peer.inbox if known <= step]:
-                del peer.inbox[ended]
+                for published in peer.inbox.pop(ended).values():
+                    if published is not None:
+                        peer.carried.pop(published.id, None)
 
     def end_run(self) -> None:
         self.release_read(wait=True)
         for peer in self._peers.others:
             self._send_releases(peer)
             peer.inbox.clear()
+            peer.carried.clear()
 
     # ---- a tap --------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,10 @@ class Receiver:
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
         if not isinstance(location, DeviceLocation):
-            window = peer.arena.window(location or 0, nbytes, dtype, shape)
+            if peer.arena is None:
+                window = assembled(peer.carried.pop(published.id, ()), nbytes, dtype, shape)
+            else:
+                window = peer.arena.window(location or 0, nbytes, dtype, shape)
             return window if near is None or near.is_cpu else window.to(near.device)
         try:
             window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
@@ -150,6 +156,8 @@ class Receiver:
         # What comes for a step that has ended here is released by the end-of-step frame that is on its way back.
         if key.step > self._ended_step:
             peer.inbox[key.step][key] = published
+            if published is not None and peer.attached:
+                peer.carried[published.id] = peer.attached
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""The exchange between ranks of one host: tensors through shared memory, their addresses through sockets.
+"""The exchange between ranks: tensors through shared memory where two have it, their addresses through sockets.
 
 Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies a tensor into its own segment once and
 sends each receiver a small frame with the key and the offset (:mod:`.sending`); a receiver looks at the bytes where
 they are (:mod:`.receiving`). What was received is released in batches; what nobody asked for is free when the
 receivers end the step.
 
-Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same.
+Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
+machines a tensor's bytes are sent along with its frame, from where they lie in the segment (:mod:`.tcp`), and stay
+there until they are released, as for all others: so the budget bounds what any receiver has to hold.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from graftlab.base import limits
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.beacon import Beacon
 from graftlab.exchange.contract import Memo, Receipt
 from graftlab.exchange.device import Cuda, Gpu
 from graftlab.exchange.frames import (
@@ -28,6 +30,7 @@ from graftlab.exchange.frames import (
     ChunkAnswered,
     ChunkShared,
     Declined,
+    IsAt,
     Published,
     Released,
     RunEnded,
@@ -35,24 +38,25 @@ from graftlab.exchange.frames import (
     WaitsForYou,
     Yield,
 )
-from graftlab.exchange.peers import Peer, Peers
+from graftlab.exchange.peers import Link, Peer, Peers
 from graftlab.exchange.receiving import Receiver
 from graftlab.exchange.sending import Sender
+from graftlab.exchange.whereabouts import WhereaboutsPage
 
 
 class SharedMemoryExchange(Generic[Memo]):
     """Implements :class:`graftlab.exchange.contract.LiveExchange`; see there for the promises.
 
-    ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment,
-    by world rank. ``budget`` is in bytes and bounds what this rank has published and not got back; ``timeout``, in
-    seconds, bounds every wait.
+    ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
+    (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
+    rank has published and not got back; ``timeout``, in seconds, bounds every wait.
     """
 
     def __init__(
         self,
         place: Place,
         arena: Arena,
-        links: Mapping[int, tuple[Channel, Arena]],
+        links: Mapping[int, Link],
         *,
         budget: int = limits.BUFFER_BUDGET,
         timeout: float = limits.TIMEOUT,
@@ -74,9 +78,12 @@ class SharedMemoryExchange(Generic[Memo]):
                 ChunkAnswered: self._sender.on_chunk_answered,
                 WaitsForYou: receiver.on_waits_for_you,
                 Yield: receiver.on_yield,
+                IsAt: peers.on_is_at,
             },
             on_gone=self._sender.on_gone,
         )
+        if peers.has_remote:
+            Beacon(WhereaboutsPage(arena.map), peers.tell_where, peers.heard, lambda: peers.all_gone).start()
 
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
