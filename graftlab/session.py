@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
+from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
-from graftlab.errors import PlanError
+from graftlab.errors import LaunchError, PlanError
 from graftlab.jobs.host import listen_as
 from graftlab.jobs.meeting import Meeting
 from graftlab.plan.plan import GraftPlan
@@ -100,6 +101,8 @@ def listen(
     timeout: float = limits.TIMEOUT,
     folder: str | Path | None = None,
     append: bool = False,
+    address: str | None = None,
+    token: str | None = None,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
     tap_timeout: float | None = None,
@@ -113,9 +116,12 @@ def listen(
     ``folder`` and ``append=True`` takes them over.
 
     ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
-    also where the jobs find this session. Only processes of the same user on this machine can join.
+    also where the jobs find this session. Only processes of the same user on this machine can join, unless an
+    ``address`` is given, such as ``"tcp://10.0.0.5:29500"``, at which other machines reach this one: then whoever knows
+    the ``token`` can, which is printed, and kept in the folder for the next time. Where none is given, nor in
+    ``GRAFTLAB_TOKEN`` or the file ``GRAFTLAB_TOKEN_FILE``, the folder's is taken, or one is made.
 
-    Raises :class:`LaunchError` where somebody listens in that folder already.
+    Raises :class:`LaunchError` where somebody listens in that folder already, or nothing can listen at the address.
 
     >>> with gl.listen(baseline=1, target=2) as other:
     ...     other.status()["state"].tolist()
@@ -135,9 +141,19 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append)
+    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
+    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
     sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
     return session
+
+
+def _own_endpoint(address: str) -> Endpoint:
+    endpoint = Endpoint.parse(address) if isinstance(address, str) else None
+    if endpoint is None or endpoint.host in ("0.0.0.0", "::"):
+        raise LaunchError(
+            f"address={address!r}: give the one at which other machines reach this one, such as tcp://10.0.0.5:29500"
+        )
+    return endpoint
 
 
 class Session(SessionCore):

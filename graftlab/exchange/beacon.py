@@ -23,11 +23,13 @@ class Beacon:
         tell: Callable[[Whereabouts], None],
         details: Callable[[], object],
         is_over: Callable[[], bool],
+        rest: float = _REST,
     ) -> None:
         self._page = page
         self._tell = tell
         self._details = details
         self._is_over = is_over
+        self._rest = rest
 
     def start(self) -> None:
         threading.Thread(target=self._shine, name="graftlab-beacon", daemon=True).start()
@@ -45,4 +47,4 @@ class Beacon:
                 self._tell(look)
                 told = now
             before = now
-            rest.wait(_REST)
+            rest.wait(self._rest)

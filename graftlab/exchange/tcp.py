@@ -15,13 +15,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from graftlab.exchange.keys import Keys
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 HEARTBEAT = 2.0
 """Seconds between two looks whether the other end is there."""
@@ -38,6 +40,13 @@ _PIECE = 4 << 20
 # Of one byte each, which no frame of an exchange has.
 _HELLO, _WELCOME, _BYE = b"h", b"w", b"b"
 _DOMAIN = "graftlab"
+# Nobody listens there, or who does has other keys.
+_IN_VAIN = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 _posts: weakref.WeakSet[Post] = weakref.WeakSet()
 
@@ -94,12 +103,12 @@ class RemoteChannel:
 
 
 class Post:
-    """This process's socket for all others. ``name`` is how they call it, and nobody else's in the session.
+    """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
-    It listens at ``address``, at a port of its own choice unless one is given.
+    It listens at ``address``, if one is given, at one of these ports, or at any that is free.
     """
 
-    def __init__(self, keys: Keys, name: bytes, address: str, port: int | None = None) -> None:
+    def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
         """Raises OSError where it cannot listen there."""
         self.name = name
         self.over = threading.Event()
@@ -107,11 +116,10 @@ class Post:
         self._lock = threading.RLock()
         self._channels: dict[bytes, RemoteChannel] = {}
         self._by_descriptor: dict[int, RemoteChannel] = {}
+        self._attempts = 0
         self._to_close: set[int] = set()
         self._context = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyOurs(keys))
+        self._authenticator: ThreadAuthenticator | None = None
         self._socket = socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTING_ID, name)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -125,30 +133,52 @@ class Post:
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TTL, int(SILENCE * 1000))
-        socket.setsockopt(zmq.IPV6, ":" in address)
+        # Takes names and addresses of either kind.
+        socket.setsockopt(zmq.IPV6, 1)
         self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _IN_VAIN
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = select.epoll()
         for descriptor in (_descriptor(socket), _descriptor(self._monitor), self._wake):
             self._ready.register(descriptor, select.EPOLLIN)
-        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
-        try:
-            socket.bind(f"tcp://{_bracketed(address)}:{'*' if port is None else port}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise OSError(error.errno, f"nothing can listen at {address}: {error.strerror}") from None
-        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = 0
+        if address is not None:
+            try:
+                self._listen(address, ports)
+            except OSError:
+                self.close()
+                raise
         # What listens goes on with the keys that it was given; from now on the socket connects, as another role.
         socket.setsockopt(zmq.CURVE_SERVER, 0)
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
         _posts.add(self)
+
+    def _listen(self, address: str, ports: Sequence[int]) -> None:
+        # Brings asyncio along, which most processes can do without.
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyOurs(self._keys))
+        socket = self._socket
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.server_public)
+        why = ""
+        for port in ports:
+            try:
+                socket.bind(f"tcp://{_bracketed(address)}:{port or '*'}")
+            except zmq.ZMQError as error:
+                why = error.strerror
+                continue
+            self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            return
+        shown = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]} to {ports[-1]}"
+        raise OSError(f"nothing can listen at {address}, {shown}: {why}")
 
     def fileno(self) -> int:
         """Readable when there may be something to :meth:`receive`."""
@@ -159,21 +189,35 @@ class Post:
     def connect(self, name: bytes, address: str, port: int) -> RemoteChannel:
         """Begin to connect to the process of this name; ``linked`` of the channel says when it is there."""
         with self._lock:
-            channel = RemoteChannel(self, name, f"tcp://{_bracketed(address)}:{port}")
-            self._channels[name] = channel
-            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+            # ZeroMQ ends the process if a socket has two connections of one name, and one that failed may linger.
+            self._attempts += 1
+            label = name + b" %d" % self._attempts
+            channel = RemoteChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
+            self._channels[label] = channel
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, label)
             self._socket.connect(channel.endpoint)
             self._put(channel, _HELLO, None)
             return channel
 
-    def channel_of(self, name: bytes) -> RemoteChannel | None:
+    def forget(self, channel: RemoteChannel) -> None:
+        """Give up a connection that did not come about, so that another may be tried."""
+        with self._lock:
+            self._note_end(channel)
+            self._channels.pop(channel.name, None)
+
+    def channels(self) -> list[RemoteChannel]:
+        """All channels that there are: those we have made, and those of others who have connected."""
+        with self._lock:
+            return list(self._channels.values())
+
+    def channel_from(self, name: bytes) -> RemoteChannel | None:
         """The channel to the process of this name, where it has connected to us."""
         with self._lock:
-            self._drain()
-            if any(channel.arrived or channel.ended for channel in self._channels.values()):
-                # It is here now, so the socket would tell nobody of it.
-                os.eventfd_write(self._wake, 1)
             return self._channels.get(name)
+
+    def rouse(self) -> None:
+        """Be readable: what came while others looked is with the channels, and the socket tells nobody of it."""
+        os.eventfd_write(self._wake, 1)
 
     def send(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
         with self._lock:
@@ -201,15 +245,15 @@ class Post:
             os.eventfd_write(self._wake, 1)
 
     def receive(self, channel: RemoteChannel) -> list[bytes]:
-        self._drain()
+        self.pump()
         with self._lock:
             frames = list(channel.arrived)
             channel.arrived.clear()
             channel.closed |= channel.ended
             return frames
 
-    def _drain(self) -> None:
-        """Bring every frame that has come to its channel."""
+    def pump(self) -> None:
+        """Bring every frame that has come to its channel, and note new connections and ends. Does not wait."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -245,6 +289,9 @@ class Post:
                 channel = self._by_descriptor.pop(descriptor, None)
                 if channel is not None:
                     ended.append(channel)
+            elif event["event"] & _IN_VAIN:
+                where = event["endpoint"].decode()
+                ended += [each for each in self._channels.values() if each.endpoint == where and not each.linked]
             else:
                 self._to_close.add(descriptor)
         return ended
@@ -279,22 +326,21 @@ class Post:
 
     def end(self, channel: RemoteChannel) -> None:
         with self._lock:
+            self._channels.pop(channel.name, None)
             if channel.closed:
                 return
-            self._drain()
+            self.pump()
             if not (self.over.is_set() or channel.ended):
                 self._put(channel, _BYE, None)
             channel.closed = True
             channel.arrived.clear()
-            if all(each.closed for each in self._channels.values()):
-                self.close()
 
     def close(self) -> None:
         """End all connections. What was sent goes on its way first, for two seconds at most."""
         with self._lock:
             if self.over.is_set():
                 return
-            self._drain()
+            self.pump()
             self.over.set()
             for channel in self._channels.values():
                 if not (channel.closed or channel.ended):
@@ -303,7 +349,8 @@ class Post:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
-            self._authenticator.stop()
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.term()
             self._ready.close()
             os.close(self._wake)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,24 +19,43 @@ from typing import Any
 import msgspec
 
 from graftlab.base.world import RunInfo
-from graftlab.config import GraftConfig
+from graftlab.config import Endpoint, GraftConfig
 from graftlab.errors import ConfigError, GraftError, SessionError, warn
+from graftlab.exchange.beacon import Beacon
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.distant_host import DistantHost
 from graftlab.jobs.greeting import Join, Joined, Membership, Refused, hear, our_version, tell
 from graftlab.jobs.headless import start_host
 from graftlab.jobs.job_grafter import JobGrafter
 from graftlab.jobs.job_log import log_to
+from graftlab.jobs.linking import Linker, address_towards, is_own_address
 from graftlab.jobs.meeting import Meeting
 from graftlab.jobs.place import own_backend, own_device, place_of
+from graftlab.jobs.relay import Relay
 from graftlab.jobs.waiting import Waiting
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk
 from graftlab.ranks.line import Line
-from graftlab.ranks.messages import Failure, Hello, Output, RunDone, RunRequest, RunSettled, TapSeen, unpack_to_rank
+from graftlab.ranks.messages import (
+    Contacts,
+    Departed,
+    Failure,
+    Hello,
+    IsAt,
+    Linked,
+    Output,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    TapSeen,
+    pack,
+    unpack_to_rank,
+)
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import send_descriptors
 from graftlab.ranks.wiring import exchange_of
@@ -50,6 +69,10 @@ logger = logging.getLogger(__name__)
 _LOOK_FOR_ANOTHER = 0.5
 # So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
 _HOSTS = 3
+# Seconds between two words to a notebook that cannot look where this process is.
+_TELL_WHERE = 0.25
+# Seconds for the answer of who holds the session, on another machine. Where none comes it is asked anew.
+_ANSWER_LIMIT = 15.0
 
 
 class JobLine(Line):
@@ -58,12 +81,24 @@ class JobLine(Line):
     def __init__(self, channel: Channel, bell: socket.socket) -> None:
         super().__init__(channel, bell)
         self.lost_rows = 0
+        # Which notebook it is that listens, by number.
+        self.generation = 0
         self._taps: list[dict[str, Any]] = []
+
+    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
+        super().reconnect(channel, bell)
+        self.generation += 1
 
     def row(self, row: Row) -> None:
         if self.channel.closed:
             self.lost_rows += 1
         super().row(row)
+
+    def tell_where(self, look: Whereabouts) -> None:
+        """For whoever cannot look into this process's memory."""
+        seconds = time.monotonic() - look.since
+        where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
+        self.channel.send(pack(IsAt(*where)))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self._taps.append(tags)
@@ -93,12 +128,16 @@ class Member:
         self.place = place_of(config)
         self._config = config
         self._deadline = time.monotonic() + config.timeout
-        with Meeting(config.meeting) as meeting:
-            self._entry = self._enter(meeting)
+        self._relay: Relay | None = None
+        self._linker: Linker | None = None
+        self._segment: int | None = None
+        self._token = config.join_token()
+        self._entry = self._enter()
         joined = self._entry.joined
         self.folder = Path(joined.folder)
-        # Brought along to another notebook, which looks in it where this rank is.
-        self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
+        if not joined.address:
+            # Brought along to another notebook, which looks in it where this rank is.
+            self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
         self._line = JobLine(self._entry.channel, self._entry.bell)
         self._run: RunInfo | None = None
         self._over = threading.Event()
@@ -106,7 +145,28 @@ class Member:
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
-    def _enter(self, meeting: Meeting) -> _Entry:
+    def _enter(self) -> _Entry:
+        endpoint = self._config.endpoint
+        if endpoint is None:
+            with Meeting(self._config.meeting) as meeting:
+                return self._enter_here(meeting, None)
+        try:
+            if is_own_address(endpoint.host) and not self._somebody_listens(endpoint):
+                # Nobody holds the session yet, or one of the jobs' own does, which is in the folder too.
+                with Meeting(self._config.meeting) as meeting:
+                    return self._enter_here(meeting, endpoint)
+            return self._enter_from_afar(endpoint)
+        except socket.gaierror as error:
+            raise ConfigError(f"address (GRAFTLAB_ADDRESS) is {endpoint}, and {endpoint.host}: {error}") from error
+
+    def _somebody_listens(self, endpoint: Endpoint) -> bool:
+        try:
+            socket.create_connection(endpoint, timeout=self._remaining()).close()
+        except OSError:
+            return False
+        return True
+
+    def _enter_here(self, meeting: Meeting, endpoint: Endpoint | None) -> _Entry:
         host: subprocess.Popen[bytes] | None = None
         for _ in range(_HOSTS):
             with meeting.locked():
@@ -115,7 +175,7 @@ class Member:
                     listener = meeting.listen()
                     assert listener is not None
                     with listener:
-                        host = start_host(self._config, meeting, listener)
+                        host = start_host(self._config, meeting, listener, self._token_to_listen(meeting, endpoint))
                     connection = meeting.connect(self._remaining())
             if connection is None:
                 continue
@@ -128,10 +188,75 @@ class Member:
         ended = "" if host is None else f" (exit code {host.poll()})"
         raise SessionError(f"whoever held the session in {meeting.folder} ended before it answered{ended}; see {log}")
 
+    def _token_to_listen(self, meeting: Meeting, endpoint: Endpoint | None) -> str | None:
+        """The token of the session that this job starts, for jobs on other machines; told where nobody gave one."""
+        if endpoint is None:
+            return None
+        if self._token is None:
+            self._token = meeting.own_token()
+            sys.stderr.write(
+                f"graftlab listens at {endpoint} for jobs on other machines; they join with GRAFTLAB_TOKEN="
+                f"{self._token}\n"
+            )
+        return self._token
+
+    def _enter_from_afar(self, endpoint: Endpoint) -> _Entry:
+        if self._token is None:
+            raise ConfigError(
+                f"token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is {endpoint}, "
+                f"where jobs on several machines meet: who listens there has printed the token, or `graftlab token "
+                f"FILE` makes one beforehand"
+            )
+        rest = threading.Event()
+        while True:
+            entry = self._ask_from_afar(endpoint, None)
+            if entry is not None:
+                return entry
+            if self._remaining() < _LOOK_FOR_ANOTHER:
+                raise SessionError(
+                    f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: is "
+                    f"somebody listening there, is the token the same, and does a firewall let TCP pass?"
+                )
+            rest.wait(_LOOK_FOR_ANOTHER)
+
+    def _ask_from_afar(self, endpoint: Endpoint, membership: Membership | None) -> _Entry | None:
+        assert self._token is not None
+        limit = min(_ANSWER_LIMIT, self._remaining()) if membership is None else _ANSWER_LIMIT
+        distant = DistantHost(endpoint, self._token)
+        try:
+            answer = distant.ask(self._join(membership), limit)
+            if answer is None:
+                return None
+            reply, early = answer
+            joined = self._accepted(reply)
+            channel, bell, self._relay = distant.open_line(early)
+        except BaseException:
+            distant.close()
+            raise
+        return _Entry(joined, [], channel, bell)
+
     def _ask(self, connection: socket.socket, membership: Membership | None) -> _Entry | None:
         """What the host hands over; None where it ended before it answered."""
-        plan = to_wire(self._config.plan()) if membership is None else None
-        join = Join(
+        connection.settimeout(self._remaining() if membership is None else self._config.timeout)
+        try:
+            tell(connection, self._join(membership))
+            if membership is not None and self._segment is not None:
+                send_descriptors(connection, [self._segment])
+            reply = hear(connection)
+            if reply is None:
+                return None
+            joined = self._accepted(reply)
+            *descriptors, channel, bell = receive_descriptors(connection, joined.descriptors)
+        except (ConnectionError, EOFError):
+            return None
+        except TimeoutError:
+            raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
+        if joined.token:
+            self._token = joined.token
+        return _Entry(joined, descriptors, Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell))
+
+    def _join(self, membership: Membership | None) -> Join:
+        return Join(
             version=our_version(),
             side=self.place.side,
             rank=self.place.rank,
@@ -140,58 +265,30 @@ class Member:
             pid=os.getpid(),
             device=str(own_device()),
             backend=own_backend(),
-            plan=plan,
+            plan=to_wire(self._config.plan()) if membership is None else None,
             membership=membership,
         )
-        connection.settimeout(self._remaining() if membership is None else self._config.timeout)
-        try:
-            tell(connection, join)
-            if membership is not None:
-                send_descriptors(connection, [self._segment])
-            reply = hear(connection)
-            if reply is None:
-                return None
-            if isinstance(reply, Refused):
-                raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
-            if not isinstance(reply, Joined):
-                raise SessionError(f"the holder of the session answered {type(reply).__name__}")
-            *descriptors, channel, bell = receive_descriptors(connection, reply.descriptors)
-        except (ConnectionError, EOFError):
-            return None
-        except TimeoutError:
-            raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
-        return _Entry(reply, descriptors, Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell))
+
+    def _accepted(self, reply: Any) -> Joined:
+        if isinstance(reply, Refused):
+            raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
+        if not isinstance(reply, Joined):
+            raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+        return reply
 
     def begin(self) -> None:
         """Wait until every rank of both sides has joined, and begin.
 
         Raises :class:`SessionError` when some have not in time.
         """
-        waiting = Waiting(self.place, self._entry.descriptors)
-        try:
-            self._line.send(Hello(os.getpid()))
-            request, rest = self._await_request(waiting)
-        except BaseException:
-            # As they are, and not shut down: another process may be handed the same ones.
-            waiting.give_up()
-            self._line.channel.close()
-            os.close(self._segment)
-            raise
-        waiting.close()
+        request, rest = self._meet_here() if not self._entry.joined.address else self._meet_from_afar()
         joined = self._entry.joined
-        self._exchange, page = exchange_of(
-            self.place,
-            self._entry.descriptors,
-            joined.segment_size,
-            budget=joined.buffer_budget,
-            timeout=joined.tap_timeout,
-        )
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, self._exchange, WhereaboutsPage(page), taps.ambient, self._line, self._kept
+            self.place, self._exchange, WhereaboutsPage(self._page), taps.ambient, self._line, self._kept
         )
         self._grafter.on_failure = self._fail
-        log_to(Path(joined.log))
+        log_to(self._own_log())
         self._run = request.info
         self._grafter.begin_run(request.info, from_wire(request.plan))
         self._open_desk(rest)
@@ -202,23 +299,114 @@ class Member:
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
-    def _await_request(self, waiting: Waiting) -> tuple[RunRequest, list[bytes]]:
-        """What begins the run, and the frames that came with it."""
+    def _meet_here(self) -> tuple[RunRequest, list[bytes]]:
+        """Wait for the others, with what the host has handed over for all of them."""
+        waiting = Waiting(self.place, self._entry.descriptors)
+        try:
+            self._line.send(Hello(os.getpid()))
+            begun = self._await_request(waiting.missing)
+        except BaseException:
+            # As they are, and not shut down: another process may be handed the same ones.
+            waiting.give_up()
+            self._line.channel.close()
+            if self._segment is not None:
+                os.close(self._segment)
+            raise
+        waiting.close()
+        joined = self._entry.joined
+        self._exchange, self._page = exchange_of(
+            self.place,
+            self._entry.descriptors,
+            joined.segment_size,
+            budget=joined.buffer_budget,
+            timeout=joined.tap_timeout,
+        )
+        return begun
+
+    def _meet_from_afar(self) -> tuple[RunRequest, list[bytes]]:
+        """Wait for the others, and come to a connection with each, wherever it is."""
+        joined = self._entry.joined
+        try:
+            assert self._token is not None
+            linker = self._linker = Linker(
+                self.place, self._token, self._own_address(joined), self._config.port_range()
+            )
+            self._line.send(linker.contact)
+            begun = self._await_request(linker.missing, linker)
+        except BaseException:
+            if self._linker is not None:
+                self._linker.seal()
+                self._linker.close()
+            self._line.channel.close()
+            self._close_relay()
+            raise
+        linker.seal()
+        self._exchange = SharedMemoryExchange(
+            self.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
+        )
+        self._page = linker.arena.map
+        Beacon(
+            WhereaboutsPage(self._page), self._line.tell_where, lambda: self._line.generation, self._over.is_set
+        ).start()
+        return begun
+
+    def _own_address(self, joined: Joined) -> str:
+        """Where other machines reach this one: at the address from which it reaches who holds the session."""
+        endpoint = self._config.endpoint
+        if self._relay is None or endpoint is None:
+            return joined.address
+        try:
+            return address_towards(*endpoint)
+        except OSError as error:
+            raise SessionError(f"no way leads from here to {endpoint}: {error}") from error
+
+    def _own_log(self) -> Path:
+        """A file of the session's folder; on another machine one of the same name in this job's own folder."""
+        log = Path(self._entry.joined.log)
+        if self._relay is not None:
+            folder = self._config.meeting if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
+            log = folder / "logs" / log.name
+            log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        return log
+
+    def _await_request(
+        self, missing: Callable[[], list[str]], linker: Linker | None = None
+    ) -> tuple[RunRequest, list[bytes]]:
+        """What begins the run, and the frames that came with it; all links are made by then."""
         channel = self._line.channel
         poller = select.poll()
-        poller.register(channel.fileno(), select.POLLIN)
+        for descriptor in (channel.fileno(), *(() if linker is None else linker.descriptors())):
+            poller.register(descriptor, select.POLLIN)
+        request: RunRequest | None = None
+        rest: list[bytes] = []
+        greeted = False
         while not channel.closed:
-            if not poller.poll(self._remaining() * 1000):
+            poller.poll(min(self._remaining(), _LOOK_FOR_ANOTHER) * 1000)
+            if self._remaining() <= 0.001:
                 raise SessionError(
-                    f"{', '.join(waiting.missing())} had not joined within {self._config.timeout:g} s; a larger "
+                    f"{', '.join(missing())} had not joined within {self._config.timeout:g} s; a larger "
                     f"timeout (GRAFTLAB_TIMEOUT) waits longer"
                 )
-            frames = channel.receive()
-            for number, frame in enumerate(frames):
-                message = unpack_to_rank(frame)
-                # Plans that come before are older than the one that it brings.
+            for frame in channel.receive():
+                message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
-                    return message, frames[number + 1 :]
+                    request = message
+                elif request is not None:
+                    rest.append(frame)
+                elif linker is not None and isinstance(message, Contacts):
+                    linker.meet(message.contacts)
+                    greeted &= linker.complete
+                elif linker is not None and isinstance(message, Departed):
+                    linker.part(message.world_rank)
+                # Plans that come before are older than the one that the request brings.
+            if linker is not None:
+                linker.work()
+                if linker.complete and not greeted:
+                    greeted = True
+                    self._line.send(Linked(*linker.kinds()))
+                    self._line.send(Hello(os.getpid()))
+            if request is not None and (linker is None or linker.complete):
+                return request, rest
         raise SessionError("whoever held the session went away before all had joined")
 
     def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
@@ -245,6 +433,14 @@ class Member:
                 # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
             self._line.channel.close()
+            self._close_relay()
+            if self._linker is not None:
+                self._linker.close()
+
+    def _close_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close(when_done=True)
 
     def _end_run(self) -> None:
         run = self._run
@@ -321,19 +517,27 @@ class Member:
                 self._over.wait(10 * _LOOK_FOR_ANOTHER)
 
     def _come_back(self, run: RunInfo) -> bool:
-        with Meeting(self._config.meeting) as meeting:
-            connection = meeting.connect(self._config.timeout)
-            if connection is None:
-                return False
-            with connection:
-                now = RunInfo(run.run, self._grafter.next_step, run.participants)
-                entry = self._ask(connection, Membership(now, to_wire(self._grafter.plan), self._line.lost_rows))
+        now = RunInfo(run.run, self._grafter.next_step, run.participants)
+        membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, self._linker is not None)
+        endpoint = self._config.endpoint
+        if self._relay is not None and endpoint is not None:
+            self._close_relay()
+            entry = self._ask_from_afar(endpoint, membership)
+        else:
+            with Meeting(self._config.meeting) as meeting:
+                connection = meeting.connect(self._config.timeout)
+                if connection is None:
+                    return False
+                with connection:
+                    entry = self._ask(connection, membership)
         if entry is None:
             return False
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
         self._open_desk()
         self._line.tell_again()
+        if self._linker is not None:
+            self._line.send(Linked(*self._linker.kinds()))
         self._line.send(Hello(os.getpid()))
         logger.info("%s has joined another session; rows go to %s", self.place.label, entry.joined.folder)
         return True

@@ -12,6 +12,7 @@ from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.__main__ import main
 
 pytestmark = pytest.mark.ranks
 
@@ -51,6 +52,13 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     assert session.try_transform(lambda given: given.received_list[0] * 1.5, "hidden").after.max_abs == 0.0
     assert "goes_on.py" in session.stacks()["target[0]"]
     assert session.plot.divergence() is not None
+    assert session.status()["links"].tolist() == ["shared memory"] * 2
+    # And so from a terminal.
+    assert main(["stacks", str(folder)]) == main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "--- target[0]\n" in shown
+    assert "goes_on.py" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith(("hidden", "out"))] == ["hidden", "out"]
     for refused in (lambda: session.run(target="1"), session.interrupt):
         with pytest.raises(gl.SessionError, match="jobs of their own"):
             refused()

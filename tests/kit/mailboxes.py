@@ -135,6 +135,9 @@ class Mailbox:
         """To its peers this looks like a death: the streams end."""
         for channel in self.channels:
             channel.close()
+        for channel in self.channels:
+            if isinstance(channel, RemoteChannel):
+                channel._post.close()
 
 
 class World:
@@ -288,7 +291,8 @@ _MARK = b"all before this has been delivered"
 
 def _take_mark(channel: RemoteChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
-    channel._post.channel_of(channel.name)
+    channel._post.pump()
+    channel._post.rouse()
     if not channel.arrived or channel.arrived[-1] != _MARK:
         return channel.ended or channel.closed
     channel.arrived.pop()
@@ -303,41 +307,43 @@ def make_posts(count: int) -> list[Post]:
     return [make_post(rank) for rank in range(count)]
 
 
-def connect_all(posts: list[Post]) -> dict[int, dict[int, RemoteChannel]]:
+Remote = dict[int, RemoteChannel]
+
+
+def connect_all(posts: list[Post]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
     ports = [post.port for post in posts]
-    for rank, post in enumerate(posts):
-        connect_to_lower(post, rank, ports)
-    links = {}
-    for rank, post in enumerate(posts):
-        wait_until(lambda post=post: is_linked(post, len(posts)), "the connections")  # type: ignore[misc]
-        links[rank] = links_of(post, rank, len(posts))
-    return links
+    made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
+    return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
 
 
-def connect_to_lower(post: Post, rank: int, ports: list[int]) -> None:
-    for lower in range(rank):
-        post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower])
+def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
+    return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def is_linked(post: Post, count: int) -> bool:
-    channels = [post.channel_of(f"rank {other}".encode()) for other in range(count)]
-    return sum(channel is not None and channel.linked for channel in channels) == count - 1
+def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+    """All channels of a rank, those it has made and those of the others, once each has its other end."""
+    links = dict(made)
+
+    def complete() -> bool:
+        post.pump()
+        for other in range(len(made) + 1, count):
+            channel = post.channel_from(f"rank {other}".encode())
+            if channel is not None:
+                links[other] = channel
+        return len(links) == count - 1 and all(channel.linked for channel in links.values())
+
+    wait_until(complete, "the connections")
+    post.rouse()
+    return dict(sorted(links.items()))
 
 
-def links_of(post: Post, rank: int, count: int) -> dict[int, RemoteChannel]:
-    channels = {other: post.channel_of(f"rank {other}".encode()) for other in range(count) if other != rank}
-    return {other: channel for other, channel in channels.items() if channel is not None}
-
-
-def link_over_tcp(rank: int, line: Any) -> dict[int, RemoteChannel]:
+def link_over_tcp(rank: int, line: Any) -> Remote:
     """In a process of its own: listen, hear from the test where the others do, and connect."""
-    line_token, count = line.recv()
-    post = make_post(rank, line_token)
+    token, count = line.recv()
+    post = make_post(rank, token)
     line.send(post.port)
-    connect_to_lower(post, rank, line.recv())
-    wait_until(lambda: is_linked(post, count), "the connections")
-    return links_of(post, rank, count)
+    return wait_for_links(post, connect_to_lower(post, rank, line.recv()), count)
 
 
 # ---- one process a rank ---------------------------------------------------------------------------------------------
