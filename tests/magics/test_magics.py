@@ -18,6 +18,7 @@ SUBCOMMANDS = (
     "status",
     "stacks",
     "interrupt",
+    "debug",
     "restart",
     "down",
     "log",
