@@ -89,14 +89,15 @@ def _send_rows_of(count: int, run: int) -> Callable[[], None]:
     def send_rows() -> None:
         grafter = active.grafter()
         assert grafter is not None
-        template = _row()
+        template = a_row()
         for order in range(count):
             grafter._reporter.row(template._replace(run=run, order=order))
 
     return send_rows
 
 
-def _row() -> Row:
+def a_row() -> Row:
+    """One compared tap, with every statistic."""
     value = torch.randn(16)
     name = "model.layers.3.mlp"
     tags = {"name": name, "step": 0, "side": "target", "rank": 0, "layer": 3}
@@ -135,7 +136,7 @@ def _large_frames(setup: Setup) -> list[Line]:
     """The frame of a session with very many rows, and the next one after some more have come."""
     count, more = (10_000, 1000) if setup.quick else (1_000_000, 10_000)
     with worlds.session(setup) as session:
-        line = encode(_row()._replace(order=_PLACEHOLDER))
+        line = encode(a_row()._replace(order=_PLACEHOLDER))
         _append(session, line, 0, count)
         began = time.perf_counter()
         frame = session.frame

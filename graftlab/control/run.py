@@ -380,6 +380,8 @@ class Run:
 
         missed = [f"{name} matched no tap in this run: {text}" for name, text in self.unmatched.items()]
         digest = self._summed_up()
+        if unread := self._digest.unread:
+            missed.append(f"up to {unread} rows of this session cannot be read, and are in none of these sentences")
         rename = suggested_rename(digest)
         return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 

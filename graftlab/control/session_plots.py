@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -29,14 +29,20 @@ def _like(function: Callable[..., Any], leaving_out: str) -> Callable[[F], F]:
     """Let help and completion show the options of a function that a method hands its ``options`` to, and its text."""
 
     def show(method: F) -> F:
+        # A function of its own: tools that read a method's defaults from its source would not find these options there.
+        def call(self: SessionPlots, /, *args: Any, **options: Any) -> Any:
+            return method(self, *args, **options)
+
+        for name in ("__module__", "__name__", "__qualname__", "__annotations__"):
+            setattr(call, name, getattr(method, name))
         own = inspect.signature(method).parameters.values()
         first = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
         given = {each.name for each in first}
         signature = inspect.signature(function)
         options = [each for name, each in signature.parameters.items() if name != leaving_out and name not in given]
-        method.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
-        method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{inspect.cleandoc(function.__doc__ or '')}"
-        return method
+        call.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        call.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{inspect.cleandoc(function.__doc__ or '')}"
+        return cast(F, call)
 
     return show
 

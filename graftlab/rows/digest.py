@@ -224,6 +224,8 @@ class Digest:
         self._came = self._taken = len(store)
         self._taking = threading.Lock()
         self._is_busy = False
+        self.unread = 0
+        """How many rows could not be read, and are in no digest."""
         store.followers.append(self._add)
 
     def _add(self, lines: Sequence[bytes]) -> None:
@@ -243,6 +245,15 @@ class Digest:
 
     def catch_up(self, limit: int | None = None) -> None:
         """Sum up what has come, or ``limit`` rows of it at the most."""
+        if threading.current_thread() is not threading.main_thread():
+            self._catch_up(limit)
+        elif self.behind:
+            # An interrupt may end this thread's work anywhere, in the middle of a tap's sums too.
+            thread = threading.Thread(target=self._catch_up, args=(limit,), name="graftlab-digest", daemon=True)
+            thread.start()
+            thread.join()
+
+    def _catch_up(self, limit: int | None) -> None:
         with self._taking:
             last = self._came if limit is None else min(self._came, self._taken + limit)
             while self._taken < last:
@@ -253,14 +264,39 @@ class Digest:
                     if len(came) > room - len(lines):
                         self._waiting.appendleft(came[room - len(lines) :])
                     lines += came[: room - len(lines)]
-                self._take(lines)
-                self._taken += len(lines)
+                first, unread = self._taken, self.unread
+                try:
+                    self._take(lines)
+                except Exception:
+                    # A fault in one of them must not keep those that follow out of the summary.
+                    self.unread = unread + len(lines)
+                    logger.exception("some of the rows %d to %d are in no summary", first, first + len(lines) - 1)
+                finally:
+                    self._taken += len(lines)
 
     def _take(self, lines: list[bytes]) -> None:
-        for number, rows in itertools.groupby(_decoded(lines, self._taken), key=lambda pair: pair[1][_RUN]):
+        for number, rows in itertools.groupby(self._decoded(lines), key=lambda pair: pair[1][_RUN]):
             if number not in self._runs:
                 self._runs[number] = RunDigest(number)
             self._runs[number].take(rows)
+
+    def _decoded(self, lines: Sequence[bytes]) -> Iterator[tuple[int, list[Any]]]:
+        """The values of these rows, and the index of each. What cannot be read is counted, and left out.
+
+        One at a time: where thousands of lists are there at once, the garbage collector takes longer than all else.
+        """
+        for index, line in enumerate(lines, self._taken):
+            try:
+                row = orjson.loads(line) if line.startswith(b"[") else json.loads(line)
+                if type(row) is not list or len(row) != len(COLUMNS):
+                    raise ValueError("not a row")
+                if type(row[_TAGS]) is not dict or type(row[_RUN]) is not int or type(row[_STEP]) is not int:
+                    raise ValueError("not the tags, the run and the step of a row")
+            except ValueError as error:
+                self.unread += 1
+                logger.error("row %d cannot be read, and is in no summary: %s", index, error)
+                continue
+            yield index, row
 
     def _keep_up(self) -> None:
         pause = threading.Event()
@@ -332,19 +368,3 @@ class FirstAbove:
     def first(self) -> int | None:
         """Which of the store's rows is the first above the floor, in execution order."""
         return None if self._first is None else self._first[-1]
-
-
-def _decoded(lines: Sequence[bytes], first: int) -> Iterator[tuple[int, list[Any]]]:
-    """The values of these rows, and the index of each. What cannot be read is told of, and left out.
-
-    One at a time: where thousands of lists are there at once, the garbage collector takes longer than all else.
-    """
-    for index, line in enumerate(lines, first):
-        try:
-            row = orjson.loads(line) if line.startswith(b"[") else json.loads(line)
-            if type(row) is not list or len(row) != len(COLUMNS):
-                raise ValueError("not a row")
-        except ValueError as error:
-            logger.error("row %d cannot be read, and is in no summary: %s", index, error)
-            continue
-        yield index, row

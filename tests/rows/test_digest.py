@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,9 +20,9 @@ from kit.digests import digest_of, row
 from kit.examples import examples
 
 from graftlab.rows import digest as digests
-from graftlab.rows.digest import Digest, FirstAbove
+from graftlab.rows.digest import Digest, FirstAbove, RunDigest
 from graftlab.rows.encoding import encode
-from graftlab.rows.schema import Row
+from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import RowStore, to_frame
 from graftlab.verdict.facts import tap_name
 from graftlab.verdict.summary import differences, differences_of_run
@@ -169,6 +172,55 @@ def test_a_row_that_cannot_be_read_is_told_of_and_those_around_it_count(
         digest.catch_up()
     assert "row 1 cannot be read" in caplog.text
     assert digest.run(0).values.at.tolist() == [0, 2]
+    assert digest.unread == 1
+    store.close()
+
+
+def test_a_fault_in_some_rows_costs_those_alone_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(digests, "_PIECE", 2)
+    store = RowStore(tmp_path)
+    digest = Digest(store)
+    rows = [list(row("a", step=step)) for step in range(5)]
+    rows[2][COLUMNS.index("run")] = "x"
+    rows[3][COLUMNS.index("rel_l2")] = "much"
+    store.append([json.dumps(each).encode() for each in rows])
+    with caplog.at_level(logging.ERROR):
+        digest.catch_up()
+    assert digest.behind == 0
+    assert digest.unread == 2
+    assert digest.run(0).values.step.tolist() == [0, 1, 4]
+    assert digest.newest is digest.run(0)
+    store.close()
+
+
+def test_an_interrupt_of_whoever_asks_loses_no_row_and_counts_none_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RowStore(tmp_path)
+    digest = Digest(store)
+    store.append([encode(row("a", step=step)) for step in range(100)])
+    take = RunDigest.take
+
+    def interrupt_in_the_middle(self: RunDigest, rows: Iterable[tuple[int, list[Any]]]) -> None:
+        def some() -> Iterator[tuple[int, list[Any]]]:
+            for number, each in enumerate(rows):
+                if number == 50:
+                    main = threading.main_thread()
+                    assert main.ident is not None
+                    signal.pthread_kill(main.ident, signal.SIGINT)
+                yield each
+
+        take(self, some())
+
+    monkeypatch.setattr(RunDigest, "take", interrupt_in_the_middle)
+    with pytest.raises(KeyboardInterrupt):
+        digest.catch_up()
+    digest.catch_up()
+    run = digest.run(0)
+    assert run.values.step.tolist() == list(range(100))
+    assert (run.statuses["compared"], run.taps[0].rows, digest.unread) == (100, 100, 0)
     store.close()
 
 
