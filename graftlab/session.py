@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
+    from graftlab.widgets.match_editor import MatchEditor
     from graftlab.widgets.transform_editor import TransformEditor
 
 
@@ -409,6 +410,17 @@ class Session(SessionCore):
         from graftlab.widgets.filter_editor import FilterEditor
 
         return FilterEditor(self)
+
+    def match_editor(self, proposal: Proposal) -> MatchEditor:
+        """A widget that shows which tap is which, and in which one accepts and rejects pairs, and applies the rest.
+
+        Its ``proposal`` is what is left of the one that was given.
+
+        >>> session.match_editor(session.match(forward, forward, args=(x,))).close()
+        """
+        from graftlab.widgets.match_editor import MatchEditor
+
+        return MatchEditor(self, proposal)
 
     def transform_editor(self) -> TransformEditor:
         """A widget that edits the transform, tries drafts on kept pairs, and applies them while the ranks run.

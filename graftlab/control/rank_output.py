@@ -16,6 +16,9 @@ Piece = Output | LiveOutput | Shown
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
 
 
+_STYLE = "margin:0;font-size:var(--jp-code-font-size,13px)"
+
+
 class RankOutput:
     """Shows pieces until it is closed. Progress bars stand in a place of their own, one for each rank and stream."""
 
@@ -57,7 +60,7 @@ class RankOutput:
         if publish is None or self._shown.get(key, "") == text:
             return
         lines = "\n".join(f"{label} | {line}" for line in text.splitlines())
-        markup = f'<pre class="graftlab-live" style="margin:0">{html.escape(lines)}</pre>' if text else ""
+        markup = f'<pre class="graftlab-live" style="{_STYLE}">{html.escape(lines)}</pre>' if text else ""
         is_new = key not in self._bars
         display_id = self._bars.setdefault(key, f"graftlab-{uuid.uuid4().hex}")
         publish({"text/plain": lines, "text/html": markup}, transient={"display_id": display_id}, update=not is_new)

@@ -220,9 +220,10 @@ class GraftMagics(Magics):
         return comparison
 
     def _match(self, arguments: argparse.Namespace) -> Any:
-        proposal = self._open().match(arguments.expression, arguments.expression)
+        session = self._open()
+        proposal = session.match(arguments.expression, arguments.expression)
         self._assign(arguments.out, proposal)
-        return proposal
+        return session.match_editor(proposal)
 
     def _check(self, arguments: argparse.Namespace) -> Any:
         check = self._open().check(target=arguments.expression)

@@ -106,7 +106,10 @@ export function mount(root, act = null) {
   // ---- controls ---------------------------------------------------------------------------------------------------
 
   function control(made, title, parent = tools) {
-    made.title = title; made.setAttribute("aria-label", title); parent.append(made); return made;
+    made.title = title;
+    // What is written on a button is its name, and the title tells more; a sign is no name.
+    if (made.textContent.length < 3) made.setAttribute("aria-label", title);
+    parent.append(made); return made;
   }
   const caption = element("label", "", "Floor ");
   const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);

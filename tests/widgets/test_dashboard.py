@@ -185,8 +185,8 @@ def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, boa
     board.settle()
     board.act("open", f"{name} layer=1")
     board.settle()
-    assert board.markup("pair").count("data:image/png;base64,") == 2
-    assert f'alt="{name} layer=1: where the pair differs"' in board.markup("pair")
+    assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
+    assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
     board.act("chosen", "first")
     board.settle()
     assert board.markup("pair") == "", "the pictures were of another tap"

@@ -284,7 +284,7 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing
     expect(static).to_be_visible()
     expect(static.locator("b").first).to_contain_text("first divergent: hidden layer=1 on target[0]")
     expect(static.locator("td", has_text="logits").first).to_be_visible()
-    expect(static.locator("img")).to_have_attribute("alt", re.compile("rel_l2 of each tap in execution order"))
+    expect(static.locator("img:visible")).to_have_attribute("alt", re.compile("rel_l2 of each tap in execution order"))
     expect(page.get_by_text("model not found")).not_to_be_visible()
     lab.screenshot("static-dashboard", of=static)
 
