@@ -87,7 +87,7 @@ class Desk:
         self._answer = Dispatch[[], Answer]()
         self._answer.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
         self._answer.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
-        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed)))
+        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
         self._answer.on(AskKeptPair, self._kept_pair)
         self._answer.on(AskKeptInput, self._kept_input)
         self._answer.on(AskKeptMap, self._kept_map)

@@ -179,12 +179,16 @@ class Stacks(Message, frozen=True):
 
 
 class KeptTags(Message, frozen=True):
-    """The tags of every pair that is kept, oldest first. Plain values only."""
+    """The tags of every pair that is kept, oldest first, and of the newest of each tap whose newest is not held.
+
+    Plain values only.
+    """
 
     tags: list[dict[str, Any]]
+    missing: list[dict[str, Any]] = []
 
     def __post_init__(self) -> None:
-        for tags in self.tags:
+        for tags in (*self.tags, *self.missing):
             _require_plain(tags)
 
 

@@ -23,7 +23,7 @@ from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.store import to_frame
 from graftlab.verdict.tap_lines import UNMEASURED, Following, SoFar, TapLine, so_far
-from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
+from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,20 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
             update(self._pair, value=f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return
         shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
-        update(self._pair, value=STYLE + "".join(shown))
+        update(self._pair, value=STYLE + self._of_which_step(option, line) + "".join(shown))
+
+    def _of_which_step(self, option: TapOption, line: TapLine) -> str:
+        """Says so where the newest pair that is kept is older than the row that the table has."""
+        steps = [
+            int(tags["step"])
+            for tags in self._panel.session.kept()
+            for other in kept_options([tags])
+            if (other.name, other.tags) == (option.name, option.tags)
+        ]
+        if not steps or max(steps) >= line.row.step:
+            return ""
+        said = f"This pair is of step {max(steps)}; of step {line.row.step}, which the table shows, none is kept."
+        return f'<div class="bad">{said}</div>'
 
 
 _KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'

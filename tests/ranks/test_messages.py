@@ -94,7 +94,7 @@ FROM_RANK = [
     RunDone(3, None, Failure("KeyError", "'x'", "Traceback ...", b"\x80packed")),
     RunSettled(3, 18),
     Reply(1, Stacks("thread MainThread")),
-    Reply(2, KeptTags([TAGS, {}])),
+    Reply(2, KeptTags([TAGS, {}], [TAGS])),
     Reply(3, Kept(b"\x80packed")),
     Reply(4, Kept(None)),
     Reply(6, PostMortem("41")),

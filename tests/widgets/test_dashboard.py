@@ -187,6 +187,13 @@ def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, boa
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
     assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
+    assert "This pair is of step" not in board.shown("pair")
+    session.edit(keep=None)
+    later = session.run(own, own)
+    board.settle()
+    board.act("open", f"{name} layer=1")
+    board.settle()
+    assert f"This pair is of step {later.first_step - 1}; of step {later.first_step}" in board.shown("pair")
     board.act("chosen", "first")
     board.settle()
     assert board.markup("pair") == "", "the pictures were of another tap"
