@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import html
-import sys
-import uuid
 from collections.abc import Callable
-from typing import Any
 
+from graftlab.base.live import LivePlace, publisher
 from graftlab.ranks.messages import LiveOutput, Output, Shown
 
 Piece = Output | LiveOutput | Shown
@@ -16,16 +13,12 @@ Piece = Output | LiveOutput | Shown
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
 
 
-_STYLE = "margin:0;font-size:var(--jp-code-font-size,13px)"
-
-
 class RankOutput:
     """Shows pieces until it is closed. Progress bars stand in a place of their own, one for each rank and stream."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._bars: dict[tuple[str, int], str] = {}
-        self._shown: dict[tuple[str, int], str] = {}
+        self._bars: dict[tuple[str, int], LivePlace] = {}
 
     def show(self, pieces: list[tuple[str, bool, Piece]]) -> None:
         """Each with the label of its rank, and whether that rank is trusted."""
@@ -37,45 +30,22 @@ class RankOutput:
             elif isinstance(piece, Shown):
                 self._display(label, piece.data if trusted else _harmless(piece.data))
         for (label, stream), text in last.items():
-            self._bar(label, stream, text)
+            place = self._bars.setdefault((label, stream), LivePlace())
+            place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
 
     def close(self) -> None:
         """Take the bars away: the lines that they end with were shown as lines."""
-        for (label, stream), text in list(self._shown.items()):
-            if text:
-                self._bar(label, stream, "")
+        for place in self._bars.values():
+            place.show("")
 
     def _display(self, label: str, data: dict[str, str]) -> None:
-        publish = _publisher()
+        publish = publisher()
         if publish is None:
             lines = data.get("text/plain", "").splitlines()
             self._write("".join(f"{label} | {line}\n" for line in lines))
             return
         self._write(f"{label} |\n")
         publish(data)
-
-    def _bar(self, label: str, stream: int, text: str) -> None:
-        publish = _publisher()
-        key = (label, stream)
-        if publish is None or self._shown.get(key, "") == text:
-            return
-        lines = "\n".join(f"{label} | {line}" for line in text.splitlines())
-        markup = f'<pre class="graftlab-live" style="{_STYLE}">{html.escape(lines)}</pre>' if text else ""
-        is_new = key not in self._bars
-        display_id = self._bars.setdefault(key, f"graftlab-{uuid.uuid4().hex}")
-        publish({"text/plain": lines, "text/html": markup}, transient={"display_id": display_id}, update=not is_new)
-        self._shown[key] = text
-
-
-def _publisher() -> Callable[..., Any] | None:
-    """What shows a bundle in this notebook; None outside of one."""
-    shell = sys.modules.get("IPython.core.getipython")
-    if shell is None or getattr(shell.get_ipython(), "kernel", None) is None:
-        return None
-    from IPython.display import publish_display_data
-
-    made: Callable[..., Any] = publish_display_data
-    return made
 
 
 def _harmless(data: dict[str, str]) -> dict[str, str]:

@@ -43,7 +43,7 @@ const STYLE = `
 .gle .lines { max-height: 330px; overflow: auto; border: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
 .gle table { border-collapse: collapse; width: 100%; font-size: 12px }
 .gle thead th { position: sticky; top: 0; z-index: 1; background: var(--jp-layout-color1, var(--vscode-editor-background, Canvas)); padding: 0 }
-.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left }
+.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left; white-space: nowrap }
 .gle th.number button, .gle td.number { text-align: right; font-variant-numeric: tabular-nums }
 .gle tbody tr { height: ${ROW}px; cursor: pointer }
 .gle tbody tr:hover { background: color-mix(in srgb, currentColor 8%, transparent) }

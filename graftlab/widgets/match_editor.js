@@ -111,7 +111,7 @@ export function mount(root, act) {
       const [from, to] = [place("baseline", link.baseline), place("target", link.target)];
       const path = stroke(`M0,${from}C${GAP / 2},${from} ${GAP / 2},${to} ${GAP},${to}`, link.sureness);
       if (isChosen(link)) path.classList.add("chosen");
-      else if (chosen !== null) path.setAttribute("opacity", 0.35);
+      else if (chosen !== null) path.setAttribute("opacity", 0.5);
       drawn.append(path);
     }
     const middle = element("div"); middle.append(drawn);
@@ -123,7 +123,9 @@ export function mount(root, act) {
 
   function stroke(d, sureness) {
     const [colour, dashes] = LOOKS[sureness] ?? ["#888", ""];
-    return svg("path", { d, stroke: colour, "stroke-dasharray": dashes });
+    const made = svg("path", { d, "stroke-dasharray": dashes });
+    made.style.stroke = `color-mix(in srgb, ${colour} 80%, currentColor)`;
+    return made;
   }
 
   function column(side) {

@@ -56,7 +56,7 @@ def test_bars_are_live_figures_and_tables_are_shown_and_a_failure_is_looked_into
     page = lab.page
     lab.run_cell(0)
     lab.run_cell(1, wait=False)
-    live = page.locator(".graftlab-live")
+    live = page.locator(".graftlab-live", has_text="epoch")
     expect(live).to_have_count(3)
     for rank in ("baseline[0]", "target[0]", "target[1]"):
         expect(live.filter(has_text=f"{rank} | epoch:")).to_have_count(1)
