@@ -7,6 +7,8 @@
 const COLOURS = {
   compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
 };
+// On dark paper blue is lost.
+const ON_DARK = { ...COLOURS, compared: "#56b4e9" };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
 const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
 // title, the state's column, whether it is a number
@@ -217,6 +219,7 @@ export function mount(root, act = null) {
     if (!width) return;
     canvas.width = width * ratio; canvas.height = HEIGHT * ratio;
     const g = canvas.getContext("2d"), ink = getComputedStyle(root).color;
+    const colours = (ink.match(/\d+/g) ?? [0]).slice(0, 3).every((part) => part > 127) ? ON_DARK : COLOURS;
     g.scale(ratio, ratio);
     g.font = "11px system-ui, sans-serif";
     if (!points.length) { g.fillStyle = ink; g.fillText("no tap to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
@@ -241,7 +244,7 @@ export function mount(root, act = null) {
     g.save(); g.beginPath(); g.rect(LEFT - 6, 0, right - LEFT + 12, HEIGHT); g.clip();
     for (let n = first; n < last; n++) {
       const i = points[n].at, x = xOf(n), y = place(i, s);
-      g.strokeStyle = g.fillStyle = COLOURS[state.status[i]] ?? "#888";
+      g.strokeStyle = g.fillStyle = colours[state.status[i]] ?? "#888";
       g.beginPath(); g.arc(x, y, size, 0, 7);
       if (state.value[i] === 0 && y === s.exact) g.stroke(); else g.fill();
       if (state.nonfinite[i] > 0) { g.strokeStyle = COLOURS.failed; g.lineWidth = 2; g.beginPath(); g.arc(x, y, size + 4, 0, 7); g.stroke(); g.lineWidth = 1; }

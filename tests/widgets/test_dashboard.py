@@ -278,6 +278,17 @@ def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
     assert f"First divergent in this run: a on target[0] in step {step}: rel_l2 1.00e+00" in board.shown("verdict")
     assert board.cells("a", "value", "highest", "since") == [0.0, 1.0, step]
 
+    def stays() -> None:
+        for _ in range(2):
+            gl.tap("a", torch.ones(4) + float("target" in str(gl.here())))
+            gl.step()
+
+    run = session.run(stays, stays)
+    board.panel.refresh()
+    assert f"the floor 1e-05, assumed for float32. Above the floor since step {run.first_step}." in board.shown(
+        "verdict"
+    )
+
 
 def test_a_fault_in_a_callback_is_shown(
     session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
