@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
+    from graftlab.widgets.match_editor import MatchEditor
     from graftlab.widgets.transform_editor import TransformEditor
 
 
@@ -263,6 +264,28 @@ class Session(SessionCore):
         )
         return self._verdict
 
+    def post_mortem(self, on: str, command: str = "") -> str:
+        """What pdb says to a command in the frames of the last failure on a rank, such as ``"target[1]"``.
+
+        Without a command it names the exception and where it was raised, ``w`` shows the frames, ``u`` and ``d`` go up
+        and down in them, ``l`` shows the source, ``p EXPR`` a value, as on a rank where it fails: the frames are the
+        real ones, on the rank, with all that they hold. They are kept until the next run begins.
+
+        Raises :class:`SessionError` where nothing has failed, and for what would run the code on.
+
+        >>> def fails(scale):
+        ...     raise ValueError(f"no such scale: {scale}")
+        >>> session.run(target=fails, args=(3,))
+        Traceback (most recent call last):
+        graftlab.errors.RunError: run ... failed on target[0]
+        ...
+        >>> session.post_mortem("target[0]", "p scale + 1")
+        '4'
+        """
+        from graftlab.control.post_mortems import post_mortem
+
+        return post_mortem(self.select(on), on, command, self._ask)
+
     def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
         """Write what this session did and found as one page, to attach to an issue; returns its path.
 
@@ -407,6 +430,17 @@ class Session(SessionCore):
         from graftlab.widgets.filter_editor import FilterEditor
 
         return FilterEditor(self)
+
+    def match_editor(self, proposal: Proposal) -> MatchEditor:
+        """A widget that shows which tap is which, and in which one accepts and rejects pairs, and applies the rest.
+
+        Its ``proposal`` is what is left of the one that was given.
+
+        >>> session.match_editor(session.match(forward, forward, args=(x,))).close()
+        """
+        from graftlab.widgets.match_editor import MatchEditor
+
+        return MatchEditor(self, proposal)
 
     def transform_editor(self) -> TransformEditor:
         """A widget that edits the transform, tries drafts on kept pairs, and applies them while the ranks run.
