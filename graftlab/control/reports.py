@@ -16,11 +16,13 @@ from graftlab.ranks.messages import (
     Hello,
     IsAt,
     Linked,
+    LiveOutput,
     Output,
     PlanAdopted,
     Reply,
     RunDone,
     RunSettled,
+    Shown,
     TapSeen,
 )
 from graftlab.rows.store import RowStore
@@ -35,6 +37,8 @@ class Reports:
         self._queries = queries
         self._handle = Dispatch[[RankHandle], None]()
         self._handle.on(Output, runs.note_output)
+        self._handle.on(LiveOutput, runs.note_output)
+        self._handle.on(Shown, runs.note_output)
         self._handle.on(RunDone, runs.note_done)
         self._handle.on(RunSettled, runs.note_settled)
         self._handle.on(TapSeen, taps.note)

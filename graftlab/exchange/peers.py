@@ -20,6 +20,7 @@ from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
 from graftlab.exchange.interrupts import merely_waits
+from graftlab.exchange.lanes import Lanes
 from graftlab.exchange.tcp import Carried, RemoteChannel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 
@@ -66,8 +67,8 @@ class Peer:
     # The ids of its tensors that are done with here, and how many bytes they are; told in batches.
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
-    # The number of our own wait that it said we must give up.
-    told_to_yield: int = 0
+    # The numbers of our own waits that it said we must give up.
+    told_to_yield: set[int] = field(default_factory=set)
     # Of one that shares no memory: what came along with the frame that is handled now, and with those in the inbox, by
     # id; how many tensors have come from it, have gone to it, and had come to it when it last said where it is.
     attached: Sequence[memoryview] = ()
@@ -119,19 +120,21 @@ class Peer:
 class Wait:
     """A wait for other ranks, which everybody can know of while it lasts, and what is left of its time limit."""
 
-    __slots__ = ("_awaits", "_deadline", "_on_wait")
+    __slots__ = ("_deadline", "_peers", "awaits")
 
-    def __init__(self, awaits: Collection[int], timeout: float, on_wait: Callable[[Collection[int]], None]) -> None:
-        self._awaits = awaits
-        self._deadline = time.monotonic() + timeout
-        self._on_wait = on_wait
+    def __init__(self, peers: Peers, awaits: Collection[int]) -> None:
+        self.awaits = awaits
+        self._deadline = time.monotonic() + peers.timeout
+        self._peers = peers
 
     def __enter__(self) -> Wait:
-        self._on_wait(self._awaits)
+        self._peers.waits.append(self)
+        self._peers.tell_who_is_awaited()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._on_wait([])
+        self._peers.waits.remove(self)
+        self._peers.tell_who_is_awaited()
 
     def remaining(self) -> float:
         return self._deadline - time.monotonic()
@@ -164,6 +167,8 @@ class Peers:
         self._poller = select.poll()
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
+        self.lanes = Lanes(self._by_descriptor)
+        self.waits: list[Wait] = []
 
     def listen(
         self, handlers: Mapping[type[Frame], Callable[[Peer, Any], None]], on_gone: Callable[[Peer], None]
@@ -173,7 +178,13 @@ class Peers:
         self._on_gone = on_gone
 
     def wait(self, awaits: Collection[int]) -> Wait:
-        return Wait(awaits, self.timeout, self.on_wait)
+        return Wait(self, awaits)
+
+    def tell_who_is_awaited(self) -> None:
+        if len(self.waits) == 1:
+            self.on_wait(self.waits[0].awaits)
+        else:
+            self.on_wait(sorted({rank for wait in self.waits for rank in wait.awaits}))
 
     def settle(self, wake: int) -> bool:
         """Read until the run is over everywhere, or ``wake`` (a descriptor) becomes readable first: then False."""
@@ -195,7 +206,16 @@ class Peers:
         for descriptor in ready:
             for peer in list(self._by_descriptor.get(descriptor, ())):
                 self._read(peer, descriptor)
+        if ready:
+            self.lanes.wake()
         return ready
+
+    def look(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for something to come, and read it; whether anything came.
+
+        Other threads of this rank may use the exchange meanwhile, and read it first.
+        """
+        return self.lanes.wait(timeout) or bool(self.pump(0))
 
     @merely_waits
     def _poll(self, timeout: float | None) -> list[tuple[int, int]]:
@@ -240,6 +260,7 @@ class Peers:
         listeners.remove(peer)
         if not listeners:
             self._poller.unregister(descriptor)
+            self.lanes.forget(descriptor)
             del self._by_descriptor[descriptor]
         self._on_gone(peer)
 

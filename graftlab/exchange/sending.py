@@ -191,7 +191,7 @@ class Sender(Generic[Memo]):
                 )
             self._release_read()
             before = self._peers.who_waits_for_me()
-            quiet = not self._peers.pump(min(remaining, _ROOM_POLL))
+            quiet = not self._peers.look(min(remaining, _ROOM_POLL))
             if quiet and before & self._peers.who_waits_for_me():
                 # A receiver waits for a later tap of this rank and will not ask for what is in the buffer until it has
                 # got it: both would wait for each other.

@@ -88,11 +88,13 @@ class SharedMemoryExchange(Generic[Memo]):
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
     def begin_run(self, run: RunInfo) -> None:
+        self._peers.lanes.begin_run()
         self._receiver.begin_run(run.first_step)
         for peer in self._peers.by_rank.values():
             peer.begin_run(run)
 
     def end_step(self, step: int) -> None:
+        self._peers.lanes.end_step()
         self._receiver.end_step(step)
         self._peers.pump(0)
 
@@ -109,12 +111,14 @@ class SharedMemoryExchange(Generic[Memo]):
     # ---- taps ---------------------------------------------------------------------------------------------------
 
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None = None) -> None:
+        self._peers.lanes.note()
         self._sender.publish(key, tensor, extras, memo)
 
     def decline(self, key: TapKey) -> None:
         self._sender.decline(key)
 
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
+        self._peers.lanes.note()
         return self._receiver.receive(key, near)
 
     def take_unmatched(self) -> list[Memo]:
@@ -141,6 +145,9 @@ class SharedMemoryExchange(Generic[Memo]):
     @on_wait.setter
     def on_wait(self, function: Callable[[Collection[int]], None]) -> None:
         self._peers.on_wait = function
+
+    def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
+        self._peers.lanes.let_go, self._peers.lanes.take_back = let_go, take_back
 
     def where_peers_are(self) -> str:
         return self._peers.where_they_are()

@@ -158,6 +158,19 @@ class Output(Message, frozen=True):
     text: str
 
 
+class LiveOutput(Message, frozen=True):
+    """The lines that a program writes over and over, as they stand on this stream; none when it has ended."""
+
+    stream: int
+    text: str
+
+
+class Shown(Message, frozen=True):
+    """What the rank's code displays: a representation a MIME type, as text, images in base64."""
+
+    data: dict[str, str]
+
+
 class TapSeen(Message, frozen=True):
     """A tag set that the rank reached for the first time, wanted by some filter or not. Plain values only."""
 
@@ -212,12 +225,16 @@ class Stacks(Message, frozen=True):
 
 
 class KeptTags(Message, frozen=True):
-    """The tags of every pair that is kept, oldest first. Plain values only."""
+    """The tags of every pair that is kept, oldest first, and of the newest of each tap whose newest is not held.
+
+    Plain values only.
+    """
 
     tags: list[dict[str, Any]]
+    missing: list[dict[str, Any]] = []
 
     def __post_init__(self) -> None:
-        for tags in self.tags:
+        for tags in (*self.tags, *self.missing):
             _require_plain(tags)
 
 
@@ -227,17 +244,29 @@ class Kept(Message, frozen=True):
     packed: Pickled | None
 
 
+class PostMortem(Message, frozen=True):
+    """What a debugger says of the frames of the last failure."""
+
+    text: str
+
+
 class Refused(Message, frozen=True):
     """Why there is no answer."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | Refused
+Answer = Stacks | KeptTags | Kept | PostMortem | Refused
 
 
 class AskStacks(Message, frozen=True):
     """Where are the rank's threads in the code? Answered by :class:`Stacks`."""
+
+
+class AskPostMortem(Message, frozen=True):
+    """What does a debugger say to this command, in the frames of the last failure? Runs what the command says."""
+
+    command: str
 
 
 class AskKeptTags(Message, frozen=True):
@@ -273,7 +302,7 @@ class AskKeptMap(AskKept, frozen=True):
     dims: tuple[int, int] | None
 
 
-Question = AskStacks | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
+Question = AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
 
 
 class Query(Message, frozen=True):
@@ -293,7 +322,20 @@ class Reply(Message, frozen=True):
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
 ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
-FromRank = Hello | Contact | Linked | IsAt | Output | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+FromRank = (
+    Hello
+    | Contact
+    | Linked
+    | IsAt
+    | Output
+    | LiveOutput
+    | Shown
+    | TapSeen
+    | PlanAdopted
+    | RunDone
+    | RunSettled
+    | Reply
+)
 
 _to_rank = wire.Decoder(ToRank)
 _from_rank = wire.Decoder(FromRank)
