@@ -217,7 +217,9 @@ class Post:
 
     def rouse(self) -> None:
         """Be readable: what came while others looked is with the channels, and the socket tells nobody of it."""
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self.over.is_set():
+                os.eventfd_write(self._wake, 1)
 
     def send(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
         with self._lock:

@@ -323,18 +323,7 @@ class Reply(Message, frozen=True):
 
 ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
 FromRank = (
-    Hello
-    | Contact
-    | Linked
-    | IsAt
-    | Output
-    | LiveOutput
-    | Shown
-    | TapSeen
-    | PlanAdopted
-    | RunDone
-    | RunSettled
-    | Reply
+    Hello | Contact | Linked | IsAt | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
 )
 
 _to_rank = wire.Decoder(ToRank)
