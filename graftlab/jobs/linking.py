@@ -148,9 +148,14 @@ class Linker:
         for world_rank, contact in self._known.items():
             trying = self._trying.get(world_rank)
             channel = self._post.channel_from(contact.name) if trying is None else trying[0]
-            if world_rank in self._links or channel is None or not channel.linked or channel.ended:
+            link = self._links.get(world_rank)
+            if channel is None or not channel.linked or channel.ended or (link is not None and link[0] is channel):
                 continue
             self._trying.pop(world_rank, None)
+            if link is not None:
+                # It was handed this rank's memory, and could not make sure of it.
+                link[0].close()
+                self._nonces.pop(world_rank, None)
             self._links[world_rank] = (channel, None)
             logger.info("%s and %s are joined by TCP", self._place.label, self._label(world_rank))
         for world_rank, (channel, since) in list(self._trying.items()):

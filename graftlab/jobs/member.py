@@ -185,7 +185,7 @@ class Member:
             poller.register(descriptor, select.POLLIN)
         request: RunRequest | None = None
         rest: list[bytes] = []
-        greeted = False
+        told: object = None
         while not channel.closed:
             poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
             if self._entrance.remaining() <= 0.001:
@@ -201,14 +201,14 @@ class Member:
                     rest.append(frame)
                 elif linker is not None and isinstance(message, Contacts):
                     linker.meet(message.contacts)
-                    greeted &= linker.complete
+                    told = told if linker.complete else None
                 elif linker is not None and isinstance(message, Departed):
                     linker.part(message.world_rank)
                 # Plans that come before are older than the one that the request brings.
             if linker is not None:
                 linker.work()
-                if linker.complete and not greeted:
-                    greeted = True
+                if linker.complete and told != linker.kinds():
+                    told = linker.kinds()
                     self._line.send(Linked(*linker.kinds()))
                     self._line.send(Hello(os.getpid()))
             if request is not None and (linker is None or linker.complete):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.mailboxes import MIB, World, a_world, key, make_post
+from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
@@ -136,8 +136,11 @@ def test_what_is_attached_arrives_in_pieces_that_are_whole_together(size: int, p
     assert max(map(len, frames[1].payload)) <= 4 * MIB
 
 
-def test_what_was_sent_before_an_end_arrives_before_it(posts: tuple[Post, Post]) -> None:
+@pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
+def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[Post, Post]) -> None:
     theirs, ours = joined(posts)
+    if ends == "who was connected to":
+        posts, theirs, ours = (posts[1], posts[0]), ours, theirs
     for number in range(100):
         ours.send(b"%d frame" % number)
     posts[1].close()
@@ -208,3 +211,24 @@ def test_what_is_not_asked_for_is_not_kept_past_its_step() -> None:
         assert len(peer.carried) == 9
         receiver.exchange.end_step(0)
         assert peer.carried == {}
+
+
+def test_a_word_of_a_wait_that_is_older_than_what_was_sent_counts_for_nothing() -> None:
+    """Else a sender without room would take a receiver that has just been served for one that waits in vain."""
+    with a_world(1, 1, tcp=True) as world:
+        sender, receiver = world.begin().mailboxes
+        peers = sender.exchange._peers  # type: ignore[attr-defined]
+
+        def waits_for_sender() -> bool:
+            sender.exchange.end_step(-1)  # reads what has come
+            return bool(peers.who_waits_for_me())
+
+        waiting = in_background(lambda: receiver.receive(key("later")))
+        receiver.until_it_waits()
+        wait_until(waits_for_sender, "word of the wait")
+        sender.publish(key("sooner"), 1.0)
+        assert not waits_for_sender()
+        # Once it is known there, and the wait goes on all the same, it is one for a later tap.
+        wait_until(waits_for_sender, "newer word of the wait")
+        sender.publish(key("later"), 2.0)
+        assert [each.tensor.item() for each in waiting.result(DEADLINE).contributions] == [2.0]

@@ -12,6 +12,7 @@ from kit.mailboxes import DEADLINE, in_background
 from kit.support import wait_until
 
 from graftlab.base.world import Place
+from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.keys import new_token
 from graftlab.exchange.tcp import RemoteChannel
@@ -38,7 +39,7 @@ class Ranks:
 
         def complete() -> bool:
             mine.work()
-            return mine.complete
+            return all(linker.complete for linker in self.linkers)
 
         wait_until(complete, "all links")
 
@@ -101,6 +102,15 @@ def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
     channel, arena = world.linkers[2].links[0]
     assert arena is None
     assert isinstance(channel, RemoteChannel)
+
+
+def test_memory_in_which_the_other_does_not_find_what_was_announced_is_shared_by_neither(
+    ranks: Callable[[int, int], Ranks],
+) -> None:
+    world = ranks(1, 2)
+    world.linkers[0].arena.map[PAGE - 32 : PAGE] = bytes(32)
+    world.link()
+    assert [linker.kinds() for linker in world.linkers] == [((), (1, 2)), ((2,), (0,)), ((1,), (0,))]
 
 
 def test_a_rank_that_another_process_takes_is_linked_anew(ranks: Callable[[int, int], Ranks]) -> None:
