@@ -17,7 +17,7 @@ import pandas as pd
 
 from graftlab.control.run_folder import home
 from graftlab.errors import SessionError
-from graftlab.rows.store import ROWS_FILE
+from graftlab.rows.loading import ROWS_FILE
 
 logger = logging.getLogger(__name__)
 
