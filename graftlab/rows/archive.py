@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graftlab.errors import SessionError
-from graftlab.rows.blocks import pack, unpack
-from graftlab.rows.encoding import decode_all
+from graftlab.rows.blocks import MOST_TEXT, inflated, pack, unpack
+from graftlab.rows.encoding import decode_all, wrong_value
 from graftlab.rows.parsing import Parsed, Rows
 from graftlab.rows.schema import COLUMNS
 
@@ -108,8 +108,14 @@ def read(path: Path, place: Place, first: int) -> Rows:
         raise SessionError(f"{where} is not what was written, by its checksum; the file was changed or damaged since")
     kind, _, _ = _HEAD.unpack_from(block, _SUM.size)
     data = block[_SUM.size + _HEAD.size :]
-    if kind == _COLUMNS:
-        return unpack(data)
-    if kind == _LINES:
-        return decode_all(zlib.decompress(data), COLUMNS)[0]
+    try:
+        if kind == _COLUMNS:
+            return unpack(data)
+        if kind == _LINES:
+            rows, _ = decode_all(inflated(data, MOST_TEXT, zlib.MAX_WBITS), COLUMNS)
+            if (fault := wrong_value(rows)) is None:
+                return rows
+            raise ValueError(f"{fault[1]} is {fault[2]!r:.80}")
+    except (ValueError, TypeError, LookupError, OverflowError, zlib.error) as error:
+        raise SessionError(f"{where} is not one of graftlab's ({error})") from error
     raise SessionError(f"{where} is of a kind {kind} that this version does not know")

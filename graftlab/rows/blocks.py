@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from graftlab.rows.encoding import kinds_of
 from graftlab.rows.parsing import NO_INTEGER, NULL, Array, Parsed, Repeated
 from graftlab.rows.schema import TABLE
 
@@ -21,6 +22,8 @@ _TAG_STEPS = ".step"
 _FLOAT, _INTEGER, _PLACE = np.dtype("<f8"), np.dtype("<i8"), np.dtype("<i4")
 _ONE = int(np.array(1.0).view(np.int64))
 _SMALLEST = float(np.finfo(np.float64).tiny)
+# Many times what a block has, and so little that a file of somebody else fills no memory.
+_MOST_ROWS, MOST_TEXT = 1 << 20, 1 << 28
 _SAMPLE = 1024
 # What a sample must save for the whole to be deflated.
 _WORTHWHILE = 0.97
@@ -54,21 +57,32 @@ def pack(rows: Parsed) -> bytes:
 
 
 def unpack(data: bytes) -> Parsed:
-    """The inverse of :func:`pack`. Columns of other versions are left out, and those that they lack are null."""
+    """The inverse of :func:`pack`. Columns of other versions are left out, and those that they lack are null.
+
+    Raises ValueError, TypeError, LookupError, OverflowError or zlib.error for what no version packs, and takes no memory for it.
+    """
     block = msgspec.msgpack.decode(data, type=_Block)
     count = block.row_count
+    if not 0 < count <= _MOST_ROWS:
+        raise ValueError(f"{count} rows")
     numbers: dict[str, Array] = {}
     # In the order in which they were packed, so that what is expected of a column is there before it.
     for name, packed in block.floats.items():
         numbers[name] = (_unpacked(packed, _INTEGER, count) + _expected(name, numbers)).view(np.float64)
     for name, packed in block.integers.items():
         numbers[name] = _unpacked_integers(packed, _INTEGER, count)
-    values = json.loads(zlib.decompress(block.values))
+    values = json.loads(inflated(block.values, MOST_TEXT, zlib.MAX_WBITS))
     others = {
         name: Repeated(values[name], _unpacked_integers(packed, _PLACE, count)) for name, packed in block.places.items()
     }
     steps = numbers.pop(_TAG_STEPS)
     for column in TABLE:
+        if (repeated := others.get(column.name)) is not None:
+            kinds = set(map(type, repeated.values))
+            if not kinds <= kinds_of(column) or not 0 <= repeated.places.min() <= repeated.places.max() < len(
+                repeated.values
+            ):
+                raise ValueError(f"{column.name} has values of {kinds}, or too few")
         if column.storage not in ("integer", "float"):
             others.setdefault(column.name, Repeated([None], np.zeros(count, _PLACE)))
         elif column.name not in numbers:
@@ -133,6 +147,14 @@ def _deflated(data: bytes, strategy: int) -> bytes:
     return deflate.compress(data) + deflate.flush()
 
 
+def inflated(data: bytes, most: int, window: int) -> bytes:
+    inflate = zlib.decompressobj(window)
+    made = inflate.decompress(data, most)
+    if not inflate.eof:
+        raise ValueError(f"more than {most} bytes")
+    return made
+
+
 def _unpacked(packed: Any, kind: np.dtype[Any], count: int) -> Array:
     if isinstance(packed, int):
         return np.full(count, packed, kind)
@@ -142,5 +164,5 @@ def _unpacked(packed: Any, kind: np.dtype[Any], count: int) -> Array:
             planes[:, at] = plane
         else:
             is_plain, data = plane
-            planes[:, at] = np.frombuffer(data if is_plain else zlib.decompress(data, -zlib.MAX_WBITS, count), np.uint8)
+            planes[:, at] = np.frombuffer(data if is_plain else inflated(data, count, -zlib.MAX_WBITS), np.uint8)
     return planes.view(kind)[:, 0]

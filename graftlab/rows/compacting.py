@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from graftlab.errors import SessionError
@@ -20,8 +19,6 @@ MUCH = 32 << 20
 AT_THE_END = 1 << 20
 # Without a new row for so many seconds, none is expected.
 _QUIET = 0.5
-# What the end of a session may take longer for it.
-_LAST_SECONDS = 3.0
 
 
 class Compactor:
@@ -31,7 +28,6 @@ class Compactor:
         """``compact`` makes one block and says whether there is more to do; ``size`` is that of the lines."""
         self._compact, self._size = compact, size
         self._due, self._ending = threading.Event(), threading.Event()
-        self._deadline = float("inf")
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
@@ -41,9 +37,8 @@ class Compactor:
             self._begin()
 
     def finish(self) -> None:
-        """Do what is left, unless that is very much, and end. May be called again where it was interrupted."""
+        """Do what is left and end. May be called again where it was interrupted."""
         if not self._ending.is_set():
-            self._deadline = time.monotonic() + _LAST_SECONDS
             self._ending.set()
             if self._size() >= AT_THE_END:
                 self._begin()
@@ -64,7 +59,7 @@ class Compactor:
                 pass
             self._due.clear()
             try:
-                while time.monotonic() < self._deadline and self._compact():
+                while self._compact():
                     pass
             except OSError as problem:
                 logger.warning("rows stay as lines, ten times as large as compressed: %s", problem)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -290,6 +294,49 @@ def test_a_bit_that_flips_anywhere_in_a_block_is_noticed(
         gl.SessionError, match=r"rows\.blocks: (the block of )?rows \d+ to \d+ (is not what was|are missing)"
     ):
         gl.load_run(folder)
+
+
+@given(st.data())
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("small")
+def test_a_block_that_somebody_made_up_is_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("forged")
+    made = RowStore(folder)
+    odd = [encode(row(order, rel_l2=5e-324 if data.draw(st.booleans(), "as lines") else 0.5)) for order in range(8)]
+    made.append(odd)
+    made.close()
+    file = folder / BLOCKS_FILE
+    written = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3), "changes")):
+        written[data.draw(st.integers(8, len(written) - 1), "place")] = data.draw(st.integers(0, 255), "byte")
+    struct.pack_into("<I", written, 4, zlib.crc32(written[8:]))
+    file.write_bytes(written)
+    with contextlib.suppress(gl.SessionError):
+        gl.load_run(folder)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 1 << 40),
+        (0, 0),
+        (2, {"order": (1 << 64) - 1}),
+        (3, {"name": [5, 0, 0, 0]}),
+        (3, {"name": -1}),
+        (4, zlib.compress(b"[" + b" " * (1 << 29) + b"]", 9)),
+        (4, zlib.compress(b'{"name": [3]}')),
+    ],
+)
+def test_a_block_beyond_every_measure_takes_no_memory_and_is_refused(at: int, value: Any) -> None:
+    parsed = parse(b"".join(line + b"\n" for line in lines(0, 3)))
+    assert parsed is not None
+    block = msgspec.msgpack.decode(pack(parsed))
+    block[at] = {**block[at], **value} if isinstance(value, dict) else value
+    with pytest.raises((ValueError, TypeError, LookupError, OverflowError, zlib.error)):
+        unpack(msgspec.msgpack.encode(block))
 
 
 @pytest.mark.usefixtures("small")
