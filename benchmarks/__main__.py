@@ -30,6 +30,7 @@ SUBJECTS = (
     "steps",
     "graphs",
     "jobs",
+    "scale",
     "verdicts",
     "cuda",
 )

@@ -92,14 +92,16 @@ def _send_rows_of(count: int, run: int) -> Callable[[], None]:
         grafter = active.grafter()
         assert grafter is not None
         rest: list[Any]
-        _, step, _, *rest = _row(torch.randn(16), layer=3)
+        _, step, _, *rest = a_row()
         for order in range(count):
             grafter._reporter.row(Row(run, step, order, *rest))
 
     return send_rows
 
 
-def _row(value: torch.Tensor, layer: int) -> Row:
+def a_row(layer: int = 3) -> Row:
+    """One compared tap, with every statistic."""
+    value = torch.randn(16)
     name = f"model.layers.{layer}.mlp"
     tags = {"name": name, "step": _STEP, "side": "target", "rank": 0, "layer": layer}
     # As float32 rounds: every row has other statistics, to the last digit.
@@ -184,7 +186,7 @@ class _Sample:
     def __init__(self) -> None:
         self._parts = []
         for at in range(200 * _TAPS):
-            line = encode(_row(torch.randn(16), at % _TAPS)._replace(order=_ORDER))
+            line = encode(a_row(at % _TAPS)._replace(order=_ORDER))
             before, between, after = line.split(b"%d" % _STEP)
             self._parts.append((before, *between.split(b"%d" % _ORDER), after))
         self._count = 0

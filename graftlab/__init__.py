@@ -1,4 +1,4 @@
-"""graftlab: find where two implementations of one PyTorch model part ways, and whether that place is the cause.
+"""graftlab: find where two implementations of one PyTorch model diverge, and whether that place is the cause.
 
 What model code needs (``tap``, ``tags``, ``step``, ``watch``, ``here``) is here at once; what notebooks need is
 imported when it is first used, so that taps can stay in code that ships.

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kit.examples import factor
+from kit.examples import factor, scaled
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
-settings.register_profile("graftlab", deadline=None, derandomize="CI" in os.environ)
+settings.register_profile("graftlab", max_examples=scaled(100), deadline=None, derandomize="CI" in os.environ)
 settings.register_profile(
     "fuzz",
-    max_examples=100 * factor(),
+    max_examples=scaled(100),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from kit import notebooks
 from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -17,7 +16,9 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 def execute(name: str, tmp_path: Path) -> list[Any]:
     """Run a notebook as a person would; returns the outputs of its code cells."""
-    document = nbformat.read(NOTEBOOKS / name, as_version=4)
+    from nbclient import NotebookClient
+
+    document = notebooks.read(NOTEBOOKS / name)
     kernel = {"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")}
     client = NotebookClient(
         document,
@@ -39,6 +40,7 @@ def pictures(outputs: list[Any]) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.slow
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
@@ -52,7 +54,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         "verdict.ipynb",
     }
     for path in NOTEBOOKS.glob("*.ipynb"):
-        document = nbformat.read(path, as_version=4)
+        document = notebooks.read(path)
         assert not any(cell.get("outputs") for cell in document.cells), path.name
 
 

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
 import pytest
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
+from kit import notebooks
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -56,6 +56,13 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV", "PYTHON"}
     clean = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=clean, capture_output=True, text=True)
+
+
+def test_the_readme_asks_for_what_pyproject_asks_for() -> None:
+    asked = re.search(r"Python (\S+) or newer and torch (\S+) or newer", (ROOT / "README.md").read_text())
+    assert asked is not None
+    assert project()["requires-python"] == f">={asked[1]}"
+    assert requirements(project()["dependencies"])["torch"] == SpecifierSet(f">={asked[2]}")
 
 
 # --- the package ---------------------------------------------------------------------
@@ -199,9 +206,10 @@ def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
 # --- the quickstart ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_committed_clean_and_every_cell_parses() -> None:
-    notebook = nbformat.read(demo.QUICKSTART, as_version=4)
-    nbformat.validate(notebook)
+    notebook = notebooks.read(demo.QUICKSTART)
+    notebooks.validate(notebook)
     assert set(notebook.metadata) <= {"kernelspec", "language_info"}
     assert set(notebook.metadata.language_info) == {"name"}
     for cell in notebook.cells:
@@ -285,12 +293,11 @@ def test_the_demo_names_the_missing_package_and_the_command_that_brings_it(
 
 @pytest.mark.ranks
 def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
-    cells = [nbformat.v4.new_code_cell("21 * 2"), nbformat.v4.new_code_cell("1 / 0")]
     broken = tmp_path / "broken.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), broken)
+    notebooks.write(broken, "21 * 2", "1 / 0")
     with pytest.raises(RunError, match="ZeroDivisionError"):
         demo.execute(broken, tmp_path / "out")
-    kept = nbformat.read(tmp_path / "out" / "broken.ipynb", as_version=4)
+    kept = notebooks.read(tmp_path / "out" / "broken.ipynb")
     assert kept.cells[0].outputs[0].data["text/plain"] == "42"
 
 
@@ -301,11 +308,13 @@ def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
     assert demo.main(["--out", str(tmp_path)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"First tap above the noise floor of 1e-05: {PLANTED} on target" in said
+    # By six percent, as the README says.
+    assert re.search(rf"{re.escape(PLANTED)} on target\[\d\], rel_l2 6\.\d+e-02", said)
     before, grafted, mended = re.findall(r"^Run .*: (\d+) of \d+ rows above", said, re.MULTILINE)
     assert int(before) > 50
     assert int(grafted) <= 2  # the grafted tap itself, on each rank
     assert int(mended) == 0
     assert (tmp_path / "divergence.png").read_bytes().startswith(b"\x89PNG")
-    executed = nbformat.read(tmp_path / "quickstart.ipynb", as_version=4)
+    executed = notebooks.read(tmp_path / "quickstart.ipynb")
     (plot,) = [cell for cell in executed.cells if cell.id == "plot"]
     assert any("image/png" in output.get("data", {}) for output in plot.outputs)

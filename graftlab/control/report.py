@@ -33,7 +33,7 @@ from graftlab.errors import GraftError, SessionError
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
 from graftlab.rows.schema import Row
-from graftlab.verdict.tap_lines import SoFar, of_newest_run, so_far
+from graftlab.verdict.tap_lines import Following, SoFar
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
 _WORST = 30
@@ -41,8 +41,6 @@ _FAILED = 20
 _NOTES = 30
 _PICTURES = 12
 _CODE = 100
-# Rows that are read for the newest of each tap; the others are older.
-_ROWS_READ = 300_000
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
@@ -62,11 +60,10 @@ img { max-width: 100% }
 
 def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None, tensors: bool) -> Path:
     """Write the page; see :meth:`graftlab.Session.report`."""
-    live = session.live_taps()
-    found = so_far(of_newest_run(live.look(_ROWS_READ), session.taps))
+    session.digest.catch_up()
+    found = Following(session.digest).look(session.taps)
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
-        *([f"<p><b>{live.behind:,} older rows were not read.</b></p>"] if live.behind else []),
         _conclusion(found, verdict),
         "<h2>Taps</h2><div id='explorer'></div>",
         _worst(found),

@@ -17,6 +17,7 @@ from graftlab.control.pickles import open_exception, open_value
 from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure, RunDone
+from graftlab.rows.digest import Digest, RunDigest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,11 +57,14 @@ class Run:
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
         code: Mapping[str, str | CodeType] | None = None,
         lost_groups: Callable[[], Mapping[str, str]] = dict,
+        *,
+        digest: Digest,
     ) -> None:
         # Text, or the code of a function, by where it was run; not the function, which may hold a model.
         self.code = dict(code or {})
         self._plans = plans
         self._lost_groups = lost_groups
+        self._digest = digest
         self._first_plan = len(plans()) - 1
         self.number = number
         self.on_failure = on_failure
@@ -351,35 +355,47 @@ class Run:
         """
         from graftlab.verdict.summary import unmatched_filters
 
-        return unmatched_filters(self._plans()[self._first_plan :], self.frame) if self.done else {}
+        return unmatched_filters(self._plans()[self._first_plan :], self._summed_up()) if self.done else {}
+
+    def _summed_up(self) -> RunDigest:
+        self._digest.catch_up()
+        return self._digest.run(self.number)
+
+    @property
+    def summary(self) -> list[str]:
+        """What came of it so far, a sentence each: what is wrong first, then how far apart the sides are.
+
+        It is made of what is kept of every row while rows come, and needs no frame.
+
+        >>> run.summary[0]
+        'first divergent: none of 2 compared rows is above the floor 1e-05, assumed for float32; ...'
+        """
+        from graftlab.verdict.renaming import suggested_rename
+        from graftlab.verdict.summary import differences_of_run
+
+        missed = [f"{name} matched no tap in this run: {text}" for name, text in self.unmatched.items()]
+        digest = self._summed_up()
+        if unread := self._digest.unread:
+            missed.append(f"up to {unread} rows of this session cannot be read, and are in none of these sentences")
+        rename = suggested_rename(digest)
+        return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 
     def __repr__(self) -> str:
         if not self.done:
             return f"<Run {self.number}: going on; {self.where()}>"
         failed = ", ".join(self.failures)
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {len(self.frame)} rows>"
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {self._summed_up().row_count} rows>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        lines = _summary(self) if self.done else []
-        return bundle("\n".join([repr(self), *lines]), _html(self, lines))
+        lines = self.summary if self.done else []
+        return bundle("\n".join([repr(self), *lines]), self._html(lines))
 
-
-def _summary(run: Run) -> list[str]:
-    """What came of a run that is done: what is wrong first, then how far apart the sides are."""
-    from graftlab.verdict.renaming import suggested_rename
-    from graftlab.verdict.summary import differences
-
-    missed = [f"{name} matched no tap in this run: {text}" for name, text in run.unmatched.items()]
-    rename = suggested_rename(run.frame)
-    return [*missed, *([rename] if rename else []), *differences(run.frame)]
-
-
-def _html(run: Run, lines: Sequence[str]) -> str:
-    """What a notebook shows for a run: how its taps ended, and its summary."""
-    if not run.done:
-        return f"<b>run {run.number}</b> going on; {html.escape(run.where())}"
-    failed = ", ".join(run.failures)
-    state = f"failed on {html.escape(failed)}" if failed else "done"
-    counts = run.frame["status"].value_counts()
-    facts = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no taps"
-    return "<br>".join([f"<b>run {run.number}</b> {state}; {facts}", *map(html.escape, lines)])
+    def _html(self, lines: Sequence[str]) -> str:
+        """What a notebook shows: how the run's taps ended, and its summary."""
+        if not self.done:
+            return f"<b>run {self.number}</b> going on; {html.escape(self.where())}"
+        failed = ", ".join(self.failures)
+        state = f"failed on {html.escape(failed)}" if failed else "done"
+        counts = self._summed_up().statuses.most_common()
+        facts = ", ".join(f"{count} {status}" for status, count in counts) or "no taps"
+        return "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])

@@ -17,6 +17,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
+from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Runs:
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
         self.groups = Groups(ranks)
+        self.digest = Digest(rows)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
@@ -117,6 +119,7 @@ class Runs:
             plans=self._plans,
             code=code or {},
             lost_groups=self.groups.lost,
+            digest=self.digest,
         )
         self._runs.append(run)
         return run

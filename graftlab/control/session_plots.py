@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
 
 from graftlab import plots
 from graftlab.errors import SessionError
-from graftlab.verdict.summary import first_divergent_at, floor_of
+from graftlab.plots.of_run import draw_run
+from graftlab.rows.digest import FirstAbove, RunDigest
+from graftlab.rows.store import to_frame
+from graftlab.verdict.summary import floor_of_run
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from graftlab.control.core import SessionCore
@@ -25,14 +29,20 @@ def _like(function: Callable[..., Any], leaving_out: str) -> Callable[[F], F]:
     """Let help and completion show the options of a function that a method hands its ``options`` to, and its text."""
 
     def show(method: F) -> F:
+        # A function of its own: tools that read a method's defaults from its source would not find these options there.
+        def call(self: SessionPlots, /, *args: Any, **options: Any) -> Any:
+            return method(self, *args, **options)
+
+        for name in ("__module__", "__name__", "__qualname__", "__annotations__"):
+            setattr(call, name, getattr(method, name))
         own = inspect.signature(method).parameters.values()
         first = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
         given = {each.name for each in first}
         signature = inspect.signature(function)
         options = [each for name, each in signature.parameters.items() if name != leaving_out and name not in given]
-        method.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
-        method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{inspect.cleandoc(function.__doc__ or '')}"
-        return method
+        call.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        call.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{inspect.cleandoc(function.__doc__ or '')}"
+        return cast(F, call)
 
     return show
 
@@ -52,27 +62,26 @@ class SessionPlots:
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
-        frame = self._newest_run()
-        elsewhere = ""
-        if len(frame):
-            steps = frame["step"].unique()
-            if step is None:
-                step = int(self._last_ended(steps))
-            elif step not in steps:
-                raise SessionError(
-                    f"run {frame['run'].iloc[0]} has no rows of step {step}; it has those of steps {steps.min()} to "
-                    f"{steps.max()}"
-                )
-            options.setdefault("noise_floor", floor_of(frame)[0])
-            at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
-            if at is not None and frame["step"].iloc[at] != step:
-                # The step that is shown may be in order by now.
-                elsewhere = f" (the first divergent tap is in step {frame['step'].iloc[at]})"
-            frame = frame[frame["step"] == step]
-        figure = plots.divergence(frame, **options)
-        if len(frame) and options.get("ax") is None:
+        run = self._newest_run()
+        if run is None:
+            return plots.divergence(to_frame([]), **options)
+        steps = np.unique(run.values.step)
+        if step is None:
+            step = int(self._last_ended(steps))
+        elif step not in steps:
+            raise SessionError(
+                f"run {run.number} has no rows of step {step}; it has those of steps {steps.min()} to {steps.max()}"
+            )
+        options.setdefault("noise_floor", floor_of_run(run)[0])
+        above = FirstAbove(run, math.inf if options["noise_floor"] is None else options["noise_floor"])
+        above.look()
+        # The step that is shown may be in order by now.
+        first = None if above.first is None else self._session.digest.row(above.first).step
+        elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
+        figure = plots.divergence(to_frame(self._session.digest.rows_of_step(run, step)), **options)
+        if options.get("ax") is None:
             [ax] = figure.axes
-            ax.set_xlabel(f"{ax.get_xlabel()}; run {frame['run'].iloc[0]}, step {step}{elsewhere}")
+            ax.set_xlabel(f"{ax.get_xlabel()}; run {run.number}, step {step}{elsewhere}")
         return figure
 
     @_like(plots.over_steps, leaving_out="frame")
@@ -81,18 +90,17 @@ class SessionPlots:
 
         >>> figure = session.plot.over_steps()
         """
-        frame = self._newest_run()
-        if steps is not None and len(frame):
-            frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
-        return plots.over_steps(frame, **options)
+        run = self._newest_run()
+        if run is None or options.get("value", "rel_l2") != "rel_l2":
+            frame = to_frame([]) if run is None else self._session.frame_of(run.number)
+            if steps is not None and len(frame):
+                frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
+            return plots.over_steps(frame, **options)
+        return draw_run(run, steps=steps, **options)
 
-    def _newest_run(self) -> pd.DataFrame:
-        for run in reversed(self._session.runs):
-            frame = run.frame
-            if len(frame):
-                return frame
-        frame = self._session.frame
-        return frame[frame["run"] == frame["run"].max()] if len(frame) else frame
+    def _newest_run(self) -> RunDigest | None:
+        self._session.digest.catch_up()
+        return self._session.digest.newest
 
     def _last_ended(self, steps: Any) -> Any:
         """The last of these steps; of a run that goes on the one before, as that may lack taps yet."""

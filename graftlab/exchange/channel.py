@@ -44,7 +44,7 @@ class Channel:
         return self._socket.fileno()
 
     def make_room(self, size: int) -> None:
-        """Have the socket hold up to so many bytes, as far as the system allows it, before a thread has to send them."""
+        """Have the socket hold so many bytes, as far as the system allows it, before a thread has to send them."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def send(self, payload: bytes) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from graftlab.errors import GraftError
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
+from graftlab.taps.untraced import outside_compiled_code
 
 
 class JobGrafter(Grafter):
@@ -20,7 +19,7 @@ class JobGrafter(Grafter):
 
     on_failure: Callable[[Exception], None]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         try:
             return super()._wanted(decision, name, value, extras, replace)

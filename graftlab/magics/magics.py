@@ -259,9 +259,12 @@ class GraftMagics(Magics):
         return session.edit(rename=rules or None)
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
-        frame = self._open().frame
-        if len(frame) and not arguments.all:
-            # Cells are runs too, and most of them have no rows.
+        session = self._open()
+        session.digest.catch_up()
+        # Cells are runs too, and most of them have no rows.
+        newest = session.digest.newest
+        frame = session.frame if arguments.all or newest is None else session.frame_of(newest.number)
+        if newest is None and len(frame) and not arguments.all:
             frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
         self._assign(arguments.out, frame)
         return frame
@@ -352,6 +355,6 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
         elif previous[0] == "log":
             choices += ["baseline", "target", "both", *ranks]
         elif previous[0] == "plot" and session is not None:
-            choices += [str(name) for name in dict.fromkeys(session.frame["name"])]
+            choices += [str(name) for name in dict.fromkeys(tags["name"] for tags in session.taps)]
     found = [SimpleCompletion(choice, type="param") for choice in choices if choice.startswith(token)]
     return SimpleMatcherResult(completions=found, suppress=bool(found), matched_fragment=token)

@@ -91,7 +91,7 @@ class GraftPlan:
     tuple of ``(side, regex, replacement)`` for the names of that side before taps are paired: the first rule that
     matches a name rewrites it with ``re.sub``, and no other looks at what it made. ``pairs`` says which taps are one
     whatever their names, and in which layout: what ``session.match`` proposes, or rules such as
-    ``{"baseline": "h.{n}.attn.qkv", "target": "layers.{n}.q_proj", "layout": "part(...)"}``; see :class:`PairRule`.
+    ``{"baseline": "h.{n}.attn.qkv", "target": "layers.{n}.q_proj", "layout": "part(...)"}``; see :class:`.PairRule`.
     It goes before ``rename``.
 
     Filters see a pair's common ``name``, and what each side itself calls it as ``baseline_name`` and ``target_name``.

@@ -13,6 +13,7 @@ const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
 const COLUMNS = [
   ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
   ["max_abs", "max_abs", true], ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
+  ["largest in run", "highest", true], ["above since step", "since", true],
   ["way", "way", false], ["note", "note", false],
 ];
 const ROW = 22; // pixels of a line of the table, see STYLE
@@ -136,7 +137,7 @@ export function mount(root, act = null) {
     cell.scope = "col"; cell.dataset.column = column; cell.append(button); titles.append(cell);
     button.addEventListener("click", () => {
       // What is large matters first, what is text begins at A.
-      const first = isNumber && column !== "order" && column !== "step";
+      const first = isNumber && column !== "order" && column !== "step" && column !== "since";
       sort = { column, up: sort.column === column ? !sort.up : !first };
       list();
     });
@@ -316,7 +317,7 @@ export function mount(root, act = null) {
       row.setAttribute("aria-selected", String(state.label[i] === chosen));
       for (const [title, column, isNumber] of COLUMNS) {
         let text = state[column][i], kind = isNumber ? "number" : "";
-        if (column === "value" || column === "max_abs") text = scientific(text);
+        if (column === "value" || column === "max_abs" || column === "highest") text = scientific(text);
         if (column === "value" && state.nonfinite[i] > 0) { text = "not finite"; kind += " bad"; }
         if (column === "nonfinite") { kind += text ? " bad" : ""; text = text || ""; }
         if (column === "status" && (AT_THE_TOP.has(text) || text === "missing")) kind += " bad";
@@ -380,6 +381,8 @@ export function mount(root, act = null) {
     if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
     if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
     if (state.max_abs[i] !== null) parts.push(`max_abs ${scientific(state.max_abs[i])}`);
+    if (state.since[i] !== null) parts.push(`above the floor since step ${state.since[i]}`);
+    if (state.highest[i] !== null && state.highest[i] > (state.value[i] ?? -1)) parts.push(`largest in the run ${scientific(state.highest[i])}`);
     parts.push(`worst on ${state.worst[i]}`, `step ${state.step[i]}`, `plan ${state.plan[i]}`);
     if (state.note[i]) parts.push(state.note[i]);
     return parts.join(", ");

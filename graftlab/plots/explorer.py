@@ -39,6 +39,8 @@ def figures(found: SoFar, count: str = "") -> dict[str, Any]:
         "nonfinite": [row.nonfinite_differ or 0 for row in rows],
         "badness": [_number(line.badness) for line in found.lines],
         "worst": [f"{row.side}[{row.rank}]" for row in rows],
+        "highest": [_number(line.worst) for line in found.lines],
+        "since": [line.since for line in found.lines],
         "step": [row.step for row in rows],
         "plan": [row.plan_version for row in rows],
         "way": [row.direction or "" for row in rows],
@@ -63,7 +65,8 @@ def headline(found: SoFar) -> str:
     rest = [each for each in lost if not each.startswith("0 ")]
     unseen = f" Not compared: {', '.join(rest)}." if rest else ""
     said = found.sentences[0] if found.sentences else "nothing was measured"
-    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{unseen}"
+    earlier = f" F{found.earlier[1:]}." if found.earlier else ""
+    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{earlier}{unseen}"
 
 
 def _number(value: float | None) -> float | None:

@@ -59,7 +59,8 @@ def pack(rows: Parsed) -> bytes:
 def unpack(data: bytes) -> Parsed:
     """The inverse of :func:`pack`. Columns of other versions are left out, and those that they lack are null.
 
-    Raises ValueError, TypeError, LookupError, OverflowError or zlib.error for what no version packs, and takes no memory for it.
+    Raises ValueError, TypeError, LookupError, OverflowError or zlib.error for what no version packs, and takes no
+    memory for it.
     """
     block = msgspec.msgpack.decode(data, type=_Block)
     count = block.row_count

@@ -7,8 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection
 
-import pandas as pd
-
+from graftlab.rows.digest import RunDigest
 from graftlab.rows.schema import MEASURED
 
 # So many names are tried against each other; a rule that holds shows in fewer.
@@ -17,27 +16,23 @@ _TRIED = 60
 _ENOUGH = 0.8
 
 
-def suggested_rename(frame: pd.DataFrame) -> str | None:
+def suggested_rename(run: RunDigest) -> str | None:
     """What to do about a run in which nothing paired, if one rule would pair most names; None where none would.
 
     Receivers whose tap nobody sent are ``missing``, senders whose tap nobody asked for ``unmatched``.
     """
-    status = frame["status"].astype(str)
-    if not len(frame) or status.isin(MEASURED).any():
+    missing, unmatched = run.statuses["missing"], run.statuses["unmatched"]
+    if any(run.statuses[status] for status in MEASURED) or not missing or not unmatched:
         return None
-    missing, unmatched = frame[status == "missing"], frame[status == "unmatched"]
-    if not len(missing) or not len(unmatched):
-        return None
-    names = {
-        str(side): list(dict.fromkeys(frame.loc[frame["side"] == side, "name"].astype(str)))
-        for side in ("baseline", "target")
-    }
+    names: dict[str, dict[str, None]] = {"baseline": {}, "target": {}}
+    for tap in list(run.taps):
+        names[tap.receiver[0]][str(tap.tags["name"])] = None
     found = _rule(names["target"], names["baseline"]), _rule(names["baseline"], names["target"])
     for side, rule in zip(("target", "baseline"), found, strict=True):
         if rule is not None:
             pattern, new, pairs, words = rule
             return (
-                f"{len(missing)} missing, {len(unmatched)} unmatched: {side} names {words}. "
+                f"{missing} missing, {unmatched} unmatched: {side} names {words}. "
                 f"%graft rename {side} {shlex.quote(pattern)} {shlex.quote(new)} pairs {pairs} names, as does "
                 f"session.edit(rename={{{side!r}: {{{pattern!r}: {new!r}}}}})"
             )

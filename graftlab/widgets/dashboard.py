@@ -12,8 +12,6 @@ import ipywidgets as widgets
 from graftlab.control.core import SessionCore
 from graftlab.control.ranks_table import ranks_table
 from graftlab.plots import explorer
-from graftlab.rows.schema import Row
-from graftlab.verdict.tap_lines import of_newest_run
 from graftlab.widgets import tap_explorer
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.panel import Panel, update
@@ -22,7 +20,7 @@ from graftlab.widgets.transform_editor import TransformEditor
 from graftlab.widgets.verdict_view import VerdictView
 
 ROWS_A_TICK = 3000
-"""Rows that are read at once: what 50,000 rows a second leave for the rest of the kernel."""
+"""Rows that are summed up at once: what 50,000 rows a second leave for the rest of the kernel."""
 
 _LOG_LINES = 200
 _TITLES = ("Taps", "Filters", "Transform", "Logs")
@@ -52,8 +50,6 @@ class Dashboard(Panel):
 
     def __init__(self, session: SessionCore) -> None:
         super().__init__(session)
-        self._live = session.live_taps()
-        self._rows: list[Row] = []
         refresh = self.guarded(lambda _: self.refresh())
 
         self._verdict = widgets.HTML().add_class("graftlab-verdict")
@@ -81,7 +77,7 @@ class Dashboard(Panel):
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session
         ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
-        taps = tap_explorer.static_html(self._taps.found, self._rows if with_figures else ())
+        taps = tap_explorer.static_html(self._taps.found, with_figures)
         return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
@@ -90,15 +86,13 @@ class Dashboard(Panel):
         self._parts.selected_index = _TITLES.index("Filters")
 
     def _follow(self) -> None:
-        if self._live.behind or not self._rows:
-            rows = self._live.look(ROWS_A_TICK)
-            self._rows = of_newest_run(rows, self.session.taps)
+        self.session.digest.catch_up(ROWS_A_TICK)
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
-        self._taps.show(self._rows, session.row_count, self._live.behind)
+        self._taps.show(session.row_count, session.digest.behind)
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
         [rank] = session.select(self._which_log.value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import html
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import anywidget
@@ -21,9 +20,8 @@ from graftlab.base.html import cell, number, shortened, table
 from graftlab.control.session_plots import SessionPlots
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
-from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.tap_lines import UNMEASURED, SoFar, TapLine, so_far
+from graftlab.verdict.tap_lines import UNMEASURED, Following, SoFar, TapLine, so_far
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
@@ -51,7 +49,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._panel = panel
         self._grafts = grafts
         self._noise_floor: float | None = None
-        self._rows: Sequence[Row] = ()
+        self._following = Following(panel.session.digest)
         self._counts = (-1, -1)
         self.found = so_far([])
         self.view = TapView()
@@ -61,16 +59,16 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._pair = widgets.HTML().add_class("graftlab-pair")
         super().__init__([self.view, self._pair])
 
-    def show(self, rows: Sequence[Row], row_count: int, behind: int) -> None:
-        """Show these rows, which are in the order of one step; of ``row_count`` so many have not been read yet."""
+    def show(self, row_count: int, behind: int) -> None:
+        """Show what was summed up; of ``row_count`` rows so many were not yet."""
         if (row_count, behind) != self._counts:
-            self._rows, self._counts = rows, (row_count, behind)
+            self._counts = row_count, behind
             self._render()
 
     def _render(self) -> None:
         row_count, behind = self._counts
-        self.found = so_far(self._rows, self._noise_floor)
-        catching_up = f", {behind:,} not read yet" if behind else ""
+        self.found = self._following.look(self._panel.session.taps, self._noise_floor)
+        catching_up = f", {behind:,} not summed up yet" if behind else ""
         taps = explorer.taps(self.found)
         with self.view.hold_sync():
             if taps != self.view.taps:
@@ -128,15 +126,15 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 _KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
 
 
-def static_html(found: SoFar, rows: Sequence[Row] = ()) -> str:
-    """The same without a browser's script: the conclusion, the figure of these rows, and the worst taps."""
+def static_html(found: SoFar, with_figure: bool) -> str:
+    """The same without a browser's script: the conclusion, perhaps the figure, and the worst taps."""
     said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
     if not lines:
         return said
-    if rows:
+    if with_figure:
         # In the order in which they stand, as if all were of one step.
-        frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(rows)])
+        frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         png = plots.to_png(plots.divergence(frame, noise_floor=found.floor), dpi=80)
         said += _image(png, f"rel_l2 of each tap in execution order. {explorer.headline(found)}")
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")

@@ -65,7 +65,7 @@ class TransformEditor(Panel):
         self._names = _notebook_names() if names is None else names
         self._jobs = Jobs()
         self._publishing: tuple[Specs, Draft] | None = None
-        self._live = session.live_taps()
+        self._summed_up = -1
         self._rows: list[Row] = []
         self._functions: dict[str, Any] = {}
 
@@ -260,8 +260,12 @@ class TransformEditor(Panel):
     def _follow(self) -> None:
         self._follow_plan()
         self._follow_functions()
-        if self._live.behind:
-            self._rows = self._live.look(ROWS_A_TICK)
+        digest = self.session.digest
+        digest.catch_up(ROWS_A_TICK)
+        if (run := digest.newest) is not None and self._summed_up != (
+            summed_up := self.session.row_count - digest.behind
+        ):
+            self._rows, self._summed_up = [tap.last for tap in list(run.taps)], summed_up
         self._taps.refresh()
 
     def _follow_plan(self) -> None:

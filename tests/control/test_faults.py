@@ -30,12 +30,14 @@ pytestmark = pytest.mark.ranks
 def test_an_evaluation_in_inference_mode_leaves_later_taps_alone() -> None:
     def run(inference: bool) -> None:
         with torch.inference_mode(inference):
+            # Small tensors and others are copied in different ways.
             gl.tap("a", torch.ones(3))
+            gl.tap("b", torch.ones(1 << 18))
 
     with gl.launch(1, 1) as session:
         for inference in (True, False):
             frame = session.run(run, run, args=(inference,)).frame
-            assert frame[["status", "rel_l2"]].values.tolist() == [["compared", 0.0]]
+            assert frame[["status", "rel_l2"]].values.tolist() == [["compared", 0.0]] * 2
 
 
 # ---- one rank fails while others go on ------------------------------------------------------------------------------

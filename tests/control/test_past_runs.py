@@ -70,6 +70,24 @@ def test_the_command_and_the_call_list_sizes(tmp_path: Path, capsys: pytest.Capt
     assert gl.runs(tmp_path).empty
 
 
+def test_thirty_days_and_ten_gib_are_kept_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAFTLAB_RUNS_DAYS", raising=False)
+    monkeypatch.delenv("GRAFTLAB_RUNS_GIB", raising=False)
+    for name, days in (("a", 31), ("b", 29), ("c", 3)):
+        a_run(tmp_path, name, days)
+    # Its size, without the bytes.
+    os.truncate(tmp_path / "b" / "logs" / "target-0.log", 10 << 30)
+    assert [each.folder.name for each in prune(tmp_path)] == ["a", "b"]
+    monkeypatch.setenv("GRAFTLAB_RUNS_GIB", "0.0001")
+    assert [each.folder.name for each in prune(tmp_path, days=9)] == ["c"]
+    a_run(tmp_path, "d", 3)
+    monkeypatch.setenv("GRAFTLAB_RUNS_GIB", "inf")
+    monkeypatch.setenv("GRAFTLAB_RUNS_DAYS", "2")
+    assert [each.folder.name for each in prune(tmp_path)] == ["d"]
+
+
 @pytest.mark.parametrize("given", ["much", "nan", "-1"])
 def test_a_budget_that_is_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str

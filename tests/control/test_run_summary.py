@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import graftlab as gl
+from graftlab.rows.store import RowStore
 
 pytestmark = pytest.mark.ranks
 
@@ -82,3 +84,21 @@ def test_an_overlap_on_taps_already_seen_is_refused_before_a_run(session: gl.Ses
     with pytest.raises(gl.GraftOverlapError, match="match hidden layer=1; a tap is grafted one way"):
         session.edit(b2t="layer == 1", t2b="name == 'hidden' and layer > 0 and layer < 2")
     assert session.plan is before
+
+
+def test_nothing_that_is_shown_of_a_run_makes_a_frame_of_its_rows(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_frame(*_: object) -> None:
+        raise AssertionError("a frame was made")
+
+    monkeypatch.setattr(RowStore, "frame", no_frame)
+    run = session.run(lambda: model(False), lambda: model(True))
+    assert "4 rows" in repr(run)
+    assert "first divergent: logits" in shown(run)
+    session.plot.divergence()
+    session.plot.over_steps()
+    session.report(tmp_path / "report.html")
+    board = session.dashboard()
+    assert "first divergent: logits" in board.static_html(with_figures=True)
+    board.close()

@@ -310,6 +310,19 @@ def test_batches_keep_the_limits_and_say_where_everything_is() -> None:
     assert computed == {rid: len(r.input_ids) + r.max_new_tokens - 1 for rid, r in requests.items()}
 
 
+def test_a_prefill_holds_as_many_tokens_as_fit_and_counts_none_twice() -> None:
+    batches: list[Any] = []
+    engine = Engine(model(), max_prefill_tokens=16, on_step=batches.append)
+    engine.generate([Request(f"r{n}", tuple(range(n, n + length)), 2) for n, length in enumerate((20, 6, 10))])
+    prefills = [batch for batch in batches if batch.mode == "prefill"]
+    # What is left of a prompt leaves the rest of the batch to the prompts after it.
+    assert [dict(zip(batch.request_ids, batch.extend_lens_cpu.tolist(), strict=True)) for batch in prefills] == [
+        {"r0": 16},
+        {"r0": 4, "r1": 6, "r2": 6},
+        {"r2": 4},
+    ]
+
+
 def test_identities_are_on_batches_from_the_moment_they_are_asked_for() -> None:
     batches: list[Any] = []
     engine = Engine(model(), on_step=batches.append)

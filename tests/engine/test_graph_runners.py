@@ -45,6 +45,7 @@ from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs import PaddingPolicy, build_prefill_registry, clear_input_buffer_pool
 from graftlab.graphs.capture import CudaCapturer
+from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.models import Transformer
 from graftlab.requests.identity import NO_ROOM, PADDING_ID
 from graftlab.requests.request_id import request_id_to_int
@@ -277,6 +278,42 @@ def test_a_forward_that_is_repeated_gives_the_same(kind: str) -> None:
         with contextlib.suppress(ArithmeticError):
             outputs.update((done.request.rid, done.response["output_ids"]) for done in engine.step())
     assert outputs == expected(10)
+
+
+def test_of_the_graphs_of_one_size_the_least_recently_used_is_dropped_beyond_eight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = 0
+    released: list[int] = []
+
+    class BrokenElsewhere(CapturedFunction):
+        """A graph that suits one plan alone, and is broken where no other is."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.plan = wanted
+
+        @property
+        def broken_at(self) -> frozenset[int]:
+            return frozenset({self.plan})
+
+        def suits(self) -> bool:
+            return self.plan == wanted
+
+        def release(self) -> None:
+            released.append(self.plan)
+            super().release()
+
+    monkeypatch.setattr("graftlab.engine.runners.graph.CapturedFunction", BrokenElsewhere)
+    engine = Engine(model(), runner=DecodeGraphRunner, max_requests=1)
+    captured = []
+    for plan in (0, 1, 2, 3, 4, 5, 6, 7, 0, 8, 1):
+        wanted = plan
+        engine.generate([Request("r", (1, 2), 2)])
+        captured.append(graphs_of(engine).captures)
+    assert captured == [1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10]
+    assert released == [1, 2]
+    assert graphs_of(engine).status()["graphs"] == 8
 
 
 @runners

@@ -279,6 +279,7 @@ def test_a_tap_in_a_backward_hook_is_no_recomputation(session: gl.Session) -> No
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tap_in_a_compiled_model_works_and_breaks_no_graph_without_a_session() -> None:
     model = Tapped()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,6 +164,15 @@ def test_each_side_has_its_own_default_process_group(session: gl.Session) -> Non
     for results, first, size in zip((run.baseline, run.target), (10.0, 20.0), sizes(session), strict=True):
         total = sum(first + rank for rank in range(size))
         assert results == [(total, rank, size) for rank in range(size)]
+
+
+def test_ranks_find_in_the_environment_what_torchrun_would_tell_them(session: gl.Session) -> None:
+    def told() -> list[str | None]:
+        return [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+
+    run = session.run(told, told)
+    for results, size in zip((run.baseline, run.target), sizes(session), strict=True):
+        assert results == [[str(rank), str(size)] * 2 for rank in range(size)]
 
 
 def test_the_graft_worlds_rank_decides_even_where_the_default_groups_rank_differs(tmp_path: Path) -> None:

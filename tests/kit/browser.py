@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nbformat
 import pytest
 
+from kit import notebooks
 from kit.deadline import DEADLINE
 
 if TYPE_CHECKING:
@@ -138,10 +138,8 @@ class Lab:
 
     def open(self, *cells: str) -> None:
         """Open a new notebook with these code cells, and wait until its kernel is idle."""
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         name = f"test{len(list(self.folder.glob('*.ipynb')))}.ipynb"
-        nbformat.write(notebook, self.folder / name)
+        notebooks.write(self.folder / name, *cells)
         self.command("docmanager:open", path=name)
         self.wait_idle()
 

@@ -1,4 +1,4 @@
-"""How many examples a property test tries: few in the suite, many under ``make fuzz``."""
+"""How many examples a property test tries: fewer in ``make test-fast`` than in the suite, more in ``make fuzz``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from hypothesis import settings
 FUZZ_VARIABLE = "GRAFTLAB_FUZZ"
 
 
-def factor() -> int:
-    """By how much a property test tries more than in the suite."""
-    return int(os.environ.get(FUZZ_VARIABLE, "1"))
+def factor() -> float:
+    """How many times as many examples a property test tries as in ``make test``."""
+    return float(os.environ.get(FUZZ_VARIABLE, "1"))
+
+
+def scaled(usual: int) -> int:
+    return max(round(usual * factor()), 1)
 
 
 def examples(usual: int, **more: Any) -> settings:
     """``@settings`` of a test that tries ``usual`` examples in the suite, in place of hypothesis's own number."""
-    return settings(max_examples=usual * factor(), **more)
+    return settings(max_examples=scaled(usual), **more)

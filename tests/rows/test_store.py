@@ -12,14 +12,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from kit.examples import examples
 
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.diffs.measure import measure
 from graftlab.rows import loading
 from graftlab.rows import store as frames
 from graftlab.rows.checksums import SUMS_FILE
@@ -27,7 +30,7 @@ from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.growing import GrowingFrame
 from graftlab.rows.loading import ROWS_FILE
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
 
 
@@ -44,6 +47,13 @@ def tagged(**tags: Any) -> Row:
 
 def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(one, other)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes of a file are read at once here, so that a small file is read in several pieces."""
+    monkeypatch.setattr(loading, "_PIECE", 1 << 15)
+    return 1 << 15
 
 
 # ---- the frame ------------------------------------------------------------------------------------------------------
@@ -89,6 +99,15 @@ def test_rows_without_a_measurement_have_no_numbers() -> None:
     assert frame["rel_l2"].dtype == "float64"
     assert frame["nonfinite_differ"].isna().tolist() == [False, True]
     assert frame["numel"].dtype == "float64"
+
+
+def test_what_every_row_has_is_an_integer_and_what_only_a_measurement_has_a_float() -> None:
+    frame = to_frame([row(occurrence=3), row(status="missing", numel=None)])
+    for name in ("run", "step", "order", "rank", "occurrence", "plan_version"):
+        assert frame[name].dtype == np.int64, name
+    for name in ("numel", "nonfinite_baseline", "nonfinite_target", "nonfinite_differ", "rows_matched"):
+        assert frame[name].dtype == np.float64, name
+    assert frame["occurrence"].tolist() == [3, 0]
 
 
 def test_counts_are_plain_numbers_that_can_be_divided_and_compared() -> None:
@@ -339,6 +358,14 @@ def test_a_run_that_was_killed_while_writing_loses_only_the_line_it_was_writing(
     assert gl.load_run(str(tmp_path))["order"].tolist() == [1, 2, 3]
 
 
+def test_a_row_takes_about_half_a_kilobyte() -> None:
+    name = "encoder.layer.3.output.dense"
+    x = torch.linspace(-1, 1, 6000).reshape(2, 30, 100)
+    measured = {column: getattr(measure(x, x + 1e-6 * x.cos()), column) for column in STATISTICS}
+    made = row(**measured, name=name, shape=[2, 30, 100], baseline_name=name, target_name=name)
+    assert 400 < len(encode(made._replace(tags={**made.tags, "name": name}))) < 650
+
+
 def test_a_run_without_a_row_is_an_empty_frame(tmp_path: Path) -> None:
     RowStore(tmp_path).close()
     same(gl.load_run(tmp_path), to_frame([]))
@@ -353,10 +380,9 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         gl.load_run(tmp_path)
 
 
-def test_a_damaged_line_far_down_is_named(tmp_path: Path) -> None:
-    # Files are read in pieces of 128 KiB.
+def test_a_damaged_line_far_down_is_named(tmp_path: Path, pieces: int) -> None:
     lines = [encode(row(order=order)) for order in range(2_000)]
-    assert len(b"".join(lines)) > 3 << 17
+    assert len(b"".join(lines)) > 9 * pieces
     lines[1_500] = b'{"broken'
     (tmp_path / ROWS_FILE).write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1501: this is not a row"):
@@ -384,12 +410,12 @@ def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
 
 
 def test_a_number_that_became_another_is_no_row_and_files_without_checksums_are_read_as_they_are(
-    tmp_path: Path,
+    tmp_path: Path, pieces: int
 ) -> None:
     store = RowStore(tmp_path)
-    # More than what is read at once.
     store.append([encode(row(order=order, max_abs=0.5)) for order in range(1000)])
     store.close()
+    assert (tmp_path / ROWS_FILE).stat().st_size > 4 * pieces
     assert len(gl.load_run(tmp_path)) == 1000
     file = tmp_path / ROWS_FILE
     lines = file.read_bytes().split(b"\n")

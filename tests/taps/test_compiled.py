@@ -17,6 +17,9 @@ import graftlab as gl
 from graftlab.taps import calls, compiled
 from graftlab.taps.extras import Laid
 
+# Compiling takes seconds, torch's import of its tracer alone.
+pytestmark = pytest.mark.slow
+
 
 class Taker:
     """Notes what taps show, in the grafter's place; ``grafts`` has what to put in place of a tap's tensor."""
@@ -390,6 +393,30 @@ def test_tags_that_an_error_left_open_are_closed(taker: Taker) -> None:
     taker.tap = tap  # type: ignore[method-assign]
     function(X)
     assert taker.seen == seen
+
+
+def test_a_callable_is_computed_in_the_graph_whether_or_not_it_is_wanted(taker: Taker) -> None:
+    graphs = Graphs()
+    torch.compile(lambda x: (gl.tap("h", lambda: x.sin()), x * 2)[1], fullgraph=True, backend=graphs)(X)
+    assert any("sin" in target for target in graphs.graphs[0])
+
+
+def test_a_tag_that_follows_from_a_shape_is_compiled_for_each_shape(taker: Taker) -> None:
+    graphs = Graphs()
+    function = torch.compile(
+        lambda x: gl.tap("h", x * 2, length=x.shape[0]), fullgraph=True, backend=graphs, dynamic=True
+    )
+    for length in (2, 3, 5, 3):
+        function(torch.ones(length, 8))
+    assert [tags["length"] for _, tags in taker.seen] == [2, 3, 5, 3]
+    assert len(graphs.graphs) == 3
+
+
+def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(taker: Taker) -> None:
+    function = torch.compile(lambda x: gl.tap("h", x * 2, odd=[1, 2]) + 1, backend="aot_eager")
+    taker.in_graphs = None
+    torch.testing.assert_close(function(X), X * 2 + 1)
+    assert taker.seen == [("h", {"odd": [1, 2]})]
 
 
 def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) -> None:

@@ -231,6 +231,19 @@ def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+def test_outside_a_session_nothing_of_training_is_hooked() -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gl.watch_training(model, optimizer) as watched:
+        assert "first.weight" in watched.names
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        hooked = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        hooked += [weight._post_accumulate_grad_hooks or {} for weight in model.parameters()]
+        assert not any(hooked)
+        assert not any(weight._backward_hooks for weight in model.parameters())
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the optimizer's 6 tensors is a weight of the model"):
         gl.watch_training(made(), torch.optim.SGD(made().parameters()))

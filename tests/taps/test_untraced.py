@@ -12,6 +12,7 @@ import torch
 from graftlab.taps.untraced import outside_compiled_code
 
 
+@pytest.mark.slow
 def test_a_function_is_never_traced_and_what_is_around_it_is() -> None:
     graphs: list[int] = []
 

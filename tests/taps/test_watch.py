@@ -260,7 +260,9 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper", [pytest.param(name, marks=[pytest.mark.slow] if name == "compiled" else []) for name in WRAPPERS]
+)
 def test_a_wrapped_model_has_the_names_of_the_model(wrapper: str) -> None:
     names = gl.watch(made_model()).names
     with gl.watch(WRAPPERS[wrapper](made_model())) as handle:

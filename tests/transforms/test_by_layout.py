@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.transforms import GraftTransformInput
-from graftlab.transforms.by_layout import _by_layout
+from graftlab.transforms.by_layout import INFERRED, _by_layout, by_layout
 from graftlab.transforms.suggest import suggested
 
 
@@ -35,6 +36,18 @@ def test_a_pair_is_between_ranks_of_one_number_only_where_both_sides_have_as_man
 def test_a_sender_that_is_silent_is_named() -> None:
     with pytest.raises(LayoutError, match=r"only \[1\] of 2 senders sent something"):
         made([torch.ones(2)], torch.ones(2), senders=[1], send_world_size=2, pair=Layout())
+
+
+def test_a_layout_that_only_the_shapes_tell_is_called_inferred() -> None:
+    def told(received: list[Tensor], target: Tensor, layout: str | None) -> str | None:
+        rest: dict[str, Any] = {"recv_world_size": 2, "senders": [0], "send_world_size": 1}
+        given = GraftTransformInput({"name": "x"}, received, [None], target, **rest)
+        return by_layout(dataclasses.replace(given, layout=rank_layout(target, layout, 2))).layout
+
+    whole = torch.arange(8.0)
+    assert told([whole], torch.zeros(4), None) == INFERRED == "inferred"
+    assert told([whole], torch.zeros(4), "shard(dim=0, mesh='tp')") == "same => shard(dim=0, mesh='tp')"
+    assert told([whole], torch.zeros(8), None) is None
 
 
 def test_names_of_one_side_alone_say_nothing_of_the_other() -> None:

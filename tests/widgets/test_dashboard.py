@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from kit.pages import Browser, Screen
 from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.rows import digest as digests
+from graftlab.rows.digest import RunDigest
 from graftlab.rows.encoding import encode
-from graftlab.rows.store import RowStore
 from graftlab.widgets.dashboard import ROWS_A_TICK
 from graftlab.widgets.refresher import refresher_of
 
@@ -231,17 +232,44 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
         row = template._replace(order=10_000 + index, rel_l2=float(index), nonfinite_differ=0)
         return encode(row._replace(name=name, tags={**template.tags, "name": name}))
 
-    read: list[int] = []
-    rows = RowStore.rows
-    monkeypatch.setattr(RowStore, "rows", lambda self, a, b: read.append(b - a) or rows(self, a, b))
+    session.digest.catch_up()
+    monkeypatch.setattr(digests, "_WAITING", 10**6)
+    taken: list[int] = []
+    take = RunDigest.take
+
+    def counted(self: RunDigest, rows: Iterable[tuple[int, list[Any]]]) -> None:
+        before = self.row_count
+        take(self, rows)
+        taken.append(self.row_count - before)
+
+    monkeypatch.setattr(RunDigest, "take", counted)
     session.reports.on_rows([line(index) for index in range(20_000)])
     board.panel.refresh()
-    assert sum(read) <= ROWS_A_TICK
-    assert board.cells("flood4", "value") == [pytest.approx(19_999, rel=1e-3)]
-    assert "not read yet" in board.view["count"]
-    for _ in range(session.row_count // ROWS_A_TICK + 1):
+    assert sum(taken) <= ROWS_A_TICK
+    assert f"{20_000 - ROWS_A_TICK:,} not summed up yet" in board.view["count"]
+    for _ in range(20_000 // ROWS_A_TICK):
         board.panel.refresh()
-    assert "not read yet" not in board.view["count"]
+    assert board.cells("flood4", "value", "highest") == [pytest.approx(19_999, rel=1e-3)] * 2
+    assert "not summed up yet" not in board.view["count"]
+
+
+def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
+    session: gl.Session, board: BoardScreen
+) -> None:
+    def steps(off: float) -> None:
+        for step in range(3):
+            gl.tap("a", torch.ones(4) + (off if step == 1 else 0.0))
+            gl.step()
+
+    run = session.run(steps, steps, args=(0.0,))
+    board.panel.refresh()
+    assert "in this run" not in board.shown("verdict")
+    run = session.run(lambda: steps(0.0), lambda: steps(1.0))
+    board.panel.refresh()
+    step = run.first_step + 1
+    assert "first divergent: none of 2 compared rows is above" in board.shown("verdict")
+    assert f"First divergent in this run: a on target[0] in step {step}: rel_l2 1.00e+00" in board.shown("verdict")
+    assert board.cells("a", "value", "highest", "since") == [0.0, 1.0, step]
 
 
 def test_a_fault_in_a_callback_is_shown(
