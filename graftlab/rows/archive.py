@@ -52,11 +52,13 @@ class Archive:
 
     def add(self, rows: Rows) -> None:
         """Write a block of these rows. Raises OSError."""
-        if isinstance(rows, Parsed):
-            kind, data = _COLUMNS, pack(rows)
-        else:
+        data = pack(rows) if isinstance(rows, Parsed) else b""
+        kind = _COLUMNS
+        # Their lines go when they are here, so what is here is read before.
+        if not (isinstance(rows, Parsed) and unpack(data).is_same(rows)):
             # The space says that `json` must read them.
-            text = "".join(f" {json.dumps(values)}\n" for values in rows)
+            values = rows.values() if isinstance(rows, Parsed) else rows
+            text = "".join(f" {json.dumps(each)}\n" for each in values)
             kind, data = _LINES, zlib.compress(text.encode("ascii"), 1)
         row_count = len(rows)
         rest = _HEAD.pack(kind, row_count, len(data)) + data

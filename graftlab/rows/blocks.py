@@ -115,16 +115,23 @@ def _bits(cells: Array) -> Array:
 
 # A column of numbers in a block: a number that all rows have, or the bytes of each significance, the least first. Of
 # these again a byte that all have, or bytes as they are (True), or deflated (False).
-def _packed(cells: Array, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
+def _packed(cells: Array, strategy: int) -> Any:
     if (cells[1:] == cells[0]).all():
         return int(cells[0])
+    return _planes(cells, strategy)
+
+
+def _planes(cells: Array, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> list[Any]:
     planes = np.ascontiguousarray(cells.view(np.uint8).reshape(len(cells), -1).T)
     return [_packed_plane(plane, strategy) for plane in planes]
 
 
 def _packed_integers(cells: Array) -> Any:
     """As differences, each to the one before; the first is the number itself."""
-    return int(cells[0]) if (cells[1:] == cells[0]).all() else _packed(np.diff(cells, prepend=cells.dtype.type(0)))
+    if (cells[1:] == cells[0]).all():
+        return int(cells[0])
+    # Differences that are all the same stand for 1, 2, 3 and so on: not for one number.
+    return _planes(np.diff(cells, prepend=cells.dtype.type(0)))
 
 
 def _unpacked_integers(packed: Any, kind: np.dtype[Any], count: int) -> Array:

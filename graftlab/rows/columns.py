@@ -22,6 +22,8 @@ BECAME = "became"
 """A column of frames that follows from others: whose statistics in the row are those of the value that the model went
 on with. A graft is measured before it overwrites, so those of the receiver's own side are of what is gone."""
 _ABSENT: Any = object()
+# Rows for which room is left, at the least.
+_LEAST_ROOM = 1024
 _THEIR_OWN_KEYS = {str, type(None), object}
 
 Block = dict[str, Array]
@@ -101,7 +103,7 @@ class Columns:
         stays = self._first_after(ordered, tuple(column[least] for column in by))
         if stays < known or known + count > self._room:
             # Elsewhere, because frames may show what is here.
-            self._room = known + count + (known + count if self._grows else 0)
+            self._room = known + count + ((known + count) // 4 + _LEAST_ROOM if self._grows else 0)
             self._arrays = {}
         made = {name: self._extended(_column(ordered, name), name, more) for name in self._names()}
         if stays < known or not is_sorted:
@@ -116,11 +118,9 @@ class Columns:
         if array is None or column.base is not array:
             array = self._arrays[name] = np.empty(self._room, column.dtype)
             array[:at] = column
-        for block in more:
-            cells = _column(block, name)
-            array[at : at + len(cells)] = cells
-            at += len(cells)
-        return array[:at]
+        end = at + sum(len(block["step"]) for block in more)
+        np.concatenate([_column(block, name) for block in more], out=array[at:end])
+        return array[:end]
 
     def _names(self) -> list[str]:
         """All columns of a block that lacks none."""
@@ -244,20 +244,21 @@ def _without_counts(cells: Array) -> Array:
 
 
 def _with_steps(tags: Repeated, steps: Array) -> Array:
-    """The tags of each row, with the step in them; rows with the same ones share them."""
+    """The tags of each row, with the step in them; neighbours that have the same ones share them."""
     values, places = tags
     if not (steps != NO_INTEGER).any():
         return np.fromiter(values, object, len(values))[places]
-    _, nth_step = np.unique(steps, return_inverse=True)
-    _, first, of_row = np.unique(nth_step * len(values) + places, return_index=True, return_inverse=True)
-    made = []
-    for place, step in zip(places[first].tolist(), steps[first].tolist(), strict=True):
-        of_this = values[place]
-        if step != NO_INTEGER:
-            of_this = of_this.copy()
-            of_this["step"] = step
+    made: list[Any] = []
+    last_place = last_step = -1
+    of_this: Any = None
+    for place, step in zip(places.tolist(), steps.tolist(), strict=True):
+        if step != last_step or place != last_place:
+            last_place, last_step, of_this = place, step, values[place]
+            if step != NO_INTEGER:
+                of_this = of_this.copy()
+                of_this["step"] = step
         made.append(of_this)
-    return np.fromiter(made, object, len(made))[of_row]
+    return np.fromiter(made, object, len(made))
 
 
 def _keys(cells: Sequence[Any]) -> Sequence[Any]:

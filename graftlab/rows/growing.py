@@ -71,10 +71,12 @@ class _Text:
         now[: len(used)] |= used
         if whole is None or now.sum() > used.sum():
             known, at = told_apart(values, now)
-            if whole is None or known.dtype != whole.dtype:
-                count, whole = 0, taken(known, at, np.full(room, np.argmax(now)))
-                _, places = self._columns.text(self._name, block)
-        whole[count : count + len(places)] = taken(known, at, places)
+        if whole is not None and known.dtype == whole.dtype:
+            whole[count : count + len(places)] = taken(known, at, places)
+        else:
+            _, places = self._columns.text(self._name, block)
+            rest = np.full(room - len(places), np.argmax(now), places.dtype)
+            count, whole = 0, taken(known, at, np.concatenate([places, rest]))
         # At once, because the stop button may interrupt this anywhere.
         self._state = _Filled(count + len(places), now, known, at, whole)
         return whole

@@ -78,6 +78,20 @@ class Parsed:
             self.tag_steps[rows],
         )
 
+    def is_same(self, other: Parsed) -> bool:
+        """Whether these are the very rows of the other, to the last bit."""
+        return (
+            self.tag_steps.tobytes() == other.tag_steps.tobytes()
+            and self.numbers.keys() == other.numbers.keys()
+            and self.others.keys() == other.others.keys()
+            and all(cells.tobytes() == other.numbers[name].tobytes() for name, cells in self.numbers.items())
+            and all(
+                column.places.tobytes() == other.others[name].places.tobytes() for name, column in self.others.items()
+            )
+            # As text, because True equals 1.
+            and all(repr(column.values) == repr(other.others[name].values) for name, column in self.others.items())
+        )
+
     def values(self) -> list[list[Any]]:
         """Those of each row in the order of :data:`.schema.COLUMNS`, as :func:`.encoding.decode_all` gives them."""
         cells = []

@@ -267,6 +267,7 @@ def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits(tmp_path: 
         run = session.run(baseline, target)
         assert run.target == ["met", "met"]
         assert run.frame["status"].tolist() == ["timeout"]
+        assert "did not reach this tap within 2 s" in run.frame["error"][0]
     for given in (math.inf, 0, "1"):
         with pytest.raises(gl.LaunchError, match=r"tap_timeout=.*: give seconds, more than 0 and at most"):
             gl.launch(1, 1, tap_timeout=given)

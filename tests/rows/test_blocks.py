@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from kit.examples import examples
 from kit.support import wait_until
@@ -97,6 +97,8 @@ some_rows = st.lists(
 
 @compiled
 @given(some_rows)
+@example([row(order) for order in (1, 2, 3, 4)])
+@example([row(order) for order in (-7, -14, -21)])
 def test_a_block_has_the_very_rows_that_were_packed(made: list[Row]) -> None:
     text = b"".join(encode(each) + b"\n" for each in made)
     if (parsed := parse(text)) is None:
@@ -391,6 +393,23 @@ def test_lines_that_only_python_reads_are_kept_in_blocks_too(tmp_path: Path) -> 
     assert (tmp_path / ROWS_FILE).read_bytes().count(b"\n") == 1
     assert repr(made.rows()) == repr(odd)
     assert gl.load_run(tmp_path)["long"].tolist()[7] == 10**30
+
+
+@compiled
+@pytest.mark.usefixtures("small")
+def test_a_block_that_would_not_be_read_as_it_was_packed_is_kept_as_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(rows: Parsed) -> bytes:
+        return pack(Parsed(rows.numbers | {"order": rows.numbers["order"] + 1}, rows.others, rows.tag_steps))
+
+    monkeypatch.setattr(archive, "pack", other)
+    made = RowStore(tmp_path)
+    made.append(lines(0, 30))
+    made.close()
+    assert sum(place.row_count for place in archive.places(tmp_path / BLOCKS_FILE)) == 30
+    assert made.rows() == [row(order) for order in range(30)]
+    assert orders(gl.load_run(tmp_path)) == list(range(30))
 
 
 @pytest.mark.usefixtures("small")
