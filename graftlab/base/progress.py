@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+
+from graftlab.base.live import LivePlace, publisher
 
 # Shorter waits need no bar, and would only flicker.
 PATIENCE = 1.0
@@ -46,16 +49,31 @@ class LongWait:
         """Bring the bar up to date; returns how many seconds to wait before the next call, at most ``remaining``."""
         now = time.monotonic()
         if self._bar is None and now >= self._show_from:
-            # Imported here because most waits are short, and this takes a moment.
-            from tqdm.auto import tqdm
-
-            # A notebook's stdout is not a terminal, yet shows bars; a file or a pipe should get none.
-            shows = sys.stdout.isatty() or "ipykernel" in sys.modules
-            self._bar = tqdm(desc=self._title, total=self._total, unit=f" {self._what}", leave=False, disable=not shows)
+            self._bar = self._made()
         if self._bar is not None:
             self._count_up()
         pause = INTERVAL if self._bar is not None else self._show_from - now
         return max(0.0, pause if remaining is None else min(pause, remaining))
+
+    def _made(self) -> Any:
+        # Imported here because most waits are short, and this takes a moment.
+        from tqdm.std import tqdm
+
+        options: dict[str, Any] = {"desc": self._title, "total": self._total, "unit": f" {self._what}", "leave": False}
+        if publisher() is None:
+            # A file or a pipe should get none.
+            return tqdm(**options, disable=not sys.stdout.isatty())
+        place = LivePlace()
+
+        class Bar(tqdm):  # type: ignore[misc]
+            """Lines of text in a cell's output, because a widget would be missing in the saved notebook."""
+
+            def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+                place.show(str(self) if msg is None else msg)
+                return True
+
+        # Its own file would get the line that it clears at the end.
+        return Bar(**options, file=io.StringIO(), ncols=100)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -66,14 +66,24 @@ class PairsOnRanks:
     def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankHandle, Pickled]:
         name, tags = question.name, question.tags
         steps: dict[RankHandle, int] = {}
+        gone: dict[RankHandle, int] = {}
+
+        def fits(found: Mapping[str, Any]) -> bool:
+            return found["name"] == name and all(found.get(k) == v for k, v in tags.items())
+
         for process in self._receivers():
             if rank in (None, process.place.rank):
-                for found in self._tags_on(process, isinstance(question, AskKeptInput)):
-                    if found["name"] == name and all(found.get(k) == v for k, v in tags.items()):
-                        steps[process] = found["step"]
+                answer = self._ask(process, AskKeptTags(isinstance(question, AskKeptInput)), KeptTags)
+                steps.update((process, found["step"]) for found in answer.tags if fits(found))
+                gone.update(
+                    (process, max(found["step"], gone.get(process, -1))) for found in answer.missing if fits(found)
+                )
         # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
-        # One that has none may know why.
+        # One that has none may know why, as where the newest one, received by the other side since, is not held.
         asked = sorted(steps, key=lambda process: -steps[process])
+        if asked:
+            later = [process for process, step in gone.items() if step > steps[asked[0]]]
+            asked = sorted(later, key=lambda process: -gone[process]) + asked
         for process in asked or [each for each in self._receivers() if rank in (None, each.place.rank)]:
             packed = self._ask(process, question, Kept).packed
             if packed is not None:

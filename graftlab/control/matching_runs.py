@@ -71,6 +71,7 @@ class _Matching:
         self._grafted: dict[str, list[Pair]] = {}
         self._notes: dict[str, None] = {}
         self._moved = 0
+        self._order: dict[Side, tuple[str, ...]] = {}
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
 
     def proposal(self, rounds: int) -> Proposal:
@@ -89,6 +90,7 @@ class _Matching:
             moved=self._moved,
             unmatched_baseline={**found.unmatched_baseline, **self._skipped["baseline"]},
             unmatched_target={**found.unmatched_target, **self._skipped["target"]},
+            order=self._order,
         )
 
     def end(self) -> None:
@@ -117,7 +119,10 @@ class _Matching:
                 if tap.value is not None:
                     self._values[tap.name] = tap.value
         self._runs += 1
-        return self._baseline, self._one(run.target, "target")
+        target = self._one(run.target, "target")
+        ours_in_order, theirs_in_order = (tuple(tap.name for tap in taps) for taps in (self._baseline, target))
+        self._order = {"baseline": ours_in_order, "target": theirs_in_order}
+        return self._baseline, target
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[Graft]], list[str]]:
         """What is grafted now and was not in the run before, and which of the target's taps no longer are."""

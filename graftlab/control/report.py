@@ -6,7 +6,6 @@ where they are asked for; errors and notes are the words of the code that was ru
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import platform
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 
-from graftlab import plots
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.control.core import SessionCore
@@ -32,6 +30,8 @@ from graftlab.control.works import source_of
 from graftlab.errors import GraftError, SessionError
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
+from graftlab.plots.style import to_html
+from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.schema import Row
 from graftlab.verdict.tap_lines import Following, SoFar
 
@@ -198,14 +198,13 @@ def _pictures(session: SessionCore) -> str:
     shown = []
     for name, tags in list(kept)[:_PICTURES]:
         try:
-            png = plots.to_png(plot.heatmap(name, **dict(tags)))
+            figure = plot.heatmap(name, **dict(tags))
         except GraftError as error:
             shown.append(f"<p>{html.escape(f'{name}: {error}')}</p>")
             continue
-        data = base64.b64encode(png).decode("ascii")
-        shown.append(f'<img alt="{html.escape(name)}: where the pair differs" src="data:image/png;base64,{data}">')
+        shown.append(to_html(figure, f"{name}: where the pair differs. {in_words(figure)}"))
     more = f"<p>and {len(kept) - _PICTURES:,} kept pairs more</p>" if len(kept) > _PICTURES else ""
-    return _section("Kept pairs", "".join(shown) + more if shown else "<p>No pair is kept.</p>")
+    return _section("Kept pairs", STYLE + "".join(shown) + more if shown else "<p>No pair is kept.</p>")
 
 
 def _own(tags: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import threading
 import time
@@ -14,9 +15,10 @@ from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
+from graftlab.control.rank_output import Piece, RankOutput
 from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Failure, RunDone
+from graftlab.ranks.messages import Failure, Output, RunDone
 from graftlab.rows.digest import Digest, RunDigest
 
 if TYPE_CHECKING:
@@ -85,14 +87,14 @@ class Run:
         self._failed: dict[int, str] = {}
         self._stopped: set[int] = set()
         self._held_up = False
-        self._output: deque[tuple[str, str]] = deque(maxlen=_HELD_OUTPUT)
+        self._output: deque[tuple[str, bool, Piece]] = deque(maxlen=_HELD_OUTPUT)
         self._results: dict[int, Any] = {}
 
     # ---- what the hub reports -----------------------------------------------------------------------------------
 
-    def note_output(self, rank: RankHandle, text: str) -> None:
+    def note_output(self, rank: RankHandle, piece: Piece) -> None:
         with self._changed:
-            self._output.append((rank.label, text))
+            self._output.append((rank.label, rank.trusted, piece))
             self._changed.notify_all()
 
     def note_done(self, rank: RankHandle, done: RunDone) -> None:
@@ -133,7 +135,7 @@ class Run:
         brief = what.partition("\n")[0]
         self._failed.setdefault(rank.place.world_rank, brief)
         if self.on_failure == "continue":
-            self._output.append((rank.label, f"failed: {brief}; the others go on"))
+            self._output.append((rank.label, True, Output(f"failed: {brief}; the others go on\n")))
 
     def note_settled(self, rank: RankHandle) -> None:
         with self._changed:
@@ -171,8 +173,10 @@ class Run:
         True
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        shown = RankOutput(self._write)
         try:
             with (
+                contextlib.closing(shown),
                 bar or LongWait(f"run {self.number}", "rows", self._count, where=self.where) as progress,
                 self._changed,
             ):
@@ -181,7 +185,7 @@ class Run:
                     self._output.clear()
                     self._changed.release()
                     try:
-                        self._show(output)
+                        shown.show(output)
                     finally:
                         self._changed.acquire()
                     if (over or self._held_up) and not self._output:
@@ -229,12 +233,13 @@ class Run:
                     raise TimeoutError(f"run {self.number} has not ended {count} steps yet: {self.where()}")
         return self
 
+    def wait_ended(self, ranks: Sequence[RankHandle], deadline: float) -> None:
+        """Wait until the part of these ranks is over, or for the deadline of the monotonic clock."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(map(self.has_ended, ranks)), max(0.0, deadline - time.monotonic()))
+
     def _has_news(self) -> bool:
         return bool(self._output) or self.done or self._held_up
-
-    def _show(self, output: list[tuple[str, str]]) -> None:
-        for label, text in output:
-            self._write("".join(f"{label} | {line}\n" for line in text.splitlines()))
 
     def where(self) -> str:
         """One line on each rank that failed, the first one first, and on where each is that has not ended."""

@@ -11,12 +11,13 @@ from types import CodeType
 
 from graftlab.base.world import RunInfo
 from graftlab.control.groups import Groups, collective_in
+from graftlab.control.rank_output import Piece
 from graftlab.control.run import OnFailure, Run
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Interrupt, Output, RunDone, RunRequest, RunSettled, Work, pack
+from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
 from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
@@ -148,9 +149,9 @@ class Runs:
 
     # ---- what the ranks report ----------------------------------------------------------------------------------
 
-    def note_output(self, output: Output, rank: RankHandle) -> None:
+    def note_output(self, output: Piece, rank: RankHandle) -> None:
         if self._runs:
-            self._runs[-1].note_output(rank, output.text)
+            self._runs[-1].note_output(rank, output)
 
     def note_done(self, done: RunDone, rank: RankHandle) -> None:
         if done.failure is None or self._closing is None:

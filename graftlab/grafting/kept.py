@@ -179,7 +179,17 @@ class KeptPairs:
         """The tags of every pair here as plain values, oldest first; with ``failed``, of those without a value too."""
         with self._lock:
             pairs = [pair for _, pair in self._pairs if failed or pair.value is not None]
-        return [{tag: plain(value) for tag, value in pair.tags.items()} for pair in pairs]
+        return [_plain(pair.tags) for pair in pairs]
+
+    def missing(self) -> list[dict[str, Any]]:
+        """The tags of each tap's newest pair, of those whose newest is not held."""
+        with self._lock:
+            missing = list(self._missing.values())
+        return [_plain(each.tags) for each in missing]
+
+
+def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
+    return {tag: plain(value) for tag, value in tags.items()}
 
 
 def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -134,6 +134,11 @@ def _commands() -> dict[str, Command]:
     listen.add_argument("--folder", help="where rows go and jobs look for this session (default: a new one)")
     listen.add_argument("--append", action="store_true", help="go on in a folder that has rows, and take over its jobs")
     listen.add_argument(
+        "--address",
+        metavar="tcp://HOST:PORT",
+        help="listen there too, for jobs on other machines; they need the token that is printed",
+    )
+    listen.add_argument(
         "--timeout",
         type=_seconds,
         metavar="SECONDS",
@@ -150,6 +155,14 @@ def _commands() -> dict[str, Command]:
     command(
         "restart", "Start the same ranks anew, with the same plan; what was on them is gone, and nothing is run again."
     )
+    debug = command(
+        "debug",
+        "Look into the frames of the last failure on a rank, at a prompt, or with one command of pdb.\n\n"
+        "Commands are w (the frames), u and d (up and down), l (the source), p EXPR, pp EXPR, a, or an expression.",
+        raw="COMMAND",
+        usage="%%graft debug [-h] [RANK [COMMAND]]",
+    )
+    debug.add_argument("rank", nargs="?", metavar="RANK", help="such as target[1]; default: the first that failed")
     command("down", "End the ranks; rows and logs stay.")
 
     log = command("log", "Show the end of a rank's log.")
@@ -293,6 +306,11 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
     if command.raw == "where":
         name_given, where = split_where(rest)
         return name, command.parser.parse_args([*_split(name, name_given), *where])
+    if command.raw == "COMMAND":
+        rank, _, text = rest.strip().partition(" ")
+        arguments = command.parser.parse_args([rank] if rank else [])
+        arguments.command = text.strip()
+        return name, arguments
     if command.raw == "EXPR":
         return name, _parse_expression(command, rest)
     return name, command.parser.parse_args(_split(name, rest))

@@ -16,6 +16,8 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
+from graftlab.control.interrupting import interrupt_and_tell
+from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
 from graftlab.filters.check import Check, told
 from graftlab.magics import command_line
@@ -125,6 +127,7 @@ class GraftMagics(Magics):
             timeout=arguments.timeout,
             folder=arguments.folder,
             append=arguments.append,
+            address=arguments.address,
         )
         self._assign(arguments.out, self.session)
         return self.session
@@ -162,7 +165,25 @@ class GraftMagics(Magics):
             sys.stdout.write(f"--- {label}\n{stack}\n")
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
-        self._open().interrupt()
+        sys.stdout.write("\n".join(interrupt_and_tell(self._open())) + "\n")
+
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        session = self._open()
+        failed = list(session.runs[-1].failures) if session.runs else []
+        rank = arguments.rank or (failed[0] if failed else None)
+        if rank is None:
+            raise UsageError("%graft debug: nothing has failed in the newest run")
+        if arguments.command or not self._can_ask():
+            said = session.post_mortem(rank, arguments.command)
+            hint = "" if arguments.command else f"\n`%graft debug {rank} p EXPR` shows a value; also w, u, d, l, a"
+            sys.stdout.write(f"{said}{hint}\n")
+            return
+        prompt(rank, lambda command: session.post_mortem(rank, command), input, sys.stdout.write)
+
+    def _can_ask(self) -> bool:
+        """Whether somebody can answer `input()`: not where a notebook is executed without a browser."""
+        kernel = getattr(self.shell, "kernel", None)
+        return bool(getattr(kernel, "_allow_stdin", False)) if kernel is not None else sys.stdin.isatty()
 
     def _restart(self, arguments: argparse.Namespace) -> Session:
         session = self._open()
@@ -200,9 +221,10 @@ class GraftMagics(Magics):
         return comparison
 
     def _match(self, arguments: argparse.Namespace) -> Any:
-        proposal = self._open().match(arguments.expression, arguments.expression)
+        session = self._open()
+        proposal = session.match(arguments.expression, arguments.expression)
         self._assign(arguments.out, proposal)
-        return proposal
+        return session.match_editor(proposal)
 
     def _check(self, arguments: argparse.Namespace) -> Any:
         check = self._open().check(target=arguments.expression)
@@ -354,6 +376,8 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
             choices = list(command.choices[previous[-1]])
         elif previous[0] == "log":
             choices += ["baseline", "target", "both", *ranks]
+        elif previous == ["debug"]:
+            choices += ranks
         elif previous[0] == "plot" and session is not None:
             choices += [str(name) for name in dict.fromkeys(tags["name"] for tags in session.taps)]
     found = [SimpleCompletion(choice, type="param") for choice in choices if choice.startswith(token)]

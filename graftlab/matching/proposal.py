@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -63,7 +63,7 @@ class Proposal:
 
     ``unmatched_baseline`` and ``unmatched_target`` map what has no partner to why. ``problems`` are sentences about
     what contradicts itself, such as a tap whose layout is not that of its neighbours. ``moved`` is how many bytes of
-    values came to the notebook or left it for that.
+    values came to the notebook or left it for that. ``order`` has each side's taps as they ran, where that is known.
     """
 
     pairs: tuple[Pair, ...]
@@ -71,6 +71,7 @@ class Proposal:
     unmatched_target: dict[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     moved: int = field(default=0, kw_only=True)
+    order: Mapping[Side, Sequence[str]] = field(default_factory=dict, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -138,8 +139,8 @@ class Proposal:
         ``{n+1}`` for the one after. Guesses are left out.
         """
         written: list[dict[str, str]] = []
-        for group in _folded(pair for pair in self.pairs if pair.sureness != "guess"):
-            baseline, target = _written(group)
+        for group in folded(pair for pair in self.pairs if pair.sureness != "guess"):
+            baseline, target = written_as(group)
             rule = {"baseline": baseline, "target": target}
             if group[0].layout.steps:
                 rule |= {"layout": group[0].layout.text, "whole": group[0].whole}
@@ -190,8 +191,8 @@ class Proposal:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         lines = []
-        for group in _folded(self.pairs):
-            baseline, target = _written(group)
+        for group in folded(self.pairs):
+            baseline, target = written_as(group)
             worst = max((pair.rel for pair in group if pair.rel is not None), default=None)
             count = f"x{len(group)}" if len(group) > 1 else ""
             note = "; ".join(dict.fromkeys(pair.note for pair in group if pair.note))
@@ -227,7 +228,7 @@ def _confirmed(pair: Pair) -> Pair:
     return pair if pair.by_value else replace(pair, sureness="confirmed", note="accepted by hand")
 
 
-def _folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
+def folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
     """Pairs that differ in their numbers alone, and by the same step on both sides, together."""
     groups: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
@@ -239,7 +240,7 @@ def _folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
     return list(groups.values())
 
 
-def _written(group: Sequence[Pair]) -> tuple[str, str]:
+def written_as(group: Sequence[Pair]) -> tuple[str, str]:
     """Both names of a group of pairs, with ``{n}`` where they differ."""
     first = group[0]
     if len(group) == 1:

@@ -7,6 +7,8 @@
 const COLOURS = {
   compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
 };
+// On dark paper blue is lost.
+const ON_DARK = { ...COLOURS, compared: "#56b4e9" };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
 const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
 // title, the state's column, whether it is a number
@@ -43,7 +45,7 @@ const STYLE = `
 .gle .lines { max-height: 330px; overflow: auto; border: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
 .gle table { border-collapse: collapse; width: 100%; font-size: 12px }
 .gle thead th { position: sticky; top: 0; z-index: 1; background: var(--jp-layout-color1, var(--vscode-editor-background, Canvas)); padding: 0 }
-.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left }
+.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left; white-space: nowrap }
 .gle th.number button, .gle td.number { text-align: right; font-variant-numeric: tabular-nums }
 .gle tbody tr { height: ${ROW}px; cursor: pointer }
 .gle tbody tr:hover { background: color-mix(in srgb, currentColor 8%, transparent) }
@@ -106,7 +108,10 @@ export function mount(root, act = null) {
   // ---- controls ---------------------------------------------------------------------------------------------------
 
   function control(made, title, parent = tools) {
-    made.title = title; made.setAttribute("aria-label", title); parent.append(made); return made;
+    made.title = title;
+    // What is written on a button is its name, and the title tells more; a sign is no name.
+    if (made.textContent.length < 3) made.setAttribute("aria-label", title);
+    parent.append(made); return made;
   }
   const caption = element("label", "", "Floor ");
   const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);
@@ -214,6 +219,7 @@ export function mount(root, act = null) {
     if (!width) return;
     canvas.width = width * ratio; canvas.height = HEIGHT * ratio;
     const g = canvas.getContext("2d"), ink = getComputedStyle(root).color;
+    const colours = (ink.match(/\d+/g) ?? [0]).slice(0, 3).every((part) => part > 127) ? ON_DARK : COLOURS;
     g.scale(ratio, ratio);
     g.font = "11px system-ui, sans-serif";
     if (!points.length) { g.fillStyle = ink; g.fillText("no tap to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
@@ -238,7 +244,7 @@ export function mount(root, act = null) {
     g.save(); g.beginPath(); g.rect(LEFT - 6, 0, right - LEFT + 12, HEIGHT); g.clip();
     for (let n = first; n < last; n++) {
       const i = points[n].at, x = xOf(n), y = place(i, s);
-      g.strokeStyle = g.fillStyle = COLOURS[state.status[i]] ?? "#888";
+      g.strokeStyle = g.fillStyle = colours[state.status[i]] ?? "#888";
       g.beginPath(); g.arc(x, y, size, 0, 7);
       if (state.value[i] === 0 && y === s.exact) g.stroke(); else g.fill();
       if (state.nonfinite[i] > 0) { g.strokeStyle = COLOURS.failed; g.lineWidth = 2; g.beginPath(); g.arc(x, y, size + 4, 0, 7); g.stroke(); g.lineWidth = 1; }

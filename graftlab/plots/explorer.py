@@ -65,7 +65,7 @@ def headline(found: SoFar) -> str:
     rest = [each for each in lost if not each.startswith("0 ")]
     unseen = f" Not compared: {', '.join(rest)}." if rest else ""
     said = found.sentences[0] if found.sentences else "nothing was measured"
-    earlier = f" F{found.earlier[1:]}." if found.earlier else ""
+    earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
     return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{earlier}{unseen}"
 
 

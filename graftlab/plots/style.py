@@ -18,6 +18,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.transforms import offset_copy
 
+from graftlab.plots import themes
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour vision.
@@ -74,6 +76,9 @@ class NotebookFigure(Figure):
     def _repr_png_(self) -> bytes:
         return to_png(self)
 
+    def _repr_html_(self) -> str:
+        return themes.STYLE + to_html(self)
+
 
 def to_png(figure: Figure, *, dpi: float = 110) -> bytes:
     """Render a figure to PNG bytes, one figure of the process at a time; safe to call from any thread.
@@ -83,8 +88,17 @@ def to_png(figure: Figure, *, dpi: float = 110) -> bytes:
     """
     out = io.BytesIO()
     with _RENDERING:
-        figure.savefig(out, format="png", dpi=dpi)
+        themes.save(figure, out, dpi)
     return out.getvalue()
+
+
+def to_html(figure: Figure, alt: str = "", dpi: float = 110) -> str:
+    """A figure as markup for pages that have :data:`graftlab.plots.themes.STYLE`, one figure of the process at a time.
+
+    ``alt`` is what it shows in words; without it, its titles and labels are taken.
+    """
+    with _RENDERING:
+        return themes.pictures(figure, alt, dpi)
 
 
 def new_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from graftlab.base import shipping
 from graftlab.diffs.maps import difference_map
-from graftlab.errors import GraftError
+from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
@@ -26,12 +26,14 @@ from graftlab.ranks.messages import (
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
+    AskPostMortem,
     AskStacks,
     Dispatch,
     Interrupt,
     Kept,
     KeptTags,
     PlanUpdate,
+    PostMortem,
     Query,
     Refused,
     Reply,
@@ -45,6 +47,11 @@ from graftlab.ranks.stacks import stacks_of_other_threads
 logger = logging.getLogger(__name__)
 
 Job = RunRequest | PlanUpdate | Shutdown
+
+
+def nothing_failed(command: str) -> str:
+    """The answer of what keeps no failures."""
+    raise SessionError("this rank is a job of its own, which keeps no failures; a debugger works where it was started")
 
 
 class Desk:
@@ -61,6 +68,7 @@ class Desk:
         kept: KeptPairs,
         interrupt: Callable[[int], None],
         end: Callable[[], None],
+        post_mortem: Callable[[str], str] = nothing_failed,
     ) -> None:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.stop, self._stop_write = os.pipe()
@@ -69,6 +77,7 @@ class Desk:
         self._grafter = grafter
         self._kept = kept
         self._end = end
+        self._post_mortem = post_mortem
         self._handle = Dispatch[[], None]()
         self._handle.on(PlanUpdate, self._on_plan)
         self._handle.on(RunRequest, self.jobs.put)
@@ -77,7 +86,8 @@ class Desk:
         self._handle.on(Shutdown, self._on_shutdown)
         self._answer = Dispatch[[], Answer]()
         self._answer.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
-        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed)))
+        self._answer.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
+        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
         self._answer.on(AskKeptPair, self._kept_pair)
         self._answer.on(AskKeptInput, self._kept_input)
         self._answer.on(AskKeptMap, self._kept_map)
@@ -116,10 +126,17 @@ class Desk:
     # ---- questions ----------------------------------------------------------------------------------------------
 
     def _on_query(self, query: Query) -> None:
+        if isinstance(query.question, AskPostMortem):
+            # It evaluates what a person typed, which may take for ever; the desk is for everybody.
+            threading.Thread(target=self._reply, args=(query,), name="graftlab-post-mortem", daemon=True).start()
+        else:
+            self._reply(query)
+
+    def _reply(self, query: Query) -> None:
         try:
             answer = self._answer(query.question)
         except Exception as error:
-            answer = Refused(f"{type(error).__name__}: {error}")
+            answer = Refused(str(error) if isinstance(error, GraftError) else f"{type(error).__name__}: {error}")
         self._line.send(Reply(query.number, answer))
 
     def _kept_pair(self, question: AskKeptPair) -> Kept:

@@ -97,6 +97,33 @@ class Shutdown(Message, frozen=True):
     """End."""
 
 
+class Contact(Message, frozen=True):
+    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
+
+    ``socket`` is a path on its machine, and ``nonce`` what can be read in its memory by whoever shares that; ``name``
+    is what it is called at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
+    """
+
+    world_rank: int
+    socket: str
+    nonce: bytes
+    name: bytes
+    address: str
+    port: int
+
+
+class Contacts(Message, frozen=True):
+    """These ranks are there. One that was there before is another process now."""
+
+    contacts: tuple[Contact, ...]
+
+
+class Departed(Message, frozen=True):
+    """This rank is not there any more, and nothing has begun."""
+
+    world_rank: int
+
+
 # ---- from a rank to the notebook ------------------------------------------------------------------------------------
 
 
@@ -106,10 +133,42 @@ class Hello(Message, frozen=True):
     pid: int
 
 
+class Linked(Message, frozen=True):
+    """The rank has a connection to every other: those with which it shares memory, and those behind TCP."""
+
+    memory: tuple[int, ...]
+    tcp: tuple[int, ...]
+
+
+class IsAt(Message, frozen=True):
+    """Where the rank is, and for how many seconds; see :class:`graftlab.exchange.whereabouts.Whereabouts`."""
+
+    state: str
+    step: int
+    plan_version: int
+    taps: int
+    seconds: float
+    tap: str
+    awaits: tuple[int, ...]
+
+
 class Output(Message, frozen=True):
     """Whole lines that the rank printed."""
 
     text: str
+
+
+class LiveOutput(Message, frozen=True):
+    """The lines that a program writes over and over, as they stand on this stream; none when it has ended."""
+
+    stream: int
+    text: str
+
+
+class Shown(Message, frozen=True):
+    """What the rank's code displays: a representation a MIME type, as text, images in base64."""
+
+    data: dict[str, str]
 
 
 class TapSeen(Message, frozen=True):
@@ -166,12 +225,16 @@ class Stacks(Message, frozen=True):
 
 
 class KeptTags(Message, frozen=True):
-    """The tags of every pair that is kept, oldest first. Plain values only."""
+    """The tags of every pair that is kept, oldest first, and of the newest of each tap whose newest is not held.
+
+    Plain values only.
+    """
 
     tags: list[dict[str, Any]]
+    missing: list[dict[str, Any]] = []
 
     def __post_init__(self) -> None:
-        for tags in self.tags:
+        for tags in (*self.tags, *self.missing):
             _require_plain(tags)
 
 
@@ -181,17 +244,29 @@ class Kept(Message, frozen=True):
     packed: Pickled | None
 
 
+class PostMortem(Message, frozen=True):
+    """What a debugger says of the frames of the last failure."""
+
+    text: str
+
+
 class Refused(Message, frozen=True):
     """Why there is no answer."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | Refused
+Answer = Stacks | KeptTags | Kept | PostMortem | Refused
 
 
 class AskStacks(Message, frozen=True):
     """Where are the rank's threads in the code? Answered by :class:`Stacks`."""
+
+
+class AskPostMortem(Message, frozen=True):
+    """What does a debugger say to this command, in the frames of the last failure? Runs what the command says."""
+
+    command: str
 
 
 class AskKeptTags(Message, frozen=True):
@@ -227,7 +302,7 @@ class AskKeptMap(AskKept, frozen=True):
     dims: tuple[int, int] | None
 
 
-Question = AskStacks | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
+Question = AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
 
 
 class Query(Message, frozen=True):
@@ -246,8 +321,10 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown
-FromRank = Hello | Output | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
+FromRank = (
+    Hello | Contact | Linked | IsAt | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+)
 
 _to_rank = wire.Decoder(ToRank)
 _from_rank = wire.Decoder(FromRank)

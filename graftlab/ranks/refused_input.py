@@ -13,8 +13,9 @@ _INPUT = (
     "(session.run(f, f, args=(...,))), or set a variable there with a %%graft cell"
 )
 _DEBUGGER = (
-    "nobody can answer a debugger on a rank, which has no terminal; `%graft stacks` (session.stacks()) shows where "
-    "each rank is, `%%graft target[0]` runs a cell on one rank, where its cells ran, and what is printed shows here"
+    "nobody can answer a debugger on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
+    "looks into the frames of what failed there, as this has now, `%graft stacks` (session.stacks()) shows where each "
+    "rank is, and `%%graft target[0]` runs a cell on one rank"
 )
 _DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "IPython.core.debugger"})
 

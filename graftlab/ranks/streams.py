@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from graftlab.ranks.live_lines import LiveLines, is_live
 from graftlab.ranks.refused_input import refuse_input
 
 # A progress bar may never end its line, so a line of this length is sent unfinished.
@@ -18,6 +19,8 @@ _LONGEST = 1 << 16
 # So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
 _LINES_A_SECOND = 10_000
 _CHARACTERS_A_SECOND = 1 << 21
+# Seconds between two states of a progress bar that are shown.
+_LIVE_INTERVAL = 0.2
 
 
 def redirect_to(log: str) -> None:
@@ -36,11 +39,20 @@ def redirect_to(log: str) -> None:
 
 
 class LabelledStream(io.TextIOBase):
-    """Writes through to ``log``, and passes only whole lines, a thread's at a time, to ``send``."""
+    """Writes through to ``log``, and passes only whole lines, a thread's at a time, to ``send``.
 
-    def __init__(self, log: TextIO, send: Callable[[str], None]) -> None:
+    Lines that a progress bar writes over and over go to ``show_live`` as they stand, some times a second, and to
+    ``send`` when they are done.
+    """
+
+    def __init__(
+        self, log: TextIO, send: Callable[[str], None], show_live: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._log = log
         self._send = send
+        self._show_live = show_live
+        self._live: dict[int, LiveLines] = {}
+        self._next_live = 0.0
         # A signal handler may print in the middle of a print.
         self._lock = threading.RLock()
         self._unfinished: dict[int, str] = {}
@@ -58,9 +70,18 @@ class LabelledStream(io.TextIOBase):
         return self._log.fileno()
 
     def write(self, text: str) -> int:
-        thread = threading.get_ident()
         with self._lock:
             self._to_log(text)
+            self._take(text)
+        return len(text)
+
+    def _take(self, text: str) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            live = self._live.get(thread)
+            if live is not None or is_live(text):
+                self._write_live(thread, live, text)
+                return
             pending = self._unfinished.pop(thread, "") + text
             whole, newline, rest = pending.rpartition("\n")
             if len(rest) > _LONGEST:
@@ -69,7 +90,29 @@ class LabelledStream(io.TextIOBase):
                 self._unfinished[thread] = rest
         if newline:
             self._show(whole + newline)
-        return len(text)
+
+    def _write_live(self, thread: int, live: LiveLines | None, text: str) -> None:
+        if live is None:
+            live = self._live[thread] = LiveLines()
+            text = self._unfinished.pop(thread, "") + text
+        elif live.is_over and not is_live(text) and text != "\n":
+            # No bar goes on after this one, so what follows is a line like any other.
+            self._end_live(thread)
+            self._take(text)
+            return
+        done = live.write(text)
+        if done:
+            self._show(done)
+        now = time.monotonic()
+        if now >= self._next_live:
+            self._next_live = now + _LIVE_INTERVAL
+            self._show_live("\n".join(each.text for each in self._live.values()))
+
+    def _end_live(self, thread: int) -> None:
+        live = self._live.pop(thread)
+        self._show_live("\n".join(each.text for each in self._live.values()))
+        if live.text:
+            self._show(live.text + "\n")
 
     def _to_log(self, text: str = "") -> None:
         # The disk may be full, or user code may have closed the descriptor: nothing that a model should end for.
@@ -99,6 +142,8 @@ class LabelledStream(io.TextIOBase):
     def flush_lines(self) -> None:
         """Send unfinished lines too: whoever began them has ended."""
         with self._lock:
+            for thread in list(self._live):
+                self._end_live(thread)
             unfinished, self._unfinished = self._unfinished, {}
         for text in unfinished.values():
             self._show(text + "\n")

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import types
+from functools import partial
 
 import torch
 
@@ -25,9 +26,22 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.desk import Desk
+from graftlab.ranks.displays import show_displays
 from graftlab.ranks.lifeline import die_with_the_notebook
 from graftlab.ranks.line import Line
-from graftlab.ranks.messages import Dispatch, Hello, Output, PlanUpdate, RunDone, RunRequest, RunSettled, Shutdown
+from graftlab.ranks.messages import (
+    Dispatch,
+    Hello,
+    LiveOutput,
+    Output,
+    PlanUpdate,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    Shown,
+    Shutdown,
+)
+from graftlab.ranks.post_mortem import LastFailure
 from graftlab.ranks.settling import receive_descriptors, settle_in
 from graftlab.ranks.spec import RankSpec
 from graftlab.ranks.streams import LabelledStream
@@ -74,11 +88,16 @@ class Rank:
         active.activate(self._grafter, here)
         # The run that goes on here, and the last one that was to be interrupted before it began.
         self._run_number, self._interrupted_run = -1, -1
-        self._streams = [LabelledStream(stream, self._print) for stream in (sys.stdout, sys.stderr)]
+        self._streams = [
+            LabelledStream(stream, self._print, partial(self._print_live, number))
+            for number, stream in enumerate((sys.stdout, sys.stderr))
+        ]
         sys.stdout, sys.stderr = self._streams
+        show_displays(self._display)
+        self._last_failure = LastFailure()
         signal.signal(signal.SIGINT, self._on_interrupt)
         # Without a notebook nobody would ever collect what this rank computes.
-        self._desk = Desk(line, self._grafter, kept, self._interrupt, end=lambda: os._exit(1))
+        self._desk = Desk(line, self._grafter, kept, self._interrupt, lambda: os._exit(1), self._last_failure.ask)
         self._desk.open()
 
     def serve(self) -> None:
@@ -96,6 +115,7 @@ class Rank:
     def _run(self, request: RunRequest) -> None:
         run = self._run_number = request.info.run
         result, failure = None, None
+        self._last_failure.forget()
         self._grafter.interrupt_due = False
         self._grafter.begin_run(request.info, from_wire(request.plan))
         try:
@@ -104,6 +124,7 @@ class Rank:
             result = shipping.pack_result(self._workplace.do(request.work))
         except BaseException as error:
             failure = failure_of(error)
+            self._last_failure.keep(error)
         self._run_number = -1
         for stream in self._streams:
             stream.flush_lines()
@@ -115,6 +136,12 @@ class Rank:
 
     def _print(self, text: str) -> None:
         self._line.send(Output(text))
+
+    def _print_live(self, stream: int, text: str) -> None:
+        self._line.send(LiveOutput(stream, text))
+
+    def _display(self, data: dict[str, str]) -> None:
+        self._line.send(Shown(data))
 
     def _interrupt(self, run: int) -> None:
         """On the desk's thread. What the main thread does not see at its beginning, it gets as a signal."""

@@ -51,9 +51,12 @@ class Workplace:
         tree = ast.parse(work.source, work.filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, work.filename, "exec", dont_inherit=True), self.namespace)
-        if not isinstance(last, ast.Expr):
-            return None
-        value = eval(compile(ast.Expression(last.value), work.filename, "eval", dont_inherit=True), self.namespace)
+        value = None
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), work.filename, "eval", dont_inherit=True), self.namespace)
+        backend = sys.modules.get("graftlab.ranks.figures")
+        if backend is not None:
+            backend.show_all_but(value if isinstance(value, sys.modules["matplotlib.figure"].Figure) else None)
         return unless_large(value)
 
 

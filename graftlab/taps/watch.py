@@ -137,15 +137,15 @@ def watch(
 
     With ``params`` each weight and buffer is a tap too, once a step, when the model is first called: of its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
-    the type of the module that owns them. A graft of such a tap overwrites the weight, which stays so; a verdict only
-    compares them. With ``inputs`` the tensors that the model is called with are taps: ``input.input_ids``, by the names
-    of its ``forward``, with ``kind="input"``.
+    the type of the module that owns them. A graft of such a tap changes the weight for good; a verdict only compares
+    them. With ``inputs`` the tensors that the model is called with are taps, named after the parameters of its
+    ``forward`` (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is put in, and the handle has the names alone. ``names`` has no inputs, which are not
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` has no inputs, which are not
     known before a call.
 
-    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch has not, and TypeError when
-    ``model`` is not a module.
+    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch does not have, and TypeError
+    when ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:

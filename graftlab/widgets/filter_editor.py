@@ -15,7 +15,6 @@ from typing import Any
 import ipywidgets as widgets
 
 from graftlab.base.html import cell, table
-from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run
 from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both
@@ -27,6 +26,7 @@ from graftlab.widgets.kept_taps import either
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_list import PlanList
 from graftlab.widgets.plan_view import adoption
+from graftlab.widgets.rename_list import RenameList, rules_of
 from graftlab.widgets.text_area_editor import TextareaEditor
 
 
@@ -63,6 +63,7 @@ class FilterEditor(Panel):
         self._revert = self.button("Revert", "revert", "Drop what was typed", self.revert)
         keys = "" if isinstance(lines["b2t"].editor, TextareaEditor) else "Ctrl/⌘-Enter applies"
         self._adopted = widgets.HTML().add_class("graftlab-adopted")
+        self._renames = RenameList(self)
         self._earlier = PlanList(self, self.restore)
         self.add_class("graftlab-filter-editor")
         self._open(
@@ -71,6 +72,7 @@ class FilterEditor(Panel):
                 row(self._apply, self._revert, widgets.HTML(f'<span class="quiet">{keys}</span>')),
                 self._message_line,
                 self._adopted,
+                self._renames,
                 self._earlier,
             ],
             {name: line.editor for name, line in self._lines.items()},
@@ -105,7 +107,7 @@ class FilterEditor(Panel):
             new = self.session.edit(
                 **{name: getattr(plan, name) for name in FILTERS},
                 transform=plan.transform,
-                rename=_rename_of(plan),
+                rename=rules_of(plan),
                 pairs=plan.pairs,
             )
             self.revert()
@@ -213,12 +215,6 @@ class FilterEditor(Panel):
         update(self._apply, disabled=closed or faulty, button_style="primary" if typed and not faulty else "")
         update(self._revert, disabled=closed)
         update(self._adopted, value=adoption(self._plan.version, adopted, alive, closed))
+        self._renames.show(self._plan, closed)
         self._earlier.show(self.session.plans, closed)
         self._shown = state
-
-
-def _rename_of(plan: GraftPlan) -> dict[Side, dict[str, str]]:
-    rules: dict[Side, dict[str, str]] = {}
-    for side, pattern, replacement in plan.rename:
-        rules.setdefault(side, {})[pattern] = replacement
-    return rules

@@ -6,7 +6,6 @@ of ``what`` was asked for and a ``value``; what it shows it has from traits.
 
 from __future__ import annotations
 
-import base64
 import html
 import logging
 from typing import Any
@@ -20,9 +19,11 @@ from graftlab.base.html import cell, number, shortened, table
 from graftlab.control.session_plots import SessionPlots
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
+from graftlab.plots.style import to_html
+from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.store import to_frame
 from graftlab.verdict.tap_lines import UNMEASURED, Following, SoFar, TapLine, so_far
-from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
+from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,21 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         except GraftError as error:
             update(self._pair, value=f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return
-        shown = [_image(plots.to_png(figure), f"{line.name}: {what}") for what, figure in pictures.items()]
-        update(self._pair, value="".join(shown))
+        shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
+        update(self._pair, value=STYLE + self._of_which_step(option, line) + "".join(shown))
+
+    def _of_which_step(self, option: TapOption, line: TapLine) -> str:
+        """Says so where the newest pair that is kept is older than the row that the table has."""
+        steps = [
+            int(tags["step"])
+            for tags in self._panel.session.kept()
+            for other in kept_options([tags])
+            if (other.name, other.tags) == (option.name, option.tags)
+        ]
+        if not steps or max(steps) >= line.row.step:
+            return ""
+        said = f"This pair is of step {max(steps)}; of step {line.row.step}, which the table shows, none is kept."
+        return f'<div class="bad">{said}</div>'
 
 
 _KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
@@ -135,8 +149,8 @@ def static_html(found: SoFar, with_figure: bool) -> str:
     if with_figure:
         # In the order in which they stand, as if all were of one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
-        png = plots.to_png(plots.divergence(frame, noise_floor=found.floor), dpi=80)
-        said += _image(png, f"rel_l2 of each tap in execution order. {explorer.headline(found)}")
+        figure = plots.divergence(frame, noise_floor=found.floor)
+        said += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} taps more, none of them worse</p>" if more else ""
@@ -159,8 +173,3 @@ def _line_html(line: TapLine) -> str:
         cell(shortened((row.error or row.note or row.aligned_by or "").partition("\n")[0], 80)),
     ]
     return f"<tr>{''.join(cells)}</tr>"
-
-
-def _image(png: bytes, alt: str) -> str:
-    data = base64.b64encode(png).decode("ascii")
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'

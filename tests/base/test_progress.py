@@ -6,6 +6,7 @@ import io
 import sys
 
 import pytest
+from kit.kernels import kernel
 
 from graftlab.base import progress
 from graftlab.base.progress import LongWait
@@ -56,3 +57,23 @@ def test_a_wait_without_news_goes_on_to_show_time_and_says_who_waits(monkeypatch
         counts[0] = 4
         wait.next_look(None)
         assert wait._bar.postfix == ""
+
+
+@pytest.mark.ranks
+def test_in_a_notebook_a_bar_is_text_that_is_renewed_and_leaves_nothing_that_a_saved_notebook_would_miss() -> None:
+    with kernel() as notebook:
+        reply = notebook.run(
+            "from graftlab.base import progress\n"
+            "progress.PATIENCE = 0.0\n"
+            "counts = iter(range(100))\n"
+            "with progress.LongWait('run 1', 'rows', lambda: next(counts)) as wait:\n"
+            "    for _ in range(3):\n"
+            "        wait.next_look(None)"
+        )
+    assert not reply.error, reply.error
+    shown = [*reply.shown, *reply.updates]
+    assert len(shown) > 2
+    assert {kind for data in shown for kind in data} == {"text/plain", "text/html"}
+    assert shown[1]["text/plain"].startswith("run 1: ")
+    assert shown[-1] == {"text/plain": "", "text/html": ""}
+    assert reply.stdout == reply.stderr == ""

@@ -286,14 +286,22 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_is(
 class Shelf:
     """Stands for the questions: what each rank keeps, as ``{label: [(tags, value), ...]}``, the newest last."""
 
-    def __init__(self, kept: dict[str, list[tuple[dict[str, Any], Any]]]) -> None:
+    def __init__(
+        self,
+        kept: dict[str, list[tuple[dict[str, Any], Any]]],
+        missing: dict[str, list[dict[str, Any]]] | None = None,
+    ) -> None:
         self.kept = kept
+        self.missing = missing or {}
         self.asked: list[Any] = []
 
     def __call__(self, rank: Any, question: Any, expected: type[Any]) -> Any:
         pairs = self.kept.get(rank.label, [])
         if isinstance(question, AskKeptTags):
-            return KeptTags([tags for tags, value in pairs if question.failed or value is not None])
+            there = [tags for tags, value in pairs if question.failed or value is not None]
+            return KeptTags(there, self.missing.get(rank.label, []))
+        if rank.label in self.missing:
+            raise SessionError(f"the newest pair on {rank.label} is not held")
         self.asked.append((rank.label, question))
         for tags, value in reversed(pairs):
             is_there = value is not None or isinstance(question, AskKeptInput)
@@ -321,6 +329,18 @@ def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRa
     assert [each["step"] for each in pairs.tags(failed=False)] == [3, 5, 4, 7]
     ranks[0].rank.alive = False
     assert pairs.pair("x", None, {}) == "step 5"
+
+
+def test_an_older_pair_is_not_shown_where_the_other_side_has_received_a_newer_one_that_is_not_held(
+    ranks: list[TalkingRank],
+) -> None:
+    kept = {"target[0]": [(tags("x", 3), "step 3"), (tags("y", 3), "y of step 3")]}
+    pairs = PairsOnRanks(processes(ranks), Shelf(kept, {"baseline[0]": [tags("x", 9), tags("z", 9)]}))
+    with pytest.raises(SessionError, match=r"the newest pair on baseline\[0\] is not held"):
+        pairs.pair("x", None, {})
+    assert pairs.pair("y", None, {}) == "y of step 3"
+    older = PairsOnRanks(processes(ranks), Shelf(kept, {"baseline[0]": [tags("x", 2)]}))
+    assert older.pair("x", None, {}) == "step 3"
 
 
 def test_a_pair_whose_transform_failed_is_only_there_to_try_another_one(ranks: list[TalkingRank]) -> None:

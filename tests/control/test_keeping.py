@@ -89,3 +89,18 @@ def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl
         gl.SessionError, match="matches the tap, but no step under that plan has brought a pair; run again"
     ):
         session.tensors("other")
+
+
+@pytest.mark.ranks
+def test_a_pair_from_before_the_direction_changed_is_not_taken_for_the_newest(session: gl.Session) -> None:
+    session.edit(keep="name == 'h'", b2t="name == 'h'")
+    session.run(tap_h, tap_h, args=(1000,))
+    assert session.tensors("h")[0].numel() == 1000
+    session.edit(b2t=None, t2b="name == 'h'")
+    run = session.run(tap_h, tap_h, args=(1 << 20,))
+    step = int(run.frame["step"].iloc[0])
+    for ask in (session.tensors, session.difference_map):
+        with pytest.raises(gl.SessionError, match=rf"the pair of h layer=3 at step {step} was not kept"):
+            ask("h", layer=3)
+    assert session.tensors("h", step=step - 1)[0].numel() == 1000
+    session.edit(t2b=None, b2t=None)

@@ -28,6 +28,7 @@ class Reply:
     error_name: str = ""
     error: str = ""
     shown: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def values(self) -> list[str]:
@@ -69,12 +70,24 @@ class Kernel:
                 setattr(reply, content["name"], getattr(reply, content["name"]) + content["text"])
             elif kind in ("execute_result", "display_data"):
                 reply.shown.append(content["data"])
+            elif kind == "update_display_data":
+                reply.updates.append(content["data"])
             elif kind == "error":
                 reply.error_name = content["ename"]
                 reply.error = _COLOURS.sub("", "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
                 break
         return reply
+
+    def converse(self, cell: str, answers: list[str]) -> tuple[Reply, list[str]]:
+        """Run a cell that asks with ``input()``; what it came to, and the prompts that were answered."""
+        message = self.begin(cell)
+        prompts = []
+        for answer in answers:
+            asked = self.client.get_stdin_msg(timeout=DEADLINE)
+            prompts.append(asked["content"]["prompt"])
+            self.client.input(answer)
+        return self.finish(message), prompts
 
     def complete(self, code: str) -> list[str]:
         """What the Tab key offers at the end of ``code``."""

@@ -106,5 +106,10 @@ def error_of(reply: Reply) -> str:
 
 def shown_by(reply: Reply) -> str:
     """What the notebook shows below a cell, as text, but for widgets: a wait that is long shows a bar."""
-    values = [data["text/plain"] for data in reply.shown if "application/vnd.jupyter.widget-view+json" not in data]
+    # Neither widgets nor the places of bars.
+    values = [
+        data["text/plain"]
+        for data in reply.shown
+        if "application/vnd.jupyter.widget-view+json" not in data and "graftlab-live" not in data.get("text/html", "")
+    ]
     return "\n".join([reply.stdout, *values])

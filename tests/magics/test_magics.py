@@ -18,6 +18,7 @@ SUBCOMMANDS = (
     "status",
     "stacks",
     "interrupt",
+    "debug",
     "restart",
     "down",
     "log",
@@ -237,7 +238,9 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
 @pytest.mark.ranks
 def test_a_match_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
-    assert "2 of 2 target taps have a partner" in value(notebook, "%graft match -o found forward(torch.randn(4))")
+    reply = notebook.run("%graft match -o found forward(torch.randn(4))")
+    assert any("application/vnd.jupyter.widget-view+json" in data for data in reply.shown), reply.error
+    assert "2 of 2 target taps have a partner" in value(notebook, "found")
     assert value(notebook, "found.pairs[0].baseline + found.pairs[0].target") == "'hidden[layer=3]hidden[layer=3]'"
 
 
@@ -306,7 +309,7 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
     typed(notebook, "%graft run forward(torch.ones(4))")
     for line in ("%graft plot --steps all", "%graft plot --steps 0:", "%graft plot --kind over_steps"):
         reply = notebook.run(line)
-        assert [set(data) for data in reply.shown] == [{"image/png", "text/plain"}], reply
+        assert [set(data) for data in reply.shown] == [{"image/png", "text/html", "text/plain"}], reply
     assert "steps are A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
     assert "it has those of steps" in notebook.run("%graft plot --step 99").error
     assert "--step is for divergence" in notebook.run("%graft plot hidden --step 0").stderr

@@ -38,7 +38,7 @@ def test_what_would_wait_for_an_answer_is_refused_at_once_with_what_to_do(what: 
     if what in ("input", "read", "lines"):
         assert "nobody can answer input() on a rank, which has no terminal; pass what it needs as an argument" in said
     else:
-        assert "nobody can answer a debugger on a rank, which has no terminal; `%graft stacks`" in said
+        assert "nobody can answer a debugger on a rank, which has no terminal; `%graft debug target[0]`" in said
     assert "BdbQuit" not in said
     assert "EOF" not in said
     # The rank goes on, and is not traced.

@@ -421,6 +421,19 @@ def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(taker: T
     assert taker.seen == [("h", {"odd": [1, 2]})]
 
 
+def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_SHOWN_LIMIT", 5)
+    monkeypatch.setattr(compiled, "_shown", {})
+    monkeypatch.setattr(compiled, "_shown_numbers", {})
+    for request in range(23):
+        with gl.tags(request=request):
+            place = int(compiled._place(compiled.clock))
+        assert compiled._shown[place].tags == {"request": request}
+        assert len(compiled._shown) == len(compiled._shown_numbers) <= 5
+
+
 def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) -> None:
     torch.ops.graftlab.open_(compiled.clock, ["a=1"])
     caught: list[Warning] = []

@@ -185,8 +185,15 @@ def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, boa
     board.settle()
     board.act("open", f"{name} layer=1")
     board.settle()
-    assert board.markup("pair").count("data:image/png;base64,") == 2
-    assert f'alt="{name} layer=1: where the pair differs"' in board.markup("pair")
+    assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
+    assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
+    assert "This pair is of step" not in board.shown("pair")
+    session.edit(keep=None)
+    later = session.run(own, own)
+    board.settle()
+    board.act("open", f"{name} layer=1")
+    board.settle()
+    assert f"This pair is of step {later.first_step - 1}; of step {later.first_step}" in board.shown("pair")
     board.act("chosen", "first")
     board.settle()
     assert board.markup("pair") == "", "the pictures were of another tap"
@@ -270,6 +277,17 @@ def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
     assert "first divergent: none of 2 compared rows is above" in board.shown("verdict")
     assert f"First divergent in this run: a on target[0] in step {step}: rel_l2 1.00e+00" in board.shown("verdict")
     assert board.cells("a", "value", "highest", "since") == [0.0, 1.0, step]
+
+    def stays() -> None:
+        for _ in range(2):
+            gl.tap("a", torch.ones(4) + float("target" in str(gl.here())))
+            gl.step()
+
+    run = session.run(stays, stays)
+    board.panel.refresh()
+    assert f"the floor 1e-05, assumed for float32. Above the floor since step {run.first_step}." in board.shown(
+        "verdict"
+    )
 
 
 def test_a_fault_in_a_callback_is_shown(

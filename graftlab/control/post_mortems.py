@@ -1,0 +1,40 @@
+"""The frames of a failure on a rank, asked from the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from graftlab.control.kept_pairs import Ask
+from graftlab.errors import SessionError
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import AskPostMortem, PostMortem
+
+ENDS = ("q", "quit", "exit")
+
+
+def post_mortem(ranks: Sequence[RankHandle], on: str, command: str, ask: Ask) -> str:
+    """What a debugger says on this one rank."""
+    if len(ranks) != 1:
+        labels = ", ".join(rank.label for rank in ranks)
+        raise SessionError(f"{on!r} is more than one rank; name one of {labels}")
+    return ask(ranks[0], AskPostMortem(command), PostMortem).text
+
+
+def prompt(label: str, ask: Callable[[str], str], read: Callable[[str], str], write: Callable[[str], object]) -> None:
+    """Ask for commands and show what a debugger says to each, until ``q``, the end of the input or the stop button."""
+    write(f"{ask('')}\n\nw: the frames, u and d: up and down, l: the source, p EXPR: a value, q: the end\n")
+    last = ""
+    while True:
+        try:
+            command = read(f"({label}) ").strip() or last
+        except (EOFError, KeyboardInterrupt):
+            return
+        if command in ENDS:
+            return
+        last = command
+        try:
+            said = ask(command) if command else ""
+        except SessionError as error:
+            said = str(error)
+        if said:
+            write(f"{said}\n")

@@ -1,0 +1,52 @@
+"""What ranks print and display, shown where somebody waits for them, labelled by rank and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graftlab.base.live import LivePlace, publisher
+from graftlab.ranks.messages import LiveOutput, Output, Shown
+
+Piece = Output | LiveOutput | Shown
+
+# Of a rank that this notebook did not start, nothing that a browser would run.
+_HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
+
+
+class RankOutput:
+    """Shows pieces until it is closed. Progress bars stand in a place of their own, one for each rank and stream."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._bars: dict[tuple[str, int], LivePlace] = {}
+
+    def show(self, pieces: list[tuple[str, bool, Piece]]) -> None:
+        """Each with the label of its rank, and whether that rank is trusted."""
+        # Of a bar only how it stands in the end.
+        last = {(label, piece.stream): piece.text for label, _, piece in pieces if isinstance(piece, LiveOutput)}
+        for label, trusted, piece in pieces:
+            if isinstance(piece, Output):
+                self._write("".join(f"{label} | {line}\n" for line in piece.text.splitlines()))
+            elif isinstance(piece, Shown):
+                self._display(label, piece.data if trusted else _harmless(piece.data))
+        for (label, stream), text in last.items():
+            place = self._bars.setdefault((label, stream), LivePlace())
+            place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
+
+    def close(self) -> None:
+        """Take the bars away: the lines that they end with were shown as lines."""
+        for place in self._bars.values():
+            place.show("")
+
+    def _display(self, label: str, data: dict[str, str]) -> None:
+        publish = publisher()
+        if publish is None:
+            lines = data.get("text/plain", "").splitlines()
+            self._write("".join(f"{label} | {line}\n" for line in lines))
+            return
+        self._write(f"{label} |\n")
+        publish(data)
+
+
+def _harmless(data: dict[str, str]) -> dict[str, str]:
+    return {kind: value for kind, value in data.items() if kind in _HARMLESS}

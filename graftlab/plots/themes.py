@@ -1,0 +1,145 @@
+"""A figure on a light page and on a dark one: one picture for each, of which the page's theme shows its own."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import Collection
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+_PAPER, _INK = "#111111", "#e0e0e0"
+_BLACK, _WHITE = to_rgba("black"), to_rgba("white")
+
+# JupyterLab's theme, VS Code's, and where neither is, the system's. A page that drops styles shows the first picture.
+STYLE = """<style>
+.graftlab-figure img { max-width: 100% }
+body[data-jp-theme-light="false"] .graftlab-on-light, .vscode-dark .graftlab-on-light,
+.vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-light { display: none }
+body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-dark,
+.vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-dark { display: inline !important }
+@media (prefers-color-scheme: dark) {
+  body:not([data-jp-theme-light]):not([class*="vscode"]) .graftlab-on-light { display: none }
+  body:not([data-jp-theme-light]):not([class*="vscode"]) .graftlab-on-dark { display: inline !important }
+}
+</style>"""
+
+
+def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
+    """The figure as markup: drawn twice, with what it shows in words. See :data:`STYLE` for what it needs."""
+    said = html.escape(alt or in_words(figure), quote=True)
+    light = _img(_render(figure, dpi), said, "graftlab-on-light", "")
+    with on_dark(figure):
+        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", " hidden")
+    return f'<div class="graftlab-figure">{light}{dark}</div>'
+
+
+def _img(png: bytes, alt: str, kind: str, more: str) -> str:
+    data = base64.b64encode(png).decode("ascii")
+    return f'<img class="{kind}"{more} alt="{alt}" src="data:image/png;base64,{data}">'
+
+
+def _render(figure: Figure, dpi: float) -> bytes:
+    out = io.BytesIO()
+    save(figure, out, dpi)
+    return out.getvalue()
+
+
+def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
+    """Write the figure as PNG. Of characters that its fonts lack it is said once which fonts, and not for each."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        figure.savefig(out, format="png", dpi=dpi, facecolor=figure.get_facecolor())
+    lacking = [str(each.message) for each in told if " missing from font(s) " in str(each.message)]
+    if lacking:
+        fonts = lacking[0].rpartition(" missing from font(s) ")[2].rstrip(".")
+        count = len(set(lacking))
+        warnings.warn(
+            f"{count} {'character' if count == 1 else 'characters'} of this figure's names are not in the font {fonts} "
+            "and are drawn as boxes; name one that has them, as in matplotlib.rcParams['font.family'] = "
+            "['DejaVu Sans', 'Noto Sans CJK JP']",
+            stacklevel=2,
+        )
+    for each in told:
+        if str(each.message) not in lacking:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@contextlib.contextmanager
+def on_dark(figure: Figure) -> Iterator[None]:
+    """Until the end of the block the figure is as on dark paper: its ink is light, and data keep their colours."""
+    undo: list[tuple[Any, Any]] = []
+
+    def change(setter: Any, before: Any, after: Any) -> None:
+        undo.append((setter, before))
+        setter(after)
+
+    def ink(setter: Any, colour: Any) -> None:
+        if _is(colour, _BLACK):
+            change(setter, colour, _INK)
+        elif _is(colour, _WHITE):
+            change(setter, colour, _PAPER)
+
+    for artist in figure.findobj(include_self=False):
+        if isinstance(artist, Text):
+            ink(artist.set_color, artist.get_color())
+            box = artist.get_bbox_patch()
+            if box is not None:
+                ink(box.set_facecolor, box.get_facecolor())
+        elif isinstance(artist, Line2D):
+            ink(artist.set_color, artist.get_color())
+            ink(artist.set_markeredgecolor, artist.get_markeredgecolor())
+        elif isinstance(artist, Patch):
+            ink(artist.set_edgecolor, artist.get_edgecolor())
+        elif isinstance(artist, Collection):
+            edges = np.asarray(artist.get_edgecolor())
+            if len(edges) == 1:
+                ink(artist.set_edgecolor, tuple(edges[0]))
+    for axes in _axes(figure):
+        ink(axes.patch.set_facecolor, axes.get_facecolor())
+    ink(figure.patch.set_facecolor, figure.get_facecolor())
+    try:
+        yield
+    finally:
+        for setter, before in reversed(undo):
+            setter(before)
+
+
+def _is(colour: Any, other: tuple[float, float, float, float]) -> bool:
+    try:
+        return to_rgba(colour) == other
+    except (TypeError, ValueError):
+        return False
+
+
+def _axes(figure: Figure) -> list[Axes]:
+    """All axes, those inside of others too."""
+    found: list[Axes] = list(dict.fromkeys(figure.findobj(lambda artist: isinstance(artist, Axes))))  # type: ignore[arg-type]
+    return found
+
+
+def in_words(figure: Figure) -> str:
+    """What a figure shows: the titles, the names of its axes, and what is written into it."""
+    said = []
+    for axes in _axes(figure):
+        if axes.get_label() == "<colorbar>":
+            said.append(f"colour: {axes.get_ylabel() or axes.get_xlabel()}")
+            continue
+        titles = [axes.get_title(loc=where) for where in ("left", "center", "right")]
+        said += [title for title in titles if title]
+        said += [f"{name}: {label}" for name, label in (("x", axes.get_xlabel()), ("y", axes.get_ylabel())) if label]
+        said += [text.get_text() for text in axes.texts if len(text.get_text()) > 12]
+        if (legend := axes.get_legend()) is not None:
+            said.append("legend: " + ", ".join(text.get_text().strip() for text in legend.get_texts()))
+    return ". ".join(" ".join(each.replace(r"\$", "$").split()) for each in said)

@@ -1,0 +1,139 @@
+"""The widget for pairs: both sides' taps in execution order, linked by how sure each pair is, to accept or reject.
+
+The browser's half is ``match_editor.js``. It speaks in custom messages, each a dict of ``what`` was asked for and the
+``targets`` that it is about; what it shows it has from ``state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets as widgets
+import traitlets
+
+from graftlab.base.world import Side
+from graftlab.control.core import SessionCore
+from graftlab.matching.names import pattern_of
+from graftlab.matching.proposal import MEANINGS, SURENESS, Pair, Proposal, folded, written_as
+from graftlab.widgets.panel import Panel
+
+_SCRIPT = Path(__file__).with_suffix(".js")
+_STYLE = ".graftlab-match .graftlab-message { margin-top: 4px }"
+
+
+class MatchView(anywidget.AnyWidget):
+    """What the browser shows."""
+
+    _esm = _SCRIPT
+    state: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+
+class MatchEditor(Panel):
+    """Shows a proposal: ``session.match_editor(proposal)`` or ``%graft match EXPR``.
+
+    ``proposal`` is the one with what was accepted and rejected so far; Apply has the plan use its pairs.
+    """
+
+    style_sheet = _STYLE
+
+    def __init__(self, session: SessionCore, proposal: Proposal) -> None:
+        super().__init__(session)
+        self.proposal = proposal
+        self._before: list[Proposal] = []
+        self._is_folded = True
+        self._applied: Proposal | None = None
+        self.view = MatchView()
+        self.view.on_msg(self.guarded(self._on_message))
+        self.view.state = self._state()
+        self.add_class("graftlab-match")
+        self._open([self.view, self._message_line])
+
+    def static_html(self, with_figures: bool = False) -> str:
+        return self.proposal._repr_mimebundle_()["text/html"]
+
+    def _on_message(self, _view: widgets.Widget, content: Any, _buffers: Any) -> None:
+        what, targets = content["what"], [str(each) for each in content.get("targets", ())]
+        if what == "fold":
+            self._is_folded = bool(content["value"])
+        elif what in ("accept", "reject"):
+            self._before.append(self.proposal)
+            change = self.proposal.accept if what == "accept" else self.proposal.reject
+            self.proposal = change(*targets)
+            count = f"{len(targets)} {'tap' if len(targets) == 1 else 'taps'}"
+            self.say(f"{count} {what}ed. Apply has the plan use the pairs.")
+        elif what == "undo" and self._before:
+            self.proposal = self._before.pop()
+            self.say("The last change was taken back.")
+        elif what == "apply":
+            plan = self.session.edit(pairs=self.proposal)
+            self._applied = self.proposal
+            left = sum(pair.sureness == "guess" for pair in self.proposal.pairs)
+            rest = f" {left} guesses are left out until they are accepted." if left else ""
+            self.say(f"Plan {plan.version} has {len(plan.pairs)} pairs.{rest}", "good")
+        self.view.state = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        proposal = self.proposal
+        groups = folded(proposal.pairs) if self._is_folded else [[pair] for pair in proposal.pairs]
+        links = [_link(group) for group in groups]
+        left: dict[Side, dict[str, dict[str, Any]]] = {
+            "baseline": _without(proposal.unmatched_baseline, self._is_folded),
+            "target": _without(proposal.unmatched_target, self._is_folded),
+        }
+        taps: dict[Side, list[dict[str, Any]]] = {}
+        for side in left:
+            found: dict[str, dict[str, Any]] = {}
+            for link, group in zip(links, groups, strict=True):
+                names = [pair.baseline if side == "baseline" else pair.target for pair in group]
+                found.setdefault(link[side], {"label": link[side], "count": len(set(names)), "names": names, "why": ""})
+            found.update(left[side])
+            taps[side] = _in_order(found.values(), proposal.order.get(side, ()))
+        return {
+            "baseline": [{key: tap[key] for key in ("label", "count", "why")} for tap in taps["baseline"]],
+            "target": [{key: tap[key] for key in ("label", "count", "why")} for tap in taps["target"]],
+            "links": links,
+            "summary": proposal.summary,
+            "problems": list(proposal.problems),
+            "meanings": [[sureness, MEANINGS[sureness]] for sureness in SURENESS],
+            "code": proposal.to_code(),
+            "folded": self._is_folded,
+            "can_undo": bool(self._before),
+            "is_applied": self._applied is proposal,
+        }
+
+
+def _link(group: list[Pair]) -> dict[str, Any]:
+    baseline, target = written_as(group)
+    rels = [pair.rel for pair in group if pair.rel is not None]
+    layout = group[0].layout.text
+    return {
+        "baseline": baseline,
+        "target": target,
+        "count": len(group),
+        "sureness": group[0].sureness,
+        "rel": max(rels, default=None),
+        "layout": f"{layout} of the target's" if group[0].whole == "target" and group[0].layout.steps else layout,
+        "note": "; ".join(dict.fromkeys(pair.note for pair in group if pair.note)),
+        "targets": [pair.target for pair in group],
+    }
+
+
+def _without(unmatched: Mapping[str, str], is_folded: bool) -> dict[str, dict[str, Any]]:
+    """What has no partner and why; names that differ in their numbers alone together, where the reason is the same."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, why in unmatched.items():
+        groups.setdefault((pattern_of(name) if is_folded else name, why), []).append(name)
+    made = {}
+    for (_, why), names in groups.items():
+        label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        made[label] = {"label": label, "count": len(names), "names": names, "why": why}
+    return made
+
+
+def _in_order(taps: Iterable[dict[str, Any]], order: Iterable[str]) -> list[dict[str, Any]]:
+    places = {name: place for place, name in enumerate(order)}
+    last = len(places)
+    return sorted(taps, key=lambda tap: min(places.get(name, last) for name in tap["names"]))

@@ -1,0 +1,121 @@
+"""The part of the filter editor that edits renames: rules that rewrite one side's names before taps are paired."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from functools import partial
+
+import ipywidgets as widgets
+
+from graftlab.base.world import Side
+from graftlab.errors import PlanError
+from graftlab.plan.plan import GraftPlan
+from graftlab.widgets.panel import Fold, Panel, close_all, row, update
+
+_EXAMPLES = 3
+
+Rule = tuple[Side, str, str]
+
+
+class RenameList(Fold):
+    """A plan's rules, each with a button that drops it, and fields for another one, with what it would rewrite."""
+
+    def __init__(self, panel: Panel) -> None:
+        self._panel = panel
+        self._rules: tuple[Rule, ...] | None = None
+        self._buttons: list[widgets.Button] = []
+        self._list = widgets.VBox().add_class("graftlab-rules")
+        # What is typed arrives when the field is left, which a click on the button does.
+        self._side = widgets.Dropdown(
+            options=["target", "baseline"], description="Names of the", style={"description_width": "auto"}
+        )
+        self._side.layout.width = "auto"
+        self._pattern = widgets.Text(placeholder=r"regular expression, such as ^model\.", continuous_update=False)
+        self._pattern.description = "that match"
+        self._new = widgets.Text(placeholder="what stands there instead; may be empty", continuous_update=False)
+        self._new.description = "become"
+        for field in (self._side, self._pattern, self._new):
+            field.observe(panel.guarded(lambda _: self._preview()), "value")
+        self._add = panel.button("Add rule", "add-rule", "Publish the rules with this one", self._on_add)
+        self._found = widgets.HTML().add_class("graftlab-rule-preview")
+        content = widgets.VBox([self._list, row(self._side, self._pattern, self._new, self._add), self._found])
+        super().__init__(content)
+        self.add_class("graftlab-renames")
+
+    def show(self, plan: GraftPlan, closed: bool) -> None:
+        """Show the rules of this plan."""
+        if plan.rename != self._rules:
+            self._rules = plan.rename
+            gone, lines = self._list.children, [self._line(rule) for rule in plan.rename]
+            self._buttons = [line.children[0] for line in lines]
+            self._list.children = tuple(lines)
+            for each in gone:
+                close_all(each)
+            self.title = f"Renames ({len(plan.rename)})"
+            self._preview()
+        for button in (self._add, *self._buttons):
+            update(button, disabled=closed)
+
+    def _line(self, rule: Rule) -> widgets.HBox:
+        side, pattern, new = rule
+        drop = self._panel.button(
+            "Drop", "drop-rule", f"Drop the rule {pattern} of the {side}", partial(self._drop, rule)
+        )
+        said = f"{side}: <code>{html.escape(pattern)}</code> → <code>{html.escape(new) or '(nothing)'}</code>"
+        return row(drop, widgets.HTML(said))
+
+    def _drop(self, rule: Rule) -> None:
+        left = [each for each in self._panel.session.plan.rename if each != rule]
+        plan = self._panel.session.edit(rename=_as_given(left))
+        self._panel.refresh()
+        self._panel.say(f"Version {plan.version} is published, without that rule.")
+
+    def _on_add(self) -> None:
+        side, pattern, new = self._side.value, self._pattern.value, self._new.value
+        if not pattern:
+            raise PlanError(r"write the regular expression that the names match, such as ^model\.")
+        rules = [each for each in self._panel.session.plan.rename if each[:2] != (side, pattern)]
+        plan = self._panel.session.edit(rename=_as_given([*rules, (side, pattern, new)]))
+        update(self._pattern, value="")
+        update(self._new, value="")
+        self._panel.refresh()
+        self._panel.say(f"Version {plan.version} is published; it rewrites {pattern} in names of the {side}.")
+
+    def _preview(self) -> None:
+        """What the rule that is written here would rewrite, of the taps seen, and how many of them would then pair."""
+        side, pattern, new = self._side.value, self._pattern.value, self._new.value
+        if not pattern:
+            update(self._found, value="")
+            return
+        other = "target" if side == "baseline" else "baseline"
+        taps = self._panel.session.taps
+        # A tap says which side reached it first; what both have needs no rule.
+        mine, theirs = (
+            {str(tap.get(f"{each}_name") or tap["name"]) for tap in taps if tap.get("side") == each}
+            for each in (side, other)
+        )
+        try:
+            changed = {name: re.sub(pattern, new, name) for name in sorted(mine) if re.search(pattern, name)}
+        except (re.error, IndexError) as error:
+            update(self._found, value=f'<div class="bad">{html.escape(f"{pattern} → {new}: {error}")}</div>')
+            return
+        pairs = len(set(changed.values()) & theirs)
+        shown = ", ".join(f"{old} → {name or '(nothing)'}" for old, name in list(changed.items())[:_EXAMPLES])
+        more = f" and {len(changed) - _EXAMPLES} more" if len(changed) > _EXAMPLES else ""
+        said = f"{len(changed)} names seen match; {pairs} of them are then names of the {other}"
+        text = html.escape(f"{said}. {shown}{more}" if shown else said)
+        update(self._found, value=f'<div class="{"good" if pairs else "quiet"}">{text}</div>')
+
+
+def rules_of(plan: GraftPlan) -> dict[Side, dict[str, str]]:
+    """A plan's renames as ``session.edit`` takes them."""
+    return _as_given(plan.rename)
+
+
+def _as_given(rules: Iterable[Rule]) -> dict[Side, dict[str, str]]:
+    made: dict[Side, dict[str, str]] = {}
+    for side, pattern, new in rules:
+        made.setdefault(side, {})[pattern] = new
+    return made

@@ -1,0 +1,98 @@
+"""Figures on dark pages: what is ink is light, data keep their colours, and the figure is as it was afterwards."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from kit.digests import row
+from matplotlib import image
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import graftlab as gl
+from graftlab.plots import themes
+from graftlab.plots.style import to_html, to_png
+from graftlab.rows.store import to_frame
+
+
+def figures() -> list[Figure]:
+    rows = to_frame([row("a"), row("b", 2, rel_l2=1e-3), row("c", 3, rel_l2=0.0, nonfinite_differ=2)])
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    return [
+        gl.plots.divergence(rows, noise_floor=1e-5),
+        gl.plots.over_steps(rows),
+        gl.plots.ranks(rows, "b"),
+        gl.plots.heatmap(x, y),
+        gl.plots.histogram(x, y),
+    ]
+
+
+def pixels(png: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.asarray(image.imread(io.BytesIO(png))[..., :3], dtype=np.float64)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_on_dark_paper_the_paper_is_dark_nothing_black_is_left_on_it_and_all_is_undone(number: int) -> None:
+    figure = figures()[number]
+    # The layout settles with the first drawing.
+    to_png(figure)
+    before = to_png(figure)
+    with themes.on_dark(figure):
+        dark = pixels(to_png(figure))
+    assert to_png(figure) == before
+    assert np.median(dark[:4].max(axis=-1)) < 0.1, "the rim is paper"
+    for text in figure.findobj(Text):
+        assert text.get_color() not in ("white", themes._INK), "as it was"
+    light = pixels(before)
+    assert light.mean() > dark.mean()
+
+
+def test_data_keep_their_colours() -> None:
+    figure = gl.plots.heatmap(torch.zeros(4, 4), torch.eye(4))
+    light = pixels(to_png(figure))
+    with themes.on_dark(figure):
+        dark = pixels(to_png(figure))
+    # In the middle of the cells: exact zeros are black on both.
+    [axes, *_] = figure.axes
+    box = axes.get_window_extent()
+    scale = light.shape[1] / figure.bbox.width
+    column, line = (
+        int((box.x0 + box.width * 5 / 8) * scale),
+        light.shape[0] - int((box.y0 + box.height * 7 / 8) * scale),
+    )
+    assert light[line, column].tolist() == dark[line, column].tolist()
+
+
+def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> None:
+    figure = figures()[0]
+    markup = to_html(figure)
+    light, dark = re.findall("<img[^>]*>", markup)
+    assert "graftlab-on-light" in light
+    assert "hidden" not in light
+    assert 'graftlab-on-dark" hidden' in dark
+    for picture in (light, dark):
+        assert 'alt="x: tap, in execution order. y: rel_l2' in picture
+        assert "first divergent: b" in picture
+    assert "&lt;b&gt;" in to_html(gl.plots.histogram(torch.ones(2), torch.ones(2), title='<b>"x"'))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_every_figure_can_be_told_in_words(number: int) -> None:
+    said = themes.in_words(figures()[number])
+    assert "x: " in said
+    assert "y: " in said
+
+
+def test_characters_that_the_font_lacks_are_said_once_with_the_font() -> None:
+    figure = gl.plots.divergence(to_frame([row("层.输出"), row("層.出力", 2)]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        to_png(figure)
+    [one] = told
+    assert str(one.message).startswith("5 characters of this figure's names are not in the font DejaVu Sans")
+    assert "matplotlib.rcParams['font.family']" in str(one.message)

@@ -1,0 +1,92 @@
+"""What code on a rank displays is sent in the forms that a notebook shows, within a budget."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from graftlab.ranks import displays
+from graftlab.ranks.displays import Displays, bundle_of
+
+
+@pytest.fixture
+def sent() -> list[dict[str, str]]:
+    return []
+
+
+def test_a_frame_is_sent_as_a_table_and_a_figure_as_a_picture(sent: list[dict[str, str]]) -> None:
+    show = Displays(sent.append)
+    show(pd.DataFrame({"a": [1]}), Figure(), 3)
+    table, figure, number = sent
+    assert "<table" in table["text/html"]
+    assert base64.b64decode(figure["image/png"]).startswith(b"\x89PNG")
+    assert number == {"text/plain": "3"}
+
+
+def test_a_value_shows_itself_in_its_own_forms_and_a_fault_of_one_leaves_the_others() -> None:
+    class Rich:
+        def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, str], dict[str, str]]:
+            return {"text/html": "<b>it</b>"}, {}
+
+        def _repr_markdown_(self) -> str:
+            raise ValueError("no")
+
+        def __repr__(self) -> str:
+            raise ValueError("no repr")
+
+    made = bundle_of(Rich())
+    assert made["text/html"] == "<b>it</b>"
+    assert "text/markdown" not in made
+    assert "whose repr raises ValueError" in made["text/plain"]
+    assert set(bundle_of(pd.DataFrame)) == {"text/plain"}, "a class is not its instance"
+
+
+def test_what_is_too_large_or_too_much_is_said_and_not_sent(
+    sent: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.5]
+    monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])
+    show = Displays(sent.append)
+    show.publish({"text/plain": "big", "text/html": "x" * (5 << 20)})
+    assert sent[0]["text/plain"].startswith("big\n[displayed with 5 MiB")
+    for number in range(100):
+        show(number)
+    assert len(sent) == 21
+    assert "more than 20 a second" in sent[-1]["text/plain"]
+    clock[0] = 1.5
+    show("again")
+    assert sent[-1] == {"text/plain": "'again'"}
+
+
+_IN_A_PROCESS = """
+import os, sys
+os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+from graftlab.ranks.displays import show_displays
+sent = []
+show_displays(sent.append)
+display(1)
+from matplotlib import pyplot as plt
+plt.plot([1, 2])
+plt.show()
+assert "IPython" not in sys.modules
+plt.show()
+from IPython.display import display as of_ipython, HTML, publish_display_data
+of_ipython(HTML("<b>x</b>"))
+publish_display_data({"text/plain": "as it is"})
+from tqdm.notebook import tqdm
+from tqdm.std import tqdm as plain
+assert tqdm is plain
+assert [sorted(each) for each in sent] == [
+    ["text/plain"], ["image/png", "text/plain"], ["text/html", "text/plain"], ["text/plain"]
+], sent
+"""
+
+
+@pytest.mark.ranks
+def test_display_is_where_code_looks_for_it_and_pyplot_shows_each_figure_once() -> None:
+    subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=100)

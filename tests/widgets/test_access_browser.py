@@ -1,0 +1,147 @@
+"""In a real JupyterLab every control has a name and is reached by keys, and figures follow the theme and say what they
+show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
+
+from playwright.sync_api import expect
+
+if TYPE_CHECKING:
+    from kit.browser import Lab
+
+pytest_plugins = ["kit.browser"]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+UP = """
+import torch
+import graftlab as gl
+%load_ext graftlab
+%graft up -b 1 -t 1 -o session
+def model(off):
+    for layer in range(3):
+        gl.tap("hidden", torch.arange(64.0).view(8, 8) + (off if layer == 1 else 0.0), layer=layer)
+plan = session.edit(keep="layer == 1")
+run = session.run(lambda: model(0.0), lambda: model(1.0))
+"""
+# What a person may press, type into, or choose from.
+CONTROLS = {
+    *("button", "textbox", "searchbox", "combobox", "listbox", "checkbox", "radio", "slider", "spinbutton", "tab"),
+    *("switch", "link", "menuitem", "ComboBoxMenuButton", "ToggleButton"),
+}
+
+
+def tree(lab: Lab, selector: str) -> list[dict[str, Any]]:
+    """The accessibility tree below an element, as Chromium gives it to a screen reader."""
+    client = lab.page.context.new_cdp_session(lab.page)
+    document = client.send("DOM.getDocument", {"depth": 0})
+    found = client.send("DOM.querySelector", {"nodeId": document["root"]["nodeId"], "selector": selector})
+    node = client.send("DOM.describeNode", {"nodeId": found["nodeId"]})["node"]
+    nodes = client.send("Accessibility.queryAXTree", {"backendNodeId": node["backendNodeId"]})["nodes"]
+    client.detach()
+    return [each for each in nodes if not each["ignored"]]
+
+
+def role_and_name(node: dict[str, Any]) -> tuple[str, str]:
+    return node["role"]["value"], str(node.get("name", {}).get("value", "")).strip()
+
+
+@pytest.mark.parametrize("tab", range(4))
+def test_every_control_has_a_name_of_its_own_and_is_reached_by_the_tab_key(lab: Lab, tab: int) -> None:
+    expect.set_options(timeout=30_000)
+    lab.open(UP, "session.dashboard()")
+    lab.run_all()
+    page = lab.page
+    board = page.locator(".graftlab-dashboard")
+    expect(board).to_be_visible()
+    board.get_by_role("tab").nth(tab).click()
+    if tab == 0:
+        page.locator(".gle canvas").focus()
+        page.keyboard.press("ArrowRight")
+        expect(board.get_by_role("button", name="Graft this")).to_be_visible()
+    named = [role_and_name(node) for node in tree(lab, ".graftlab-dashboard")]
+    controls = [each for each in named if each[0] in CONTROLS]
+    assert len(controls) > 5, named
+    assert [each for each in controls if not each[1]] == []
+    assert [name for role, name in named if role in ("image", "img") and not name] == []
+    # Options of a list, and lines of a table, may repeat what others say; what is pressed may not.
+    pressed = [each for each in controls if each[0] in ("button", "textbox", "checkbox", "tab", "combobox")]
+    assert sorted({each for each in pressed if pressed.count(each) > 1}) == []
+    if tab == 0:
+        looked_at(lab)
+
+    wanted = page.evaluate(
+        """() => {
+            const kinds = 'button, input, select, textarea, summary, [contenteditable=true]';
+            const all = document.querySelectorAll(`.graftlab-dashboard :is(${kinds})`);
+            window.wanted = [...all].filter(each => each.checkVisibility() && !each.disabled
+                && each.tabIndex > -2);
+            return window.wanted.length;
+        }"""
+    )
+    page.evaluate("() => { document.querySelector('.graftlab-dashboard').closest('.jp-Cell').focus(); }")
+    page.evaluate("() => { window.reached = new Set(); }")
+    start = page.locator(".graftlab-dashboard :is(button, input, select, [role=tab], canvas)").first
+    start.focus()
+    for _ in range(wanted * 3 + 30):
+        inside = page.evaluate(
+            """() => { const here = document.activeElement; window.reached.add(here);
+                       return here.closest('.graftlab-dashboard') !== null; }"""
+        )
+        if not inside:
+            break
+        # Leaves an editor, in which Tab is a character.
+        page.keyboard.press("Escape")
+        page.keyboard.press("Tab")
+    missed = page.evaluate(
+        "() => window.wanted.filter(each => !window.reached.has(each)).map(each => each.outerHTML.slice(0, 200))"
+    )
+    assert missed == []
+    # Tabs are one stop, as a menu is: arrows go on from one to the next.
+    tabs = board.get_by_role("tab")
+    tabs.first.focus()
+    for number in range(1, 4):
+        page.keyboard.press("ArrowRight")
+        expect(tabs.nth(number)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(tabs.nth(3)).to_have_attribute("aria-selected", "true")
+
+
+def looked_at(lab: Lab) -> None:
+    """Pictures of the dashboard at the usual sizes and in both themes; nothing is wider than the page."""
+    page = lab.page
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):
+        lab.use_theme(theme)
+        for width, height in ((1280, 800), (1000, 700)):
+            page.set_viewport_size({"width": width, "height": height})
+            page.locator(".graftlab-verdict").first.scroll_into_view_if_needed()
+            lab.screenshot(f"dashboard-{theme.split()[-1].lower()}-{width}")
+            wide = page.evaluate(
+                """() => { const cell = document.querySelector('.graftlab-dashboard').closest('.jp-OutputArea-output');
+                           return cell.scrollWidth - cell.clientWidth; }"""
+            )
+            assert wide <= 1, f"{wide} pixels are beyond the output at {width}"
+    page.set_viewport_size({"width": 1100, "height": 900})
+
+
+def test_a_figure_follows_the_theme_and_says_what_it_shows(lab: Lab) -> None:
+    expect.set_options(timeout=30_000)
+    lab.open(UP, "session.plot.divergence()")
+    lab.run_all()
+    page = lab.page
+    light, dark = page.locator(".graftlab-on-light"), page.locator(".graftlab-on-dark")
+    expect(light).to_be_visible()
+    expect(dark).to_be_hidden()
+    [(_, name)] = [
+        each for each in (role_and_name(node) for node in tree(lab, ".graftlab-figure")) if each[0] == "image"
+    ]
+    assert "first divergent: hidden layer=1" in name
+    lab.screenshot("figure-light")
+    lab.use_theme("JupyterLab Dark")
+    expect(dark).to_be_visible()
+    expect(light).to_be_hidden()
+    lab.screenshot("figure-dark")

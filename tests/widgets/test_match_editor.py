@@ -1,0 +1,153 @@
+"""The widget for pairs without a browser: what it is sent of a proposal, and what accept, reject and Apply do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.pages import Browser, Screen
+from kit.support import reset
+
+import graftlab as gl
+from graftlab.layouts import parse_layout
+from graftlab.matching.proposal import Pair, Proposal
+from graftlab.widgets.match_editor import MatchEditor
+
+pytestmark = pytest.mark.ranks
+
+LAYOUT = "a b -> b a"
+PAIRS = [
+    Pair("emb", "tokens", sureness="exact", rel=0.0),
+    *(
+        Pair(f"h.{n}.qkv", f"blocks.{n + 1}.q", parse_layout(LAYOUT), sureness="near", rel=1e-7 * (n + 1))
+        for n in range(12)
+    ),
+    *(Pair(f"h.{n}.out", f"blocks.{n + 1}.mixed", sureness="rule") for n in range(12)),
+    Pair("head", "logits", sureness="guess", note="by name"),
+]
+ORDER = {
+    "baseline": ("emb", *(f"h.{n}.{part}" for n in range(12) for part in ("extra", "qkv", "out")), "head"),
+    "target": ("tokens", *(f"blocks.{n + 1}.{part}" for n in range(12) for part in ("q", "mixed")), "logits", "lonely"),
+}
+PROPOSAL = Proposal(
+    tuple(PAIRS),
+    {f"h.{n}.extra": "no value of the target is equal" for n in range(12)},
+    {"lonely": "constant"},
+    ("q and k are swapped",),
+    order=ORDER,  # type: ignore[arg-type]
+)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+class Editing:
+    """The editor, as a person who looks at its page acts on it."""
+
+    def __init__(self, session: gl.Session, browser: Browser) -> None:
+        self.editor = MatchEditor(session, PROPOSAL)
+        self.browser = browser
+        self.screen = Screen(browser, self.editor)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        self.browser.kernel_works()
+        state: dict[str, Any] = self.browser.comms[self.editor.view.comm.comm_id].state["state"]
+        return state
+
+    def act(self, what: str, *targets: str, value: Any = None) -> None:
+        self.browser.send(self.editor.view.comm.comm_id, {"what": what, "targets": list(targets), "value": value})
+        self.browser.kernel_works()
+
+
+@pytest.fixture
+def editing(session: gl.Session, simulated: Browser) -> Iterator[Editing]:
+    made = Editing(reset(session), simulated)
+    yield made
+    made.editor.close()
+
+
+def labels(state: dict[str, Any], side: str) -> list[tuple[str, int]]:
+    return [(tap["label"], tap["count"]) for tap in state[side]]
+
+
+def test_layers_are_folded_in_execution_order_with_what_has_no_partner_and_why(editing: Editing) -> None:
+    state = editing.editor.view.state
+    assert labels(state, "baseline") == [
+        ("emb", 1),
+        ("h.0.extra … h.11.extra", 12),
+        ("h.{n}.qkv", 12),
+        ("h.{n}.out", 12),
+        ("head", 1),
+    ]
+    assert labels(state, "target") == [
+        ("tokens", 1),
+        ("blocks.{n+1}.q", 12),
+        ("blocks.{n+1}.mixed", 12),
+        ("logits", 1),
+        ("lonely", 1),
+    ]
+    assert state["target"][-1]["why"] == "constant"
+    [link] = [link for link in state["links"] if link["target"] == "blocks.{n+1}.q"]
+    assert (link["sureness"], link["count"], link["rel"]) == ("near", 12, pytest.approx(1.2e-6))
+    assert link["layout"] == LAYOUT
+    assert state["problems"] == ["q and k are swapped"]
+    assert "h.{n}.qkv" in state["code"]
+
+
+def test_unfolded_every_tap_has_a_line(editing: Editing) -> None:
+    editing.act("fold", value=False)
+    state = editing.editor.view.state
+    assert [label for label, _ in labels(state, "target")] == list(ORDER["target"])
+    assert [label for label, _ in labels(state, "baseline")] == list(ORDER["baseline"])
+
+
+def test_pairs_are_accepted_rejected_and_taken_back(editing: Editing) -> None:
+    rules = tuple(f"blocks.{n + 1}.mixed" for n in range(12))
+    editing.act("accept", *rules)
+    assert {pair.sureness for pair in editing.editor.proposal.pairs if pair.target in rules} == {"confirmed"}
+    editing.act("reject", "logits")
+    state = editing.editor.view.state
+    assert ("logits", 1) in labels(state, "target")
+    assert [tap["why"] for tap in state["target"] if tap["label"] == "logits"] == ["rejected"]
+    assert state["can_undo"]
+    editing.act("undo")
+    editing.act("undo")
+    assert editing.editor.proposal == PROPOSAL
+    assert not editing.editor.view.state["can_undo"]
+
+
+def test_apply_has_the_plan_use_the_pairs_and_says_that_guesses_are_left_out(
+    session: gl.Session, editing: Editing
+) -> None:
+    editing.act("apply")
+    assert len(session.plan.pairs) == len(PAIRS) - 1
+    assert editing.editor.message == (
+        f"Plan {session.plan.version} has 25 pairs. 1 guesses are left out until they are accepted."
+    )
+    assert editing.editor.view.state["is_applied"]
+    editing.act("accept", "logits")
+    assert not editing.editor.view.state["is_applied"]
+    editing.act("apply")
+    assert len(session.plan.pairs) == len(PAIRS)
+    session.edit(pairs=None)
+
+
+def test_a_match_of_two_functions_knows_the_order_in_which_their_taps_ran(session: gl.Session) -> None:
+    def mine(x: torch.Tensor) -> None:
+        gl.tap("zero", x)
+        gl.tap("a.only", torch.arange(3.0))
+        gl.tap("last", x * 2)
+
+    def theirs(x: torch.Tensor) -> None:
+        gl.tap("first", x)
+        gl.tap("end", x * 2)
+
+    proposal = session.match(mine, theirs, args=(torch.randn(8, 5),))
+    assert list(proposal.order["baseline"]) == ["zero", "a.only", "last"]
+    assert list(proposal.order["target"]) == ["first", "end"]

@@ -1,0 +1,80 @@
+"""The renames in the filter editor: what a rule would rewrite is shown first, and each can be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kit.pages import Browser, Screen
+from kit.support import reset
+
+import graftlab as gl
+from graftlab.widgets.refresher import refresher_of
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    def model(prefix: str) -> None:
+        for layer in range(5):
+            gl.tap(f"{prefix}layers.{layer}.mlp", torch.ones(3))
+
+    with gl.launch(1, 1) as session:
+        session.run(lambda: model(""), lambda: model("model."))
+        yield session
+
+
+@pytest.fixture
+def screen(session: gl.Session, simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    monkeypatch.setattr(refresher_of(session), "interval", 1000)
+    made = reset(session).filter_editor()
+    yield Screen(simulated, made)
+    made.close()
+
+
+def write(screen: Screen, side: str, pattern: str, new: str = "") -> None:
+    renames = screen.panel._renames  # type: ignore[attr-defined]
+    renames._side.value, renames._pattern.value, renames._new.value = side, pattern, new
+
+
+def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
+    session: gl.Session, screen: Screen
+) -> None:
+    write(screen, "target", r"^model\.")
+    assert screen.shown("rule-preview").startswith(
+        "5 names seen match; 5 of them are then names of the baseline. model.layers.0.mlp → layers.0.mlp"
+    )
+    assert "and 2 more" in screen.shown("rule-preview")
+    assert session.plan.rename == ()
+    write(screen, "baseline", "^model")
+    assert screen.shown("rule-preview").startswith("0 names seen match; 0 of them")
+    write(screen, "target", "(")
+    assert "unterminated" in screen.shown("rule-preview")
+    write(screen, "target", "x", r"\\9")
+    assert "<b>" not in screen.markup("rule-preview")
+
+
+def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen) -> None:
+    write(screen, "target", r"^model\.")
+    screen.click("add-rule")
+    screen.browser.kernel_works()
+    assert session.plan.rename == (("target", r"^model\.", ""),)
+    assert f"Version {session.plan.version} is published" in screen.message
+    write(screen, "baseline", "mlp", "ffn")
+    screen.click("add-rule")
+    screen.browser.kernel_works()
+    assert len(session.plan.rename) == 2
+    assert screen.panel._renames.title == "Renames (2)"  # type: ignore[attr-defined]
+    screen.panel._renames._buttons[0].click()  # type: ignore[attr-defined]
+    screen.panel.refresh()
+    assert [rule[0] for rule in session.plan.rename] == ["baseline"]
+    write(screen, "target", "(")
+    screen.click("add-rule")
+    screen.browser.kernel_works()
+    assert "is not usable" in screen.message
+    assert len(session.plan.rename) == 1
+    session.edit(rename=None)
+    screen.panel.refresh()
+    assert screen.panel._renames.title == "Renames (0)"  # type: ignore[attr-defined]
