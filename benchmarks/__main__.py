@@ -30,6 +30,7 @@ SUBJECTS = (
     "steps",
     "graphs",
     "jobs",
+    "tcp",
     "scale",
     "verdicts",
     "cuda",

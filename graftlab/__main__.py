@@ -34,9 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     attach = commands.add_parser("attach", help=summary, description=summary)
     script.add_arguments(attach)
     attach.set_defaults(run=script.run)
+    from graftlab.jobs import terminal
+
+    for name, summary in (
+        ("status", "show where each rank of a session of jobs is, and the taps that are furthest apart"),
+        ("watch", "the same, again and again"),
+        ("stacks", "show where the threads of each rank are in the code"),
+    ):
+        terminal.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
+    summary = "make a join token, for jobs on several machines, in a new file that nobody else can read"
+    token = commands.add_parser("token", help=summary, description=summary)
+    token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not be there yet")
+    token.set_defaults(run=_token)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code
+
+
+def _token(arguments: argparse.Namespace) -> int:
+    from graftlab.exchange.keys import new_token, write_token
+
+    try:
+        write_token(arguments.file, new_token())
+    except OSError as error:
+        sys.stderr.write(f"graftlab token: {error}\n")
+        return 2
+    return 0
 
 
 def _runs(arguments: argparse.Namespace) -> int:

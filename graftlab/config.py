@@ -6,14 +6,16 @@ Every error names the field, its environment variable, what it got and what it t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from graftlab.base import limits
 from graftlab.base.world import MAX_RANKS, Side
 from graftlab.errors import ConfigError, FilterError, TransformError
+from graftlab.exchange.keys import read_token
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
@@ -35,8 +37,28 @@ _ALIASES = {
     "timeout": "DUMPER_GRAFTER_TIMEOUT",
 }
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_TCP = "tcp://"
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[\w.-]+))(?::(?P<port>\d{1,5}))?")
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 _FILTERS = ("b2t_filter", "t2b_filter", "compare_filter", "keep_filter")
+
+
+class Endpoint(NamedTuple):
+    """Where a session listens for other machines; port 0 where the system chooses."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, port: int | None = None) -> Endpoint | None:
+        """What ``tcp://HOST:PORT``, ``HOST:PORT`` or a ``HOST`` means; None for what is none of these."""
+        found = _HOST_AND_PORT.fullmatch(text.removeprefix(_TCP))
+        if found is None or int(found["port"] or 0) > 65535:
+            return None
+        return cls(found["v6"] or found["host"], int(found["port"] or port or 0))
+
+    def __str__(self) -> str:
+        return f"{_TCP}[{self.host}]:{self.port}" if ":" in self.host else f"{_TCP}{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -79,22 +101,25 @@ class GraftConfig:
     run_dir: str | None = None
     watch: str | None = None
     without_host: str = "keep"
+    token: str | None = field(default=None, repr=False)
+    token_file: str | None = None
+    ports: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            kind = _KINDS[field.name]
-            value = getattr(self, field.name)
+        for each in fields(self):
+            kind = _KINDS[each.name]
+            value = getattr(self, each.name)
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
-                object.__setattr__(self, field.name, value)
+                object.__setattr__(self, each.name, value)
             if kind is float and type(value) is int:
                 value = float(value)
-                object.__setattr__(self, field.name, value)
-            if (value is None and field.default is None) or type(value) is kind:
+                object.__setattr__(self, each.name, value)
+            if (value is None and each.default is None) or type(value) is kind:
                 continue
-            if value is None and field.name in _FILTERS:
+            if value is None and each.name in _FILTERS:
                 continue
-            raise _refusal(field.name, value, _TAKES[kind])
+            raise _refusal(each.name, value, _TAKES[kind])
         self._check_values()
 
     def _check_values(self) -> None:
@@ -150,6 +175,11 @@ class GraftConfig:
         found = {}
         for pair in pairs:
             name, equals, text = pair.partition("=")
+            if name == "token":
+                raise ConfigError(
+                    "token is not taken from a list of arguments, which other users can see; put it into GRAFTLAB_TOKEN"
+                    ", or into a file of mode 0600 that token_file names"
+                )
             if not equals or name not in _KINDS:
                 raise ConfigError(f"{pair!r} is no setting; write name=value with one of {', '.join(_KINDS)}")
             found[name] = _read(name, text, name)
@@ -201,11 +231,16 @@ class GraftConfig:
                 f"no filter could ever match a tap: {named} are all blank; compare_filter=True compares all"
             )
         _ = self.meeting
+        if self.endpoint is not None:
+            self.port_range()
         return self
 
     @property
     def meeting(self) -> Path:
-        """The folder in which the processes of both sides meet. Raises :class:`ConfigError` where none is named."""
+        """The folder in which the processes of both sides meet on this machine.
+
+        Raises :class:`ConfigError` where none is named.
+        """
         if self.address is None:
             if self.run_dir is None:
                 raise ConfigError(
@@ -213,18 +248,48 @@ class GraftConfig:
                     f"folder in which both sides meet"
                 )
             return Path(self.run_dir).expanduser().absolute()
-        if self.address in _LOOPBACK:
-            if self.port is None:
-                raise _refusal("port", None, f"a number that both sides share, because address is {self.address!r}")
-            # A system-wide name on purpose: both sides find it without knowing more than the port.
-            return Path("/tmp") / f"graftlab-{os.getuid()}" / f"{self.group_name}-{self.port}"
-        if os.sep not in self.address:
+        port = self.port
+        if (endpoint := self.endpoint) is not None:
+            port = endpoint.port
+        elif self.address not in _LOOPBACK:
+            return Path(self.address).expanduser().absolute()
+        elif port is None:
+            raise _refusal("port", None, f"a number that both sides share, because address is {self.address!r}")
+        # A system-wide name on purpose: both sides find it without knowing more than the port.
+        return Path("/tmp") / f"graftlab-{os.getuid()}" / f"{self.group_name}-{port}"
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where jobs of several machines meet; None where both sides are on this one.
+
+        Raises :class:`ConfigError` for an address that is no folder and names no port.
+        """
+        address = self.address
+        if address is None or address in _LOOPBACK or (os.sep in address and "://" not in address):
+            return None
+        found = Endpoint.parse(address, self.port)
+        if found is None or not found.port:
             raise _refusal(
                 "address",
-                self.address,
-                "a folder, with a / in it, or 'localhost'; ranks on several machines cannot meet",
+                address,
+                f"a folder, with a / in it, 'localhost' and a port ({PREFIX}PORT), or tcp://HOST:PORT",
             )
-        return Path(self.address).expanduser().absolute()
+        return found
+
+    def join_token(self) -> str | None:
+        """The session's token, from where it was given. Raises :class:`ConfigError` for a file that others can read."""
+        if self.token is None and self.token_file is not None:
+            return read_token(Path(self.token_file).expanduser())
+        return self.token
+
+    def port_range(self) -> Sequence[int]:
+        """The ports at which this rank may listen; 0 where the system chooses."""
+        if self.ports is None:
+            return (0,)
+        first, _, last = self.ports.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first) < 65536):
+            raise _refusal("ports", self.ports, "the first and the last port, such as 29600-29699")
+        return range(int(first), int(last or first) + 1)
 
     @property
     def side(self) -> Side:
@@ -258,7 +323,7 @@ _KINDS: dict[str, type] = {
     "buffer_budget": int,
     "keep_budget": int,
 }
-_KINDS = {field.name: _KINDS.get(field.name, str) for field in fields(GraftConfig)}
+_KINDS = {each.name: _KINDS.get(each.name, str) for each in fields(GraftConfig)}
 _TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}
 # Variables that are no field of it.
 OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "SKIP_JS"})

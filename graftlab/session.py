@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
+from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
-from graftlab.errors import PlanError
+from graftlab.errors import LaunchError, PlanError
 from graftlab.jobs.host import listen_as
 from graftlab.jobs.meeting import Meeting
 from graftlab.plan.plan import GraftPlan
@@ -101,6 +102,8 @@ def listen(
     timeout: float = limits.TIMEOUT,
     folder: str | Path | None = None,
     append: bool = False,
+    address: str | None = None,
+    token: str | None = None,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
     tap_timeout: float | None = None,
@@ -114,9 +117,12 @@ def listen(
     ``folder`` and ``append=True`` takes them over.
 
     ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
-    also where the jobs find this session. Only processes of the same user on this machine can join.
+    also where the jobs find this session. Only processes of the same user on this machine can join, unless an
+    ``address`` is given, such as ``"tcp://10.0.0.5:29500"``, at which other machines reach this one: then whoever knows
+    the ``token`` can, which is printed, and kept in the folder for the next time. Where none is given, nor in
+    ``GRAFTLAB_TOKEN`` or the file ``GRAFTLAB_TOKEN_FILE``, the folder's is taken, or one is made.
 
-    Raises :class:`LaunchError` where somebody listens in that folder already.
+    Raises :class:`LaunchError` where somebody listens in that folder already, or nothing can listen at the address.
 
     >>> with gl.listen(baseline=1, target=2) as other:
     ...     other.status()["state"].tolist()
@@ -136,9 +142,19 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append)
+    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
+    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
     sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
     return session
+
+
+def _own_endpoint(address: str) -> Endpoint:
+    endpoint = Endpoint.parse(address) if isinstance(address, str) else None
+    if endpoint is None or endpoint.host in ("0.0.0.0", "::"):
+        raise LaunchError(
+            f"address={address!r}: give the one at which other machines reach this one, such as tcp://10.0.0.5:29500"
+        )
+    return endpoint
 
 
 class Session(SessionCore):
@@ -163,14 +179,14 @@ class Session(SessionCore):
         noise_floor: float = DEFAULT_NOISE_FLOOR,
         trusted: bool = False,
     ) -> Replay:
-        """Feed recorded requests to both sides, a step a batch, and tell which diverge, the worst first.
+        """Feed recorded requests to both sides, one batch per step, and report which diverge, the worst first.
 
         ``path`` is a file of a :class:`~graftlab.requests.RequestDumper`, read as
         :func:`~graftlab.requests.load_dump` reads it, or a folder of such files. ``baseline`` and ``target`` are
         functions, or expressions for one where ``%%graft`` cells run: they get a list of up to ``batch_size`` requests
         as they were recorded, and return as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and
-        perhaps ``logits``). ``limit`` takes only the first so many requests. Rows carry the tag ``rid``; taps above
-        ``noise_floor`` (``rel_l2``) diverge. In a batch of several requests the taps speak for all of them.
+        perhaps ``logits``). Only the first ``limit`` requests are replayed. Rows carry the tag ``rid``; taps above
+        ``noise_floor`` (``rel_l2``) diverge. In a batch of several requests the taps stand for all of them.
 
         A damaged request is reported and skipped; one at which a function raises has the status ``failed``. Raises
         :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay, and
@@ -213,19 +229,19 @@ class Session(SessionCore):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Verdict:
-        """Which computation is other on the target, whether it is the cause, and what is only inherited.
+        """Which computation differs on the target, whether it is the cause, and which taps only inherit the error.
 
-        ``baseline`` and ``target`` are what :meth:`run` takes, and are called several times; each call has to begin
-        from the same state and to be repeatable. Every tap is grafted b2t, so that its difference is what was added
-        at it; the floor is what rounding adds there, measured by the baseline against its own run. Taps are grouped
-        by name, numbers in their path aside. A group is named where some tap of it adds more than ``threshold`` times
-        its floor. With ``explain`` groups are then swapped: the output is computed with the target's code at some of
-        the named groups, the baseline's at the others, so that each group's effect alone is known.
+        ``baseline`` and ``target`` are what :meth:`run` takes, and are called several times; each call must begin from
+        the same state and be repeatable. Every tap is grafted b2t, so that its difference is the error that arose at
+        it. The floor is what rounding adds there, measured by running the baseline against its own record. Taps are
+        grouped by name, apart from numbers in their path. A group is named if one of its taps adds more than
+        ``threshold`` times its floor. With ``explain``, groups are then swapped: the output is computed with the
+        target's code at some of the named groups and the baseline's at the others, which shows the effect of each.
 
         ``output`` is the tap at which effects are measured (the last one by default, and its last occurrence).
         ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps,
         also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and
-        in force again afterwards; its transform and its renaming stay.
+        restored afterwards; its transform and its renaming stay in force.
 
         Raises what :meth:`run` raises, and :class:`SessionError` where no tap is named ``output``.
 
@@ -298,12 +314,13 @@ class Session(SessionCore):
         rounds: int = 12,
         budget: int = 1 << 30,
     ) -> Proposal:
-        """Find out by value which tap of the target is which of the baseline, in which layout, whatever their names.
+        """Find by value which tap of the target is which of the baseline, and in which layout, whatever their names.
 
         ``baseline`` and ``target`` are what :meth:`run` takes. Both sides run once and record what their taps show, up
-        to ``budget`` bytes a rank, beyond it sketches alone. What matches is grafted into the target, which runs again,
-        until nothing changes, or ``rounds`` are over: behind a fault no value matches until it is grafted away. So the
-        target's code has to begin from the same state each time. The plan plays no part in it, and no rows are made.
+        to ``budget`` bytes per rank; of the rest they record only sketches. What matches is grafted into the target,
+        which runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault
+        is grafted away. So the target's code must begin from the same state each time. The plan plays no part, and no
+        rows are made.
 
         The :class:`Proposal` shows the pairs, how sure each is, and what has no partner and why. To apply it:
         ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
@@ -333,14 +350,14 @@ class Session(SessionCore):
         threshold: float = 5.0,
         **options: Any,
     ) -> CompiledComparison:
-        """Does this function compute the same when it is compiled, and where not?
+        """Does this function compute the same when it is compiled, and if not, where does it differ?
 
         The baseline calls it as it is and the target as ``torch.compile(function, **options)``: ``backend``,
         ``fullgraph``, ``dynamic``, ``mode``. It is a function or an expression, as for :meth:`run`; both sides need
-        the same state, and each call has to be repeatable. A :meth:`verdict` says which computation is other, with the
-        taps in the graph. Since a tap keeps the compiler from fusing across it, the results without any tap are
-        compared too; where they part only without taps, the tap that makes the difference is found by leaving taps out
-        of the graph, which compiles the function a few times more.
+        the same state, and each call must be repeatable. A :meth:`verdict`, with the taps in the graph, says which
+        computation differs. Since a tap keeps the compiler from fusing across it, the results without any tap are
+        compared too. If they differ only without taps, the tap that makes the difference is found by leaving taps out
+        of the graph, which compiles the function a few more times.
 
         Raises what :meth:`verdict` raises.
 
@@ -364,13 +381,16 @@ class Session(SessionCore):
     ) -> Check:
         """What the ranks of one side should agree on and do not; no other side is needed.
 
-        ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. Told are copies
+        ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. It finds copies
         that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients and
         optimizer state), partial sums that nobody reduced, and inputs that differ. Which taps are copies is read from
-        DTensors' placements. ``layouts`` says it of others: a layout by a filter over ``name``, such as
+        the placements of DTensors. For others ``layouts`` says it, with a layout for a filter over ``name``, such as
         ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
-        dimension). What nothing is said of is inferred, and the text says so: tensors that are near to each other are
-        copies, as are those whose like in another layer are equal, and gradients of weights that are copies.
+        dimension); ``gl.tap(layout=)`` says it at the tap. On a mesh of several dimensions, such as
+        ``{"dp": 2, "tp": 2}``, copies along one of them are looked for too: a weight that is sharded over ``tp`` has
+        to be equal within each ``dp`` group, and what is computed from one group's inputs within each ``tp`` group.
+        For all other taps it is inferred: tensors that are near to each other are taken for copies, as are those whose
+        counterparts in another layer are equal, and gradients of weights that are copies.
 
         Raises what :meth:`run` raises, and :class:`SessionError` for a side of one rank.
 

@@ -212,11 +212,14 @@ WITHOUT_PROMISES = {
 
 def promises() -> dict[str, list[tuple[str, list[str]]]]:
     """Of each page, by its link: what it promises, and the tests that hold that."""
-    parts = re.split(r"^## \[.+?\]\((.+?)\)$", (DOCS / "promises.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    page = (DOCS / "promises.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## \[.+?\]\((.+?)\)$", page, flags=re.MULTILINE)
+    assert len(set(parts[1::2])) == len(parts[1::2]), "a page has two sections"
     rows = {
         link: re.findall(r"^\| (.+) \| (`.+`) \|$", text, re.MULTILINE)
         for link, text in zip(parts[1::2], parts[2::2], strict=True)
     }
+    assert sum(map(len, rows.values())) == len(re.findall(r"^\| (?!promise)", page, re.MULTILINE)), "a row has no test"
     return {link: [(promise, re.findall(r"`(.+?)`", tests)) for promise, tests in each] for link, each in rows.items()}
 
 

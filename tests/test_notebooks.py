@@ -44,6 +44,7 @@ def pictures(outputs: list[Any]) -> int:
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
+        "attach.ipynb",
         "compiled.ipynb",
         "cuda_graphs.ipynb",
         "porting.ipynb",
@@ -64,6 +65,23 @@ def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> 
     outputs = execute("tensor_diffs.ipynb", tmp_path)
     assert pictures(outputs) == 10
     assert not any(output.output_type == "error" for output in outputs)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recording(tmp_path: Path) -> None:
+    outputs = execute("attach.ipynb", tmp_path)
+    said = texts(outputs)
+    assert pictures(outputs) == 1
+    assert "shared memory" in said
+    assert re.search(r"logits before: 0\.1\b", said)
+    assert re.search(r"logits after: +0\.0\b", said)
+    assert "<Session 1+1: 2 ranks alive" in said
+    assert "exit codes: [0, 0]" in said
+    table = said[said.rindex("first divergent tap") :]
+    assert re.search(r"as the reference +12 +0 +none", table)
+    assert re.search(r"second layer +12 +9 +hidden, layer 1, step 0", table)
+    assert re.search(r"last layer +12 +6 +hidden, layer 2, step 0", table)
 
 
 @pytest.mark.ranks

@@ -6,6 +6,8 @@ that with the bytes that hold them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -43,3 +45,23 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     if not data:
         return torch.empty(0, dtype=dtype, device="cpu").view(shape)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def assembled(pieces: Sequence[memoryview], nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose elements are in these pieces; a window into the only one, where it lies as the dtype needs it.
+
+    Raises ValueError or RuntimeError where they do not fit together.
+    """
+    came = sum(map(len, pieces))
+    if came != nbytes:
+        raise ValueError(f"{came} bytes came of {nbytes}")
+    if not nbytes:
+        return torch.empty(0, dtype=dtype, device="cpu").view(shape)
+    flat = torch.frombuffer(pieces[0], dtype=torch.uint8)
+    if len(pieces) > 1 or flat.data_ptr() % 16:
+        flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        start = 0
+        for piece in pieces:
+            flat[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
+            start += len(piece)
+    return flat.view(dtype).view(shape)

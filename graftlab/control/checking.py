@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from graftlab.base.html import bundle
 from graftlab.base.tags import own_tags
@@ -96,6 +99,11 @@ def check(
     size = getattr(session.options, side)
     if size < 2:
         raise SessionError(f"check: the {side} has one rank, which has nobody to agree with; launch {side}=2 or more")
+    if mesh is not None and math.prod(mesh.values()) != size:
+        raise SessionError(
+            f"check: a mesh of {dict(mesh)} has {math.prod(mesh.values())} ranks, and the side has {size}; give "
+            "mesh={name: size} whose sizes multiply to it"
+        )
     declared = _Declared(layouts or {}, mesh, size)
     if target is not None:
         call = partial(_show_here, target, tuple(args), dict(kwargs or {}))
@@ -104,10 +112,23 @@ def check(
         assert baseline is not None
         call = partial(_show_here, baseline, tuple(args), dict(kwargs or {}))
         results = session.run(baseline=call).baseline
-    checked = check_replicas([shown for shown, _ in results], declared)
+    checked = check_replicas([shown for shown, _ in results], declared, _groups_along(mesh, size))
     skipped = list(dict.fromkeys(name for _, names in results for name in names))
     inputs = tuple(_inputs(results[0][0]))
     return Check(replace(checked, skipped=skipped), inputs)
+
+
+def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks along each dimension of a mesh of several: those that differ in that coordinate alone."""
+    along: dict[str, list[tuple[int, ...]]] = {}
+    if mesh is None or sum(extent > 1 for extent in mesh.values()) < 2:
+        return along
+    grid = np.arange(size).reshape(tuple(mesh.values()))
+    for axis, (name, extent) in enumerate(mesh.items()):
+        if extent > 1:
+            groups = np.moveaxis(grid, axis, -1).reshape(-1, extent)
+            along[name] = [tuple(group) for group in groups.tolist()]
+    return along
 
 
 class _Declared:
@@ -115,12 +136,6 @@ class _Declared:
 
     def __init__(self, layouts: Mapping[str, str], mesh: Mapping[str, int] | None, size: int) -> None:
         self._layouts = [(compile_filter(text), parse_layout(layout, mesh or size)) for text, layout in layouts.items()]
-        for _, layout in self._layouts:
-            if layout.mesh.size != size:
-                raise SessionError(
-                    f"check: the layout {layout} is on a mesh of {layout.mesh.size} ranks, and the side has {size}; "
-                    "give mesh={name: size} whose sizes multiply to it"
-                )
 
     def __call__(self, name: str) -> Replicas | None:
         found = next((layout for filter_, layout in self._layouts if filter_.matches({"name": name})), None)

@@ -33,6 +33,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
+from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import DATA, KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
@@ -80,6 +81,7 @@ class _Judging:
         self._before = session.plan
         self._ours: int | None = None
         self._lonely: str | None = None
+        self._not_swapped: dict[str, None] = {}
 
     def plan_given_back(self) -> _PlanGivenBack:
         return _PlanGivenBack(self)
@@ -124,7 +126,7 @@ class _Judging:
                 # A gradient is judged with the baseline's values, which go before it.
                 settled = [group for group in named if _judged_at(group) < rank] + following
                 if groups:
-                    causes[where] = self._causes(groups, settled, where, outputs[where], names, selves, threshold)
+                    causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
             remarks += self._unexplained(named, causes)
         unseen += _may_have_passed(grafted, frame, threshold)
         frame = _labelled(frame, named, following, causes, threshold)
@@ -219,15 +221,15 @@ class _Judging:
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
-    def _group(self, added: Added) -> str:
-        return group_of(self._paired(added), added.tags)
+    def _groups(self, added: Added) -> list[str]:
+        return [group_of(name, added.tags) for name in self._paired(added)]
 
-    def _paired(self, added: Added) -> str:
-        """What filters call a tap of the baseline's run against itself."""
-        return self._before.pairings("baseline", added.name, own_tags(added.tags))[0].name
+    def _paired(self, added: Added) -> list[str]:
+        """What filters call a tap of the baseline's run against itself: one name for each pair it is in."""
+        return [pairing.name for pairing in self._before.pairings("baseline", added.name, own_tags(added.tags))]
 
     def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
-        return pool((self._group(each), each.rel_l2, each.rel_max, each.squares) for each in rows)
+        return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
 
     def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:
         floors = self._pool(row for each in selves for row in each.added)
@@ -264,7 +266,8 @@ class _Judging:
             group = group_of(name, tags)
             names.setdefault(group, set()).add((name, kind_of(tags)))
         for added in (row for each in selves for row in each.added):
-            names.setdefault(self._group(added), set()).add((self._paired(added), kind_of(added.tags)))
+            for name in self._paired(added):
+                names.setdefault(group_of(name, added.tags), set()).add((name, kind_of(added.tags)))
         return names
 
     def _causes(
@@ -274,34 +277,52 @@ class _Judging:
         where: str,
         output: Mapping[str, Any],
         names: Mapping[str, set[tuple[str, str | None]]],
+        rows: pd.DataFrame,
         selves: Sequence[SelfGraft],
         threshold: float,
     ) -> Causes:
         dtype = max((output["dtype"], *(output["cast"] or "").split(" -> ")[:1]), key=roundoff)
-        drift = self._pool(row for each in selves for row in each.outputs if self._group(row) == where)
+        drift = self._pool(row for each in selves for row in each.outputs if where in self._groups(row))
         floor = drift.get(where, Floor(0.0, 0.0)).at_least(roundoff(dtype)).rel_l2
         at_output = filter_of(sorted(names[where], key=str))
         later = f"kind in {_computed_after(where)!r}"
+        orders, known = self._orders(rows, selves), set(rows["name"])
         wanted = [each.last.get(where) for each in selves]
         # The baseline's own name for it: the pair is kept there.
-        name = [row.name for row in selves[0].outputs if self._group(row) == where][-1]
+        name = [row.name for row in selves[0].outputs if where in self._groups(row)][-1]
 
         def effect(kept: frozenset[str]) -> float:
-            taken = sorted(
-                (name for group in (*settled, *groups) if group not in kept for name in names[group]), key=str
-            )
+            taken = {name for group in (*settled, *groups) if group not in kept for name in names[group]}
             # What is computed after the output is for the next step, which begins from the baseline's state.
-            from_baseline = " or ".join(filter(None, (filter_of(taken), later)))
+            from_baseline = " or ".join(filter(None, (filter_of(sorted(taken, key=str)), later)))
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
             t2b = f"not ({from_baseline}) or ({at_output})"
+            held = filter_of(sorted(crossing(taken, *orders) - names[where], key=str))
+            if held is not None:
+                b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere it is other'}"
-            self._both(why, b2t=b2t, t2b=t2b, keep=at_output)
+            frame = self._both(why, b2t=b2t, t2b=t2b, keep=at_output)
+            waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
+            if len(waited):
+                self._not_swapped.update(dict.fromkeys(waited["name"]))
+                return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if where in groups and where not in kept else 1
             return self._distance(wanted, name, where, side) / floor
 
         return find_causes(groups, effect, threshold)
+
+    def _orders(self, rows: pd.DataFrame, selves: Sequence[SelfGraft]) -> tuple[Order, Order]:
+        """When the baseline, and when the target, first reaches each tap."""
+        ours: Order = {}
+        for place, added in enumerate(selves[0].added):
+            for name in self._paired(added):
+                ours.setdefault((name, kind_of(added.tags)), place)
+        theirs: Order = {}
+        for name, tags, place in zip(rows["name"], rows["tags"], rows["order"], strict=True):
+            theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
+        return ours, theirs
 
     def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
@@ -353,7 +374,11 @@ class _Judging:
         left = [
             g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())
         ]
-        return [f"What {', '.join(left)} does to the output was not measured."] if left else []
+        said = [f"What {', '.join(left)} does to the output was not measured."] if left else []
+        if self._not_swapped:
+            taps = ", ".join(list(self._not_swapped)[:4])
+            said.append(f"Code could not be swapped at {taps}: there each side waited for the other.")
+        return said
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
@@ -369,7 +394,8 @@ def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
     """The rows of values just before this one on its rank."""
     if kind_of(row["tags"]) is not None:
         return []
-    values = frame[(frame["rank"] == row["rank"]) & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
+    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
     return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
 
 
@@ -464,7 +490,7 @@ def _graft_self_here(
     return graft_self(
         call_here(baseline, args, kwargs),
         dtypes,
-        paired_name=lambda name: plan.pairings("baseline", name, {})[0].name,
+        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
         budget=budget,
         exact=None if exact is None else call_here(exact, args, kwargs),
         keep=keep,

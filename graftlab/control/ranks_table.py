@@ -27,6 +27,7 @@ def ranks_frame(
                 "pid": rank.pid,
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
+                "links": rank.links,
                 "state": _state(rank, look.state, failing, lost_groups),
                 "step": look.step,
                 "plan_version": look.plan_version,

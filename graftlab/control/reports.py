@@ -10,9 +10,12 @@ from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
+    Contact,
     Dispatch,
     FromRank,
     Hello,
+    IsAt,
+    Linked,
     LiveOutput,
     Output,
     PlanAdopted,
@@ -42,7 +45,11 @@ class Reports:
         self._handle.on(PlanAdopted, plans.note_adopted)
         self._handle.on(Reply, lambda reply, rank: queries.on_reply(reply))
         self._handle.on(Hello, lambda hello, rank: self.on_joined(rank))
+        self._handle.on(Contact, lambda contact, rank: self.on_contact(rank, contact))
+        self._handle.on(Linked, lambda linked, rank: rank.note_links(linked.memory, linked.tcp))
+        self._handle.on(IsAt, lambda where, rank: rank.note_whereabouts(where))
         # For whoever lets jobs join.
+        self.on_contact: Callable[[RankHandle, Contact], None] = lambda rank, contact: None
         self.on_joined: Callable[[RankHandle], None] = lambda rank: None
         self.on_left: Callable[[RankHandle], None] = lambda rank: None
 

@@ -45,11 +45,12 @@ def make_run_folder(folder: str | Path | None) -> Path:
     return path
 
 
-def describe_session(folder: Path) -> None:
-    """Note in the run folder when its session began, and in which process."""
+def describe_session(folder: Path, meeting: Path | None = None) -> None:
+    """Note in the run folder when its session began, in which process, and where its jobs meet if it is one of jobs."""
     try:
         descriptor = os.open(folder / "session.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w") as file:
-            json.dump({"started": time.time(), "kernel": os.getpid()}, file)
+            said = {"started": time.time(), "kernel": os.getpid()}
+            json.dump(said if meeting is None else {**said, "meeting": str(meeting)}, file)
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / "session.json", error)

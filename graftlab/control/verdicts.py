@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each tap of each receiving rank, in execution order.
+        """A line for each tap of each receiving rank, in execution order; ``step`` counts from 0 in each run.
 
         ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` how many times
         that it is; ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group

@@ -67,6 +67,10 @@ class Arena:
         source = copyable(tensor)
         self.window(offset, nbytes, source.dtype, tuple(source.shape)).copy_(source)
 
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes at ``offset`` as they lie there."""
+        return memoryview(self.map)[offset : offset + nbytes]
+
     def window(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes at ``offset`` seen as a contiguous tensor, without a copy."""
         if nbytes == 0:

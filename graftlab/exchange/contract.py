@@ -71,7 +71,7 @@ class Receipt:
 
 
 class Exchange(Protocol[Memo]):
-    """Carries tensors under their keys between the ranks of two sides. One owner thread at a time.
+    """Carries tensors under their keys between the ranks of two sides. One owner thread at a time; see :meth:`share`.
 
     Calls come in this order: :meth:`begin_run`; then :meth:`publish`, :meth:`decline` and :meth:`receive` at will, and
     :meth:`end_step` after each step; then :meth:`end_run` and :meth:`settle`. Steps are numbered upwards across runs.
@@ -130,6 +130,14 @@ class Exchange(Protocol[Memo]):
 
     def take_unmatched(self) -> Sequence[Memo]:
         """The memos of what was published and is now known to have been asked for by nobody. Each comes back once."""
+
+    def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
+        """Let other threads own the exchange while it waits in :meth:`publish` or :meth:`receive`.
+
+        ``let_go`` is called before such a wait and gives the ownership up, unless it returns False; then ``take_back``
+        is called after it, and waits for the ownership. So a thread that waits for one tap keeps no other thread from
+        its own.
+        """
 
     def where_peers_are(self) -> str:
         """One line on every rank of the other side, for messages."""

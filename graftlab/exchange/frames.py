@@ -105,6 +105,22 @@ class Yield(Frame, frozen=True, tag=9):
     wait: int
 
 
+class IsAt(Frame, frozen=True, tag=11):
+    """Where the sender is, for ranks that cannot look into its memory; see :class:`.whereabouts.Whereabouts`.
+
+    ``seconds`` is how long it has been there; ``heard`` how many tensors of the receiver of this had come by then.
+    """
+
+    state: str
+    step: int
+    plan_version: int
+    taps: int
+    seconds: float
+    tap: str
+    awaits: tuple[int, ...]
+    heard: int
+
+
 class _Escaped(Frame, frozen=True, tag=10):
     """A frame whose key MessagePack cannot hold: the key in another form, and the frame with an empty one."""
 
@@ -134,6 +150,7 @@ _Any = (
     | ChunkAnswered
     | WaitsForYou
     | Yield
+    | IsAt
     | _Escaped
 )
 

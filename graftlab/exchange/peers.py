@@ -1,6 +1,7 @@
 """The other ranks as one rank knows them: what each has said so far, and the sockets on which it says more.
 
 A peer's death is the end of its socket's stream, which the kernel of the machine reports at once, whatever killed it.
+Where the machine itself is gone, or the network, the end comes after a silence (:mod:`.tcp`).
 """
 
 from __future__ import annotations
@@ -9,19 +10,40 @@ import logging
 import select
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.frames import Frame, Published, decode, encode
+from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
 from graftlab.exchange.interrupts import merely_waits
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.lanes import Lanes
+from graftlab.exchange.tcp import Carried, RemoteChannel
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 
 logger = logging.getLogger(__name__)
+
+Link = tuple[Channel, Arena] | tuple[RemoteChannel, None]
+"""What joins two ranks: a socket and the other's segment, or a connection alone where they share no memory."""
+
+
+class Page(Protocol):
+    """What says where a rank is."""
+
+    def read(self) -> Whereabouts: ...
+
+
+class ToldPage:
+    """Where a rank is whose memory cannot be looked at: what it has said last."""
+
+    def __init__(self) -> None:
+        self.look = Whereabouts()
+
+    def read(self) -> Whereabouts:
+        return self.look
 
 
 @dataclass
@@ -29,9 +51,10 @@ class Peer:
     """Another rank of the graft world, as seen from here."""
 
     place: Place
-    channel: Channel
-    arena: Arena
-    page: WhereaboutsPage
+    channel: Channel | RemoteChannel
+    # None where it shares no memory with this rank.
+    arena: Arena | None
+    page: Page
     in_run: bool = False
     # Why nothing will ever come from it again; empty while something may.
     gone: str = ""
@@ -44,12 +67,20 @@ class Peer:
     # The ids of its tensors that are done with here, and how many bytes they are; told in batches.
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
-    # The number of our own wait that it said we must give up.
-    told_to_yield: int = 0
+    # The numbers of our own waits that it said we must give up.
+    told_to_yield: set[int] = field(default_factory=set)
+    # Of one that shares no memory: what came along with the frame that is handled now, and with those in the inbox, by
+    # id; how many tensors have come from it, have gone to it, and had come to it when it last said where it is.
+    attached: Sequence[memoryview] = ()
+    carried: dict[int, Sequence[memoryview]] = field(default_factory=dict)
+    heard: int = 0
+    sent: int = 0
+    has_heard: int = 0
 
     def __post_init__(self) -> None:
         self.label = self.place.label
         self.world_rank = self.place.world_rank
+        self.remote = self.arena is None
 
     def send(self, frame: Frame) -> None:
         self.channel.send(encode(frame))
@@ -59,6 +90,7 @@ class Peer:
         self.run_ended = False
         self.ended_step = run.first_step - 1
         self.inbox.clear()
+        self.carried.clear()
         self.announced.clear()
 
     def has_answered(self, key: TapKey) -> bool:
@@ -88,19 +120,21 @@ class Peer:
 class Wait:
     """A wait for other ranks, which everybody can know of while it lasts, and what is left of its time limit."""
 
-    __slots__ = ("_awaits", "_deadline", "_on_wait")
+    __slots__ = ("_deadline", "_peers", "awaits")
 
-    def __init__(self, awaits: Collection[int], timeout: float, on_wait: Callable[[Collection[int]], None]) -> None:
-        self._awaits = awaits
-        self._deadline = time.monotonic() + timeout
-        self._on_wait = on_wait
+    def __init__(self, peers: Peers, awaits: Collection[int]) -> None:
+        self.awaits = awaits
+        self._deadline = time.monotonic() + peers.timeout
+        self._peers = peers
 
     def __enter__(self) -> Wait:
-        self._on_wait(self._awaits)
+        self._peers.waits.append(self)
+        self._peers.tell_who_is_awaited()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._on_wait([])
+        self._peers.waits.remove(self)
+        self._peers.tell_who_is_awaited()
 
     def remaining(self) -> float:
         return self._deadline - time.monotonic()
@@ -113,22 +147,28 @@ class Peers:
     :meth:`listen` is told.
     """
 
-    def __init__(self, place: Place, links: Mapping[int, tuple[Channel, Arena]], timeout: float) -> None:
+    def __init__(self, place: Place, links: Mapping[int, Link], timeout: float) -> None:
         everyone = place.everyone()
         self.place = place
         self.timeout = timeout
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self.by_rank = {
-            rank: Peer(everyone[rank], channel, arena, WhereaboutsPage(arena.map))
+            rank: Peer(everyone[rank], channel, arena, ToldPage() if arena is None else WhereaboutsPage(arena.map))
             for rank, (channel, arena) in sorted(links.items())
         }
         self.others = [peer for peer in self.by_rank.values() if peer.place.side != place.side]
+        self.has_remote = any(peer.remote for peer in self.others)
         self._handlers: Mapping[type[Frame], Callable[[Peer, Any], None]] = {}
         self._on_gone: Callable[[Peer], None] = lambda peer: None
-        self._by_descriptor = {peer.channel.fileno(): peer for peer in self.by_rank.values()}
+        # Those on other machines have one socket in common.
+        self._by_descriptor: dict[int, list[Peer]] = {}
+        for peer in self.by_rank.values():
+            self._by_descriptor.setdefault(peer.channel.fileno(), []).append(peer)
         self._poller = select.poll()
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
+        self.lanes = Lanes(self._by_descriptor)
+        self.waits: list[Wait] = []
 
     def listen(
         self, handlers: Mapping[type[Frame], Callable[[Peer, Any], None]], on_gone: Callable[[Peer], None]
@@ -138,7 +178,13 @@ class Peers:
         self._on_gone = on_gone
 
     def wait(self, awaits: Collection[int]) -> Wait:
-        return Wait(awaits, self.timeout, self.on_wait)
+        return Wait(self, awaits)
+
+    def tell_who_is_awaited(self) -> None:
+        if len(self.waits) == 1:
+            self.on_wait(self.waits[0].awaits)
+        else:
+            self.on_wait(sorted({rank for wait in self.waits for rank in wait.awaits}))
 
     def settle(self, wake: int) -> bool:
         """Read until the run is over everywhere, or ``wake`` (a descriptor) becomes readable first: then False."""
@@ -158,10 +204,18 @@ class Peers:
         """
         ready = [descriptor for descriptor, _ in self._poll(timeout)]
         for descriptor in ready:
-            peer = self._by_descriptor.get(descriptor)
-            if peer is not None:
+            for peer in list(self._by_descriptor.get(descriptor, ())):
                 self._read(peer, descriptor)
+        if ready:
+            self.lanes.wake()
         return ready
+
+    def look(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for something to come, and read it; whether anything came.
+
+        Other threads of this rank may use the exchange meanwhile, and read it first.
+        """
+        return self.lanes.wait(timeout) or bool(self.pump(0))
 
     @merely_waits
     def _poll(self, timeout: float | None) -> list[tuple[int, int]]:
@@ -171,6 +225,8 @@ class Peers:
         for data in peer.channel.receive():
             try:
                 frame = decode(data)
+                if peer.remote:
+                    self._note_remote(peer, frame, data)
             except ValueError as error:
                 # After what one cannot read nothing else that comes can be trusted to mean what it says.
                 me = self.place.label
@@ -181,19 +237,73 @@ class Peers:
                 return
             self._handlers[type(frame)](peer, frame)
         if peer.channel.closed:
-            self._lose(peer, descriptor, "died")
+            # The end of a connection to another machine may be anybody's, unless the other end has said goodbye.
+            unsure = isinstance(peer.channel, RemoteChannel) and not peer.channel.said_goodbye
+            self._lose(peer, descriptor, "died, or the network between us failed" if unsure else "died")
+
+    def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:
+        """Note a frame of a rank that shares no memory. Raises ValueError for one that it has no right to send."""
+        peer.attached = ()
+        if type(frame) is Published:
+            if isinstance(frame.location, DeviceLocation):
+                raise ValueError("a place in the memory of another machine's GPU")
+            peer.heard += 1
+            peer.attached = data.payload if isinstance(data, Carried) else ()
+            if isinstance(peer.page, ToldPage):
+                peer.page.look = Whereabouts("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
+        elif type(frame) is ChunkShared:
+            raise ValueError("a handle of GPU memory from another machine")
 
     def _lose(self, peer: Peer, descriptor: int, why: str) -> None:
         peer.gone = why
-        self._poller.unregister(descriptor)
-        del self._by_descriptor[descriptor]
+        listeners = self._by_descriptor[descriptor]
+        listeners.remove(peer)
+        if not listeners:
+            self._poller.unregister(descriptor)
+            self.lanes.forget(descriptor)
+            del self._by_descriptor[descriptor]
         self._on_gone(peer)
 
     def who_waits_for_me(self) -> set[tuple[int, float]]:
         """Ranks of the other side that wait for this one, each with the moment its wait began."""
         me = self.place.world_rank
         looks = ((peer, peer.page.read()) for peer in self.others if peer.in_run and not peer.gone)
-        return {(peer.world_rank, look.since) for peer, look in looks if me in look.awaits}
+        return {
+            (peer.world_rank, look.since)
+            for peer, look in looks
+            # One that could not have known yet of what is on its way may have got what it waits for.
+            if me in look.awaits and (not peer.remote or peer.has_heard == peer.sent)
+        }
+
+    # ---- ranks that share no memory -----------------------------------------------------------------------------
+
+    def tell_where(self, look: Whereabouts) -> None:
+        """Let the ranks of the other side that cannot see it know where this one is. Any thread may say so."""
+        seconds = time.monotonic() - look.since
+        for peer in self.others:
+            if peer.remote and peer.in_run and not peer.gone:
+                where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
+                peer.send(IsAt(*where, heard=peer.heard))
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether nobody is left to tell."""
+        return all(peer.gone or peer.channel.closed for peer in self.others if peer.remote)
+
+    def heard(self) -> list[int]:
+        """How many tensors have come from each of them."""
+        return [peer.heard for peer in self.others if peer.remote]
+
+    def on_is_at(self, peer: Peer, frame: IsAt) -> None:
+        peer.has_heard = frame.heard
+        page = peer.page
+        if isinstance(page, ToldPage):
+            old, since = page.look, time.monotonic() - frame.seconds
+            if (old.state, old.step, old.taps, old.awaits) == (frame.state, frame.step, frame.taps, frame.awaits):
+                # The same wait: what tells of it is on its way now longer, now shorter.
+                since = old.since
+            where = (frame.state, frame.step, frame.plan_version, frame.taps, since, frame.tap, frame.awaits)
+            page.look = Whereabouts(*where)
 
     def where_they_are(self) -> str:
         return "; ".join(peer.whereabouts() for peer in self.others)

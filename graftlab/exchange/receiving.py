@@ -7,7 +7,7 @@ import pickle
 import torch
 
 from graftlab.base.tags import TapKey
-from graftlab.base.tensor_bytes import dtype_named
+from graftlab.base.tensor_bytes import assembled, dtype_named
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.device import DeviceReader, Gpu
 from graftlab.exchange.frames import (
@@ -50,8 +50,8 @@ class Receiver:
         self._budget = budget
         self._reader = DeviceReader(gpu)
         self._ended_step = -1
-        # The tap that this rank waits for, and which of its waits that is.
-        self._awaited: TapKey | None = None
+        # The taps that threads of this rank wait for, by the number of the wait.
+        self._awaited: dict[int, TapKey] = {}
         self._wait_number = 0
         # Names and tags that the other side has ever reached.
         self._heard: set[tuple[object, ...]] = set()
@@ -69,21 +69,24 @@ class Receiver:
             if peer.in_run:
                 peer.send(StepEnded(step))
             for ended in [known for known in peer.inbox if known <= step]:
-                del peer.inbox[ended]
+                for published in peer.inbox.pop(ended).values():
+                    if published is not None:
+                        peer.carried.pop(published.id, None)
 
     def end_run(self) -> None:
         self.release_read(wait=True)
         for peer in self._peers.others:
             self._send_releases(peer)
             peer.inbox.clear()
+            peer.carried.clear()
 
     # ---- a tap --------------------------------------------------------------------------------------------------
 
     def receive(self, key: TapKey, near: torch.Tensor | None) -> Receipt:
         if not self._all_answered(key):
             self._peers.pump(0)
-        unanswered = {} if self._all_answered(key) else self._wait_for(key)
-        receipt = Receipt([], timed_out=bool(unanswered) and not self._has_yielded())
+        unanswered, has_yielded = ({}, False) if self._all_answered(key) else self._wait_for(key)
+        receipt = Receipt([], timed_out=bool(unanswered) and not has_yielded)
         taken: Taken = []
         read_on_device = False
         for peer in self._peers.others:
@@ -122,7 +125,10 @@ class Receiver:
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
         if not isinstance(location, DeviceLocation):
-            window = peer.arena.window(location or 0, nbytes, dtype, shape)
+            if peer.arena is None:
+                window = assembled(peer.carried.pop(published.id, ()), nbytes, dtype, shape)
+            else:
+                window = peer.arena.window(location or 0, nbytes, dtype, shape)
             return window if near is None or near.is_cpu else window.to(near.device)
         try:
             window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
@@ -150,52 +156,65 @@ class Receiver:
         # What comes for a step that has ended here is released by the end-of-step frame that is on its way back.
         if key.step > self._ended_step:
             peer.inbox[key.step][key] = published
+            if published is not None and peer.attached:
+                peer.carried[published.id] = peer.attached
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, key: TapKey) -> dict[int, str]:
+    def _wait_for(self, key: TapKey) -> tuple[dict[int, str], bool]:
         """Wait until every sender has answered; why some have not, by rank, where the wait is given up.
 
-        It is given up at the time limit, and at once where a sender waits for a tap of this very rank and says so.
+        It is given up at the time limit, and at once where a sender waits for a tap of this very rank and says so: then
+        the second is True.
         """
         peers = self._peers
         for peer in peers.others:
             self._send_releases(peer)
         pause = _FIRST_LOOK
-        self._awaited = key
         self._wait_number += 1
+        number = self._wait_number
+        self._awaited[number] = key
         try:
             with peers.wait([peer.world_rank for peer in peers.others if not peer.has_answered(key)]) as wait:
                 while not self._all_answered(key):
                     remaining = wait.remaining()
-                    if remaining <= 0 or self._has_yielded():
-                        return self._why_unanswered(key)
+                    has_yielded = any(number in peer.told_to_yield for peer in peers.others)
+                    if remaining <= 0 or has_yielded:
+                        return self._why_unanswered(key, has_yielded), has_yielded
                     self.release_read(wait=False)
                     look = min(remaining, pause)
-                    if not peers.pump(min(look, _READ_POLL) if self._reader.reading else look):
-                        self._ask_who_waits_for_us(key)
+                    if not peers.look(min(look, _READ_POLL) if self._reader.reading else look):
+                        self._ask_who_waits_for_us(number, key)
                         pause = min(2 * pause, _LAST_LOOK)
-            return {}
+            return {}, False
         finally:
-            self._awaited = None
+            del self._awaited[number]
+            for peer in peers.others:
+                peer.told_to_yield.discard(number)
 
-    def _ask_who_waits_for_us(self, key: TapKey) -> None:
+    def _ask_who_waits_for_us(self, number: int, key: TapKey) -> None:
+        # Another thread of this rank may be about to reach what the peer waits for.
+        if self._peers.lanes.several:
+            return
         me, is_known = self._peers.place.world_rank, self._knows(key)
         for peer in self._peers.others:
             if not peer.has_answered(key) and me in peer.page.read().awaits:
-                peer.send(WaitsForYou(self._wait_number, is_known))
+                peer.send(WaitsForYou(number, is_known))
 
     def on_waits_for_you(self, peer: Peer, frame: WaitsForYou) -> None:
         if self._has_to_yield_to_us(peer, frame.is_known):
             peer.send(Yield(frame.wait))
 
     def on_yield(self, peer: Peer, frame: Yield) -> None:
-        peer.told_to_yield = frame.wait
+        if frame.wait in self._awaited:
+            peer.told_to_yield.add(frame.wait)
 
     def _has_to_yield_to_us(self, peer: Peer, asker_is_known: bool) -> bool:
         """What this rank says when asked by a peer that waits for it."""
-        awaited = self._awaited
-        if awaited is None or peer.has_answered(awaited):
+        if self._peers.lanes.several or not self._awaited:
+            return False
+        [awaited] = self._awaited.values()
+        if peer.has_answered(awaited):
             return False
         if asker_is_known != self._knows(awaited):
             return not asker_is_known
@@ -205,13 +224,10 @@ class Receiver:
         """Whether the other side has ever reached such a tap."""
         return (key.name, key.tags) in self._heard
 
-    def _has_yielded(self) -> bool:
-        return any(peer.told_to_yield == self._wait_number for peer in self._peers.others)
-
-    def _why_unanswered(self, key: TapKey) -> dict[int, str]:
+    def _why_unanswered(self, key: TapKey, has_yielded: bool) -> dict[int, str]:
         peers = self._peers
         waited = f"did not reach this tap within {peers.timeout:g} s"
-        if self._has_yielded():
+        if has_yielded:
             waited = f"waits for another tap of {peers.place.label}, which cannot come while this one is waited for"
         late = [peer for peer in peers.others if not peer.has_answered(key)]
         return {peer.place.rank: f"{peer.label} {waited}: {peer.page.read()}" for peer in late}

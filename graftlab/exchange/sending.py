@@ -29,6 +29,7 @@ from graftlab.exchange.frames import (
 )
 from graftlab.exchange.peers import Peer, Peers, Wait
 from graftlab.exchange.staging import HostStaging, Staging
+from graftlab.exchange.tcp import RemoteChannel
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Sender(Generic[Memo]):
         self._label = peers.place.label
         self._budget = budget
         self._release_read = release_read
+        self._arena = arena
         self._allocator = Allocator(len(arena.map))
         self._host = HostStaging(arena, self._allocator)
         self._device = DeviceStaging(gpu, self._label, budget, self._share_chunk)
@@ -104,8 +106,10 @@ class Sender(Generic[Memo]):
         ranks = {peer.world_rank for peer in receivers}
         staging: Staging = self._host
         location: Location = None
+        # What a rank on another machine is sent has to lie in the host's memory, also for those that are here.
+        all_here = not (self._peers.has_remote and any(peer.remote for peer in receivers))
         if nbytes:
-            if not on_host and (location := self._device.put(tensor, nbytes, ranks)) is not None:
+            if not on_host and all_here and (location := self._device.put(tensor, nbytes, ranks)) is not None:
                 staging = self._device
             elif (location := self._host.put(tensor, nbytes, ranks)) is None:
                 raise BufferFullError(
@@ -116,8 +120,25 @@ class Sender(Generic[Memo]):
         self._outgoing[self._last_id] = _Outgoing(key.step, staging, location, ranks, memo)
         dtype = DTYPE_NAMES[tensor.dtype]
         frame = encode(Published(key, self._last_id, dtype, tuple(tensor.shape), nbytes, location, packed))
+        if all_here:
+            for peer in receivers:
+                peer.channel.send(frame)
+        else:
+            self._send_attached(receivers, frame, location, nbytes)
+
+    def _send_attached(self, receivers: list[Peer], frame: bytes, location: Location, nbytes: int) -> None:
+        """The same where some share no memory with this rank: the bytes go along, from where they lie.
+
+        A receiver that ends the step while they are on their way does not look at them any more, so that they may be
+        written over then.
+        """
+        attached = self._arena.view(location, nbytes) if isinstance(location, int) else None
         for peer in receivers:
-            peer.channel.send(frame)
+            if isinstance(peer.channel, RemoteChannel):
+                peer.sent += 1
+                peer.channel.send(frame, attached)
+            else:
+                peer.channel.send(frame)
 
     def _pack_extras(self, key: TapKey, extras: object) -> bytes:
         try:
@@ -170,7 +191,7 @@ class Sender(Generic[Memo]):
                 )
             self._release_read()
             before = self._peers.who_waits_for_me()
-            quiet = not self._peers.pump(min(remaining, _ROOM_POLL))
+            quiet = not self._peers.look(min(remaining, _ROOM_POLL))
             if quiet and before & self._peers.who_waits_for_me():
                 # A receiver waits for a later tap of this rank and will not ask for what is in the buffer until it has
                 # got it: both would wait for each other.

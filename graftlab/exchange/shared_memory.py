@@ -1,11 +1,13 @@
-"""The exchange between ranks of one host: tensors through shared memory, their addresses through sockets.
+"""The exchange between ranks: tensors through shared memory where two have it, their addresses through sockets.
 
 Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies a tensor into its own segment once and
 sends each receiver a small frame with the key and the offset (:mod:`.sending`); a receiver looks at the bytes where
 they are (:mod:`.receiving`). What was received is released in batches; what nobody asked for is free when the
 receivers end the step.
 
-Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same.
+Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
+machines a tensor's bytes are sent along with its frame, from where they lie in the segment (:mod:`.tcp`), and stay
+there until they are released, as for all others: so the budget bounds what any receiver has to hold.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from graftlab.base import limits
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.beacon import Beacon
 from graftlab.exchange.contract import Memo, Receipt
 from graftlab.exchange.device import Cuda, Gpu
 from graftlab.exchange.frames import (
@@ -28,6 +30,7 @@ from graftlab.exchange.frames import (
     ChunkAnswered,
     ChunkShared,
     Declined,
+    IsAt,
     Published,
     Released,
     RunEnded,
@@ -35,24 +38,25 @@ from graftlab.exchange.frames import (
     WaitsForYou,
     Yield,
 )
-from graftlab.exchange.peers import Peer, Peers
+from graftlab.exchange.peers import Link, Peer, Peers
 from graftlab.exchange.receiving import Receiver
 from graftlab.exchange.sending import Sender
+from graftlab.exchange.whereabouts import WhereaboutsPage
 
 
 class SharedMemoryExchange(Generic[Memo]):
     """Implements :class:`graftlab.exchange.contract.LiveExchange`; see there for the promises.
 
-    ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment,
-    by world rank. ``budget`` is in bytes and bounds what this rank has published and not got back; ``timeout``, in
-    seconds, bounds every wait.
+    ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
+    (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
+    rank has published and not got back; ``timeout``, in seconds, bounds every wait.
     """
 
     def __init__(
         self,
         place: Place,
         arena: Arena,
-        links: Mapping[int, tuple[Channel, Arena]],
+        links: Mapping[int, Link],
         *,
         budget: int = limits.BUFFER_BUDGET,
         timeout: float = limits.TIMEOUT,
@@ -74,18 +78,23 @@ class SharedMemoryExchange(Generic[Memo]):
                 ChunkAnswered: self._sender.on_chunk_answered,
                 WaitsForYou: receiver.on_waits_for_you,
                 Yield: receiver.on_yield,
+                IsAt: peers.on_is_at,
             },
             on_gone=self._sender.on_gone,
         )
+        if peers.has_remote:
+            Beacon(WhereaboutsPage(arena.map), peers.tell_where, peers.heard, lambda: peers.all_gone).start()
 
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
     def begin_run(self, run: RunInfo) -> None:
+        self._peers.lanes.begin_run()
         self._receiver.begin_run(run.first_step)
         for peer in self._peers.by_rank.values():
             peer.begin_run(run)
 
     def end_step(self, step: int) -> None:
+        self._peers.lanes.end_step()
         self._receiver.end_step(step)
         self._peers.pump(0)
 
@@ -102,12 +111,14 @@ class SharedMemoryExchange(Generic[Memo]):
     # ---- taps ---------------------------------------------------------------------------------------------------
 
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None = None) -> None:
+        self._peers.lanes.note()
         self._sender.publish(key, tensor, extras, memo)
 
     def decline(self, key: TapKey) -> None:
         self._sender.decline(key)
 
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
+        self._peers.lanes.note()
         return self._receiver.receive(key, near)
 
     def take_unmatched(self) -> list[Memo]:
@@ -134,6 +145,9 @@ class SharedMemoryExchange(Generic[Memo]):
     @on_wait.setter
     def on_wait(self, function: Callable[[Collection[int]], None]) -> None:
         self._peers.on_wait = function
+
+    def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
+        self._peers.lanes.let_go, self._peers.lanes.take_back = let_go, take_back
 
     def where_peers_are(self) -> str:
         return self._peers.where_they_are()

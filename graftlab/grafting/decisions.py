@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -193,16 +194,25 @@ class Decisions:
 class Addresses:
     """The address of each call of a tap that some filter wants, within one step."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, warn_once: WarnOnce) -> None:
         self._step = step
-        self._reached: dict[tuple[str, tuple[tuple[str, Plain], ...], str], int] = {}
+        self._warn_once = warn_once
+        # How often, and by which thread last.
+        self._reached: dict[tuple[str, tuple[tuple[str, Plain], ...], str], tuple[int, int]] = {}
 
     def next(self, decision: Decision) -> TapKey:
         """The address of the call that is made now; each further call of one tap has another occurrence."""
         status = recompute_status()
         tap = (decision.name, decision.key_tags, status)
-        occurrence = self._reached.get(tap, 0)
-        self._reached[tap] = occurrence + 1
+        thread = get_ident()
+        occurrence, last = self._reached.get(tap, (0, thread))
+        self._reached[tap] = (occurrence + 1, thread)
+        if last != thread:
+            self._warn_once(
+                decision.own_name,
+                "two threads reach it in one step, with the same tags. Its calls are paired in the order in which they "
+                "come, which may be another on the other side: put gl.tags(lane=...) around what each thread does",
+            )
         return TapKey(self._step, *tap, occurrence)
 
     def of_pairs(self, decision: Decision) -> list[tuple[Decision, TapKey | None]]:

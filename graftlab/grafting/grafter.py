@@ -93,7 +93,9 @@ class Grafter:
         self._ambient = ambient
         self._reporter = reporter
         self._emit = reporter.row
+        # Held by the thread that takes a tap, but not while that waits for other ranks.
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # Older than any plan, so that the first one is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
@@ -104,15 +106,18 @@ class Grafter:
         self._order = 0
         self._before_step = 0
         self._last_tap = ""
-        # Whether a tap is being taken: a signal handler or a finalizer may come upon another in the middle of it.
-        self._at_work = False
+        # The threads that are taking a tap. A signal handler or a finalizer may come upon another in the middle of it.
+        self._at_work: set[int] = set()
+        # Whether the thread that holds the lock calls a function of the user's, which may reach taps itself.
+        self._computes = 0
         # Whether an interrupt came while the exchange was at work, and is to be raised when it no longer is.
         self.interrupt_due = False
         # None outside a run that has both sides: then a tap is left alone without a look at the plan.
         self._decisions: Decisions | None = None
-        self._addresses = Addresses(self._step)
+        self._addresses = Addresses(self._step, self._warn_once)
         self._warned: set[tuple[str, str]] = set()
         exchange.on_wait = self._on_wait
+        exchange.share(self._let_others_in, self._take_lock)
 
     # ---- runs, steps and plans ----------------------------------------------------------------------------------
 
@@ -209,9 +214,10 @@ class Grafter:
             run = self._run
             if run is None:
                 return
-            if self._at_work:
+            if threading.get_ident() in self._at_work:
                 self._warn_once("gl.step", "it was called inside of a tap, by a signal handler, say, and is skipped")
                 return
+            self._wait_for_taps()
             self._end_step()
             self._step += 1
             self._before_step = self._order
@@ -235,6 +241,7 @@ class Grafter:
     def end_run(self) -> None:
         """The last step of the run ends. Rows of what nobody asked for may still come: see :meth:`record_unmatched`."""
         with self._lock:
+            self._wait_for_taps()
             self._end_step()
             self._exchange.end_run()
             self._decisions = None
@@ -282,7 +289,7 @@ class Grafter:
             self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
         else:
             decisions.step = self._step
-        self._addresses = Addresses(self._step)
+        self._addresses = Addresses(self._step, self._warn_once)
         self._write_page("running")
 
     def _end_step(self) -> None:
@@ -332,23 +339,41 @@ class Grafter:
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         if decision.action.overlap or any(other.action.overlap for other in decision.others):
             raise self._overlap(decision, name)
+        thread = threading.get_ident()
+        if thread in self._at_work:
+            # The exchange is in the middle of something, and nobody could go on with that before this has ended.
+            self._warn_once(name, "it was reached inside of another tap, by a signal handler, say, and is skipped")
+            return value
         with self._lock:
-            if self._at_work:
-                # The exchange is in the middle of something, and nobody could go on with that before this has ended.
-                self._warn_once(name, "it was reached inside of another tap, by a signal handler, say, and is skipped")
-                return value
-            self._at_work = True
+            self._at_work.add(thread)
             try:
                 taken = self._take(decision, name, value, extras, replace)
             finally:
-                self._at_work = False
+                self._at_work.discard(thread)
+                if not self._at_work:
+                    self._changed.notify_all()
         if self.interrupt_due:
             self._raise_interrupt()
         return taken
 
+    def _let_others_in(self) -> bool:
+        """Give up the lock for a wait; False where a function of the user's, which is part of a tap, is to wait."""
+        if self._computes:
+            return False
+        self._lock.release()
+        return True
+
+    def _take_lock(self) -> None:
+        self._lock.acquire()
+
+    def _wait_for_taps(self) -> None:
+        """Wait for the taps that other threads are in the middle of: they belong to the step that is to end."""
+        self._changed.wait_for(lambda: not self._at_work)
+
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         began = time.perf_counter()
         self._order += 1
+        order = self._order - self._before_step
         pairs = []
         for each, key in self._addresses.of_pairs(decision):
             if each.action.direction is not None:
@@ -372,7 +397,7 @@ class Grafter:
         if len(pairs) > 1:
             pairs.sort(key=_received_after)
         for each, key in pairs:
-            call = self._call(each, key, own)
+            call = self._call(each, key, own, order)
             if key is None or (each.pairing is not None and each.pairing.alone):
                 self._leave_alone(key, call, each, began)
             elif isinstance(told, LayoutError):
@@ -418,11 +443,14 @@ class Grafter:
 
     def _computed(self, value: Any) -> Any:
         """What the user's function shows, which may reach taps itself."""
-        self._at_work = False
+        thread = threading.get_ident()
+        self._at_work.discard(thread)
+        self._computes += 1
         try:
             return value()
         finally:
-            self._at_work = True
+            self._computes -= 1
+            self._at_work.add(thread)
 
     def _overlap(self, decision: Decision, name: str) -> GraftOverlapError:
         tags = decision.tags_at(self._step, recompute_status())
@@ -431,13 +459,13 @@ class Grafter:
             f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
         )
 
-    def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor) -> TapCall:
+    def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
         run = self._run
         assert run is not None
         return TapCall(
             run.run,
             self._step,
-            self._order - self._before_step,
+            order,
             decision.tags_at(self._step, recompute_status() if key is None else key.recompute_status),
             decision.action,
             self.place,

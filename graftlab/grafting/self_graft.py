@@ -66,22 +66,23 @@ def graft_self(
     budget: int,
     exact: Call | None = None,
     keep: Sequence[str] = (),
-    paired_name: Callable[[str], str] = str,
+    paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
     seed: int = 0,
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
-    ``dtypes`` names the coarser dtype of a tap, where it is not its own, by the name that ``paired_name`` makes of the
-    tap's. ``keep`` are groups whose last record is returned. The record holds at most ``budget`` bytes; taps that come
-    after are counted, and left alone.
+    ``dtypes`` names the coarser dtype of a tap, where it is not its own, by the names that ``paired_names`` makes of
+    the tap's, one for each pair it is in. ``keep`` are groups whose last record is returned. The record holds at most
+    ``budget`` bytes; taps that come after are counted, and left alone.
     """
     record = _Recorder(budget)
     _run(call, record)
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
-        group = group_of(paired_name(recorded.place[0]), recorded.tags)
-        if group in keep:
-            found.last[group] = recorded.value.cpu()
+        for name in paired_names(recorded.place[0]):
+            group = group_of(name, recorded.tags)
+            if group in keep:
+                found.last[group] = recorded.value.cpu()
     repeat = _Repeater(record.taps)
     _run(call, repeat)
     found.not_repeated = repeat.differences()
@@ -89,7 +90,7 @@ def graft_self(
         return found
 
     def dtype_of(name: str) -> str:
-        return dtypes.get(paired_name(name), "")
+        return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
     perturbed = _Grafter(record.taps, dtype_of, seed)
     _run(call, perturbed)

@@ -11,8 +11,10 @@ import torch
 from graftlab.base.tags import plain
 from graftlab.grafting.self_graft import PlacedTaker
 from graftlab.layouts.layout import Layout
-from graftlab.layouts.placements import layout_of_dtensor
+from graftlab.layouts.on_ranks import rank_layout
 from graftlab.layouts.shards import Replicate
+from graftlab.taps.calls import here
+from graftlab.taps.extras import Laid
 from graftlab.taps.routing import taken_by
 from graftlab.verdict.replicas import SKETCH, Replicas, Shown
 
@@ -35,8 +37,10 @@ class _Sketcher(PlacedTaker):
 
     def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
-        layout = layout_of_dtensor(shown) if isinstance(shown, torch.Tensor) else None
-        self._declared = None if layout is None else replicas_of(layout)
+        given = extras.layout if isinstance(extras, Laid) else None
+        place = here()
+        read = rank_layout(shown, given, 1 if place is None else place.world_size)
+        self._declared = None if read is None else replicas_of(read.layout)
         super().tap(name, shown, extras, tags, replace)
         return value
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import IsAt
 
 _NOWHERE = Seat("-", "-")
 
@@ -32,6 +35,9 @@ class AttachedRank(RankHandle):
         super().__init__(place, _NOWHERE, channel, bell, segment, log)
         self.alive = False
         self.has_joined = False
+        self.links = ""
+        # What it has said last, where it is not this process that made its memory.
+        self._told: Whereabouts | None = None
 
     def _new_line(self) -> tuple[Channel, socket.socket]:
         ours, self._their_line = socket.socketpair()
@@ -42,6 +48,30 @@ class AttachedRank(RankHandle):
         """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
         self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
         return [self._their_line.fileno(), self._their_bell.fileno()]
+
+    def take_line(self) -> tuple[socket.socket, socket.socket]:
+        """The other ends of the line, for whoever speaks for a process on another machine."""
+        ends = self._their_line.dup(), self._their_bell.dup()
+        self.handed_over()
+        return ends
+
+    def note_links(self, memory: Sequence[int], tcp: Sequence[int]) -> None:
+        everyone = [place.label for place in self.place.everyone()]
+        kinds = (("shared memory", memory), ("TCP", tcp))
+        self.links = "; ".join(
+            kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
+            for kind, ranks in kinds
+            if ranks
+        )
+
+    def note_whereabouts(self, where: IsAt) -> None:
+        since = time.monotonic() - where.seconds
+        self._told = Whereabouts(
+            where.state, where.step, where.plan_version, where.taps, since, where.tap, where.awaits
+        )
+
+    def whereabouts(self) -> Whereabouts:
+        return super().whereabouts() if self._told is None else self._told
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""
@@ -57,6 +87,7 @@ class AttachedRank(RankHandle):
         old[1].close()
         self.alive = self.has_joined = False
         self.pid, self.seat = None, _NOWHERE
+        self.links, self._told = "", None
 
     def adopt_segment(self, segment: int) -> None:
         """Look where the rank is in the segment that it has brought along."""

@@ -29,12 +29,14 @@ class Greeting(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job that is in a graft world already has: the run that goes on, and the plan in force.
 
-    ``lost_rows`` is how many rows were made while nobody took them.
+    ``lost_rows`` is how many rows were made while nobody took them. With ``linked`` its memory is its own affair, and
+    it says itself where it is.
     """
 
     run: RunInfo
     plan: WirePlan
     lost_rows: int
+    linked: bool = False
 
 
 class Join(Greeting, frozen=True):
@@ -56,7 +58,12 @@ class Join(Greeting, frozen=True):
 
 
 class Joined(Greeting, frozen=True):
-    """It is. Descriptors follow, so many: its share of what all have, its line and its bell."""
+    """It is. Descriptors follow, so many: its share of what all have, its line and its bell.
+
+    With ``address`` ranks may be on several machines: what they share they make themselves
+    (:mod:`graftlab.jobs.linking`), under the keys of ``token``. Who has come over a network gets no descriptors, and no
+    token, which it has: its line goes on where it has asked.
+    """
 
     folder: str
     log: str
@@ -65,6 +72,42 @@ class Joined(Greeting, frozen=True):
     buffer_budget: int
     keep_budget: int
     descriptors: int
+    address: str = ""
+    token: str = ""
+
+
+class Look(Greeting, frozen=True):
+    """Somebody wants to see what the session does, and with ``stacks`` where its ranks are in the code."""
+
+    stacks: bool
+
+
+class SeenRank(msgspec.Struct, frozen=True):
+    """One rank: the columns of the session's ``status()``, as text."""
+
+    label: str
+    columns: dict[str, str]
+    stacks: str
+
+
+class SeenTap(msgspec.Struct, frozen=True):
+    """The newest row of one tap on one rank."""
+
+    name: str
+    step: int | None
+    rank: str
+    status: str
+    rel_l2: float | None
+
+
+class Seen(Greeting, frozen=True):
+    """What the session does. ``behind`` rows are not in ``taps`` yet."""
+
+    summary: str
+    rows: int
+    behind: int
+    ranks: list[SeenRank]
+    taps: list[SeenTap]
 
 
 class Refused(Greeting, frozen=True):
@@ -74,7 +117,7 @@ class Refused(Greeting, frozen=True):
     settings: bool
 
 
-_decoder = wire.Decoder(Join | Joined | Refused)
+_decoder = wire.Decoder(Join | Joined | Refused | Look | Seen)
 
 
 def our_version() -> str:
@@ -83,6 +126,15 @@ def our_version() -> str:
         return version("graftlab")
     except PackageNotFoundError:
         return "0+unknown"
+
+
+def pack(message: Greeting) -> bytes:
+    return wire.encode(message)
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of :func:`pack`. Raises :class:`MessageError`."""
+    return _decoder.decode(data)
 
 
 def tell(connection: socket.socket, message: Greeting) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from graftlab.base import wire
-from graftlab.config import PREFIX, GraftConfig
+from graftlab.config import PREFIX, Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.host import listen_as
@@ -38,13 +38,20 @@ class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffer_budget: int
     keep_budget: int
     plan: WirePlan
+    endpoint: tuple[str, int] | None
+    token: str | None
 
 
 _decoder = wire.Decoder(HostOrder)
 
 
-def start_host(config: GraftConfig, meeting: Meeting, listener: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the host of these jobs as a process of its own, which outlives the one that starts it."""
+def start_host(
+    config: GraftConfig, meeting: Meeting, listener: socket.socket, token: str | None
+) -> subprocess.Popen[bytes]:
+    """Start the host of these jobs as a process of its own, which outlives the one that starts it.
+
+    With a ``token`` it listens for jobs of other machines too, at the config's address.
+    """
     order = HostOrder(
         meeting=str(meeting.folder),
         run_dir=config.run_dir,
@@ -55,6 +62,8 @@ def start_host(config: GraftConfig, meeting: Meeting, listener: socket.socket) -
         buffer_budget=config.buffer_budget,
         keep_budget=config.keep_budget,
         plan=to_wire(config.plan()),
+        endpoint=config.endpoint if token is not None else None,
+        token=token,
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "DUMPER_"))}
     if home := os.environ.get(f"{PREFIX}HOME"):
@@ -104,6 +113,7 @@ def main() -> int:
         # Jobs that run again go on in their folder: each time is a run of its own there.
         append=True,
         agreed=True,
+        gate=None if order.endpoint is None else (Endpoint(*order.endpoint), order.token),
     )
     logger.info("rows go to %s", folder)
     with session:

@@ -13,16 +13,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from graftlab.base.world import Place
+from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
+from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.greeting import Join, Joined, Refused, hear, our_version, tell
+from graftlab.jobs.gate import Gate
+from graftlab.jobs.greeting import Join, Joined, Look, Refused, hear, our_version, pack, tell, unpack
+from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import Contact, Contacts, Departed
+from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import Shared, send_descriptors
@@ -39,11 +45,18 @@ _GREETING_LIMIT = 10.0
 class Host:
     """Holds the meeting for a session. ``over`` is set when all that had joined are gone again.
 
-    With ``agreed`` every job has to bring the same plan; otherwise the plan is the session's alone.
+    With ``agreed`` every job has to bring the same plan; otherwise the plan is the session's alone. With a ``gate``
+    jobs of other machines come in too, and ranks make their connections themselves, each as it can.
     """
 
     def __init__(
-        self, session: SessionCore, shared: Shared, meeting: Meeting, listener: socket.socket, agreed: GraftPlan | None
+        self,
+        session: SessionCore,
+        shared: Shared,
+        meeting: Meeting,
+        listener: socket.socket,
+        agreed: GraftPlan | None,
+        gate: Gate | None,
     ) -> None:
         self.over = threading.Event()
         self._session = session
@@ -53,6 +66,12 @@ class Host:
         self._listener = listener
         self._agreed = agreed
         self._first_plan = session.plan
+        self._gate = gate
+        # How each rank is reached by the others, where they make their own connections.
+        self._contacts: dict[int, Contact] = {}
+        # For those who look on from a terminal, one at a time.
+        self._taps = session.live_taps()
+        self._looking = threading.Lock()
         # Joining and leaving are told on two threads.
         self._lock = threading.Lock()
         self._greeted: set[int] = set()
@@ -60,10 +79,13 @@ class Host:
         self._resumed = False
         self._closed = False
         session.reports.on_joined, session.reports.on_left = self._on_joined, self._on_left
+        session.reports.on_contact = self._on_contact
         session.closes_first = self.close
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-host", daemon=True)
         self._thread.start()
+        if gate is not None:
+            gate.open(self._greet_from_afar)
 
     @property
     def is_empty(self) -> bool:
@@ -74,12 +96,19 @@ class Host:
     def invitation(self) -> str:
         """The variables with which a job of each side joins, a line a side."""
         options = self._session.options
-        where = shlex.quote(str(self._meeting.folder))
-        return "\n".join(
+        where = shlex.quote(str(self._meeting.folder)) if self._gate is None else str(self._gate.endpoint)
+        lines = [
             f"  {side}: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE={side} GRAFTLAB_ADDRESS={where} "
             f"GRAFTLAB_BASELINE_WORLD_SIZE={options.baseline} GRAFTLAB_TARGET_WORLD_SIZE={options.target}"
             for side in ("baseline", "target")
-        )
+        ]
+        if self._gate is not None:
+            lines += [
+                "and this token in GRAFTLAB_TOKEN, or in a file of mode 0600 that GRAFTLAB_TOKEN_FILE names "
+                f"({self._meeting.token_path} is one):",
+                f"  {self._gate.token}",
+            ]
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -88,6 +117,8 @@ class Host:
         self._closed = True
         os.write(self._wake_write, b"x")
         self._thread.join()
+        if self._gate is not None:
+            self._gate.close()
         with self._meeting.locked():
             self._meeting.forget()
             self._listener.close()
@@ -121,18 +152,62 @@ class Host:
             raise
         if join is None:
             return  # somebody looked whether there is anybody
+        if isinstance(join, Look):
+            self._show(connection.dup(), join)
+            return
         if not isinstance(join, Join):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
-        segment = receive_descriptors(connection, 1)[0] if join.membership is not None else None
+        brings = join.membership is not None and not join.membership.linked
+        segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
-            why, settings = self._objection(join)
-            if why:
-                logger.warning("%s[%d] (pid %d) may not join: %s", join.side, join.rank, join.pid, why)
-                tell(connection, Refused(why, settings))
+            refused = self._refusal(join)
+            if refused is not None:
+                tell(connection, refused)
                 if segment is not None:
                     os.close(segment)
                 return
             self._let_in(connection, join, segment)
+
+    def _show(self, connection: socket.socket, look: Look) -> None:
+        """Answer on a thread of its own: ranks that are asked for their stacks may take their time."""
+
+        def answer() -> None:
+            with connection:
+                try:
+                    with self._looking:
+                        tell(connection, seen(self._session, self._taps, stacks=look.stacks))
+                except (OSError, GraftError) as error:
+                    logger.warning("a look at this session was not answered: %s", error)
+
+        threading.Thread(target=answer, name="graftlab-look", daemon=True).start()
+
+    def _greet_from_afar(self, far: RemoteChannel, frame: bytes) -> None:
+        """The first word of a process on another machine, which has proved that it knows the token."""
+        try:
+            join = unpack(frame)
+        except MessageError as error:
+            far.send(pack(Refused(f"what it said is no greeting: {error}", settings=False)))
+            raise
+        if not isinstance(join, Join):
+            raise SessionError(f"it said {type(join).__name__} before it had asked to join")
+        with self._lock:
+            if refused := self._refusal(join):
+                far.send(pack(refused))
+                return
+            rank, note = self._admit(join, None)
+            rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+            assert self._gate is not None
+            far.send(pack(self._joined(rank, 0)))
+            self._gate.carry(far, *rank.take_line())
+            if join.membership is not None:
+                self._session.joined.tell_plan(rank)
+
+    def _refusal(self, join: Join) -> Refused | None:
+        why, settings = self._objection(join)
+        if not why:
+            return None
+        logger.warning("%s[%d] (pid %d) may not join: %s", join.side, join.rank, join.pid, why)
+        return Refused(why, settings)
 
     def _objection(self, join: Join) -> tuple[str, bool]:
         """Why this process cannot have the place, and whether its settings are at fault; blank where it can."""
@@ -165,13 +240,22 @@ class Host:
         return "", False
 
     def _let_in(self, connection: socket.socket, join: Join, segment: int | None) -> None:
+        rank, note = self._admit(join, segment)
+        shared = self._shared.of(rank.place) if join.membership is None and self._gate is None else []
+        line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+        tell(connection, self._joined(rank, len(shared) + len(line), local=True))
+        send_descriptors(connection, [*shared, *line])
+        rank.handed_over()
+        if join.membership is not None:
+            self._session.joined.tell_plan(rank)
+
+    def _admit(self, join: Join, segment: int | None) -> tuple[AttachedRank, str]:
+        """The place of a process that may join, and what is to be noted of it."""
         rank = self._rank_of(join)
-        place = rank.place
         note = ""
         if join.membership is not None:
-            assert segment is not None
-            rank.adopt_segment(segment)
-            shared: list[int] = []
+            if segment is not None:
+                rank.adopt_segment(segment)
             if not self._resumed:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
@@ -180,26 +264,23 @@ class Host:
             if join.membership.lost_rows:
                 note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
-        else:
-            shared = self._shared.of(place)
-        options = self._session.options
-        line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
-        tell(
-            connection,
-            Joined(
-                folder=str(self._session.folder),
-                log=str(rank.log),
-                segment_size=self._shared.segment_size,
-                tap_timeout=options.tap_limit,
-                buffer_budget=options.buffer_budget,
-                keep_budget=options.keep_budget,
-                descriptors=len(shared) + len(line),
-            ),
+        elif self._gate is None:
+            rank.links = "shared memory"
+        return rank, note
+
+    def _joined(self, rank: AttachedRank, descriptors: int, *, local: bool = False) -> Joined:
+        options, gate = self._session.options, self._gate
+        return Joined(
+            folder=str(self._session.folder),
+            log=str(rank.log),
+            segment_size=self._shared.segment_size,
+            tap_timeout=options.tap_limit,
+            buffer_budget=options.buffer_budget,
+            keep_budget=options.keep_budget,
+            descriptors=descriptors,
+            address="" if gate is None else gate.endpoint.host,
+            token=gate.token if gate is not None and local else "",
         )
-        send_descriptors(connection, [*shared, *line])
-        rank.handed_over()
-        if join.membership is not None:
-            self._session.joined.tell_plan(rank)
 
     def _rank_of(self, join: Join) -> AttachedRank:
         sizes = (join.world_size, join.other_world_size)
@@ -220,9 +301,24 @@ class Host:
             self._shared.release()
         self._session.joined.begin()
 
+    def _on_contact(self, rank: RankHandle, contact: Contact) -> None:
+        """A rank says how it is reached: let the others know, and it of them."""
+        with self._lock:
+            others = dict(self._contacts)
+            self._contacts[rank.place.world_rank] = contact
+            rank.channel.send(pack_message(Contacts(tuple(others.values()))))
+            self._tell_others(rank, Contacts((contact,)))
+
+    def _tell_others(self, rank: RankHandle, message: Contacts | Departed) -> None:
+        for other in self._ranks:
+            if other is not rank and other.place.world_rank in self._contacts:
+                other.channel.send(pack_message(message))
+
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:
             self._greeted.discard(rank.place.world_rank)
+            if self._contacts.pop(rank.place.world_rank, None) is not None and not self._begun:
+                self._tell_others(rank, Departed(rank.place.world_rank))
             if not self._begun and not self._closed and isinstance(rank, AttachedRank):
                 # Nothing has begun, so another process may have the place; or the same one comes back.
                 rank.renew()
@@ -241,8 +337,11 @@ def listen_as(
     *,
     append: bool = False,
     agreed: bool = False,
+    gate: tuple[Endpoint, str | None] | None = None,
 ) -> tuple[S, Host]:
     """A session of this kind for jobs that join in the meeting's folder, and its host.
+
+    With a ``gate`` jobs of other machines join there too: where it listens, and the token, where there is one already.
 
     Raises :class:`LaunchError` where another session listens there, or the run folder cannot be used.
     """
@@ -254,11 +353,19 @@ def listen_as(
                 f"somebody listens in {meeting.folder} already: another notebook, or the host of jobs that run without "
                 f"one; close that session, or pass another folder="
             )
+    opened = None
+    if gate is not None:
+        endpoint, token = gate
+        try:
+            opened = Gate(endpoint, meeting.own_token(token))
+        except (OSError, GraftError) as error:
+            listener.close()
+            raise LaunchError(f"{error}; name an address of this machine's, and a port that is free") from error
     rows: RowStore | None = None
     shared = Shared(Place("baseline", 0, options.baseline, options.target).everyone())
     try:
         rows = RowStore(folder, append=append)
-        describe_session(folder)
+        describe_session(folder, meeting.folder)
         shared.make()
         places = Place("baseline", 0, options.baseline, options.target).everyone()
         ranks = [AttachedRank(place, shared.segments[place.world_rank], folder) for place in places]
@@ -266,13 +373,15 @@ def listen_as(
     except BaseException as error:
         listener.close()
         shared.release()
+        if opened is not None:
+            opened.close()
         if rows is not None:
             with contextlib.suppress(SessionError):
                 rows.close()
         if isinstance(error, (SessionError, OSError)) and not isinstance(error, LaunchError):
             raise LaunchError(str(error)) from error
         raise
-    return session, Host(session, shared, meeting, listener, plan if agreed else None)
+    return session, Host(session, shared, meeting, listener, plan if agreed else None, opened)
 
 
 def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:

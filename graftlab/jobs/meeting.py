@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graftlab.errors import ConfigError
+from graftlab.exchange.keys import new_token, read_token, write_token
 
 # Within the folder that people name, which others may be able to enter.
 _ROOM = ".meeting"
-_SOCKET, _LOCK = "socket", "lock"
+_SOCKET, _LOCK, _TOKEN = "socket", "lock", "token"
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 1024
 
@@ -75,6 +76,26 @@ class Meeting:
         """Take the socket's name away. Call it while :meth:`locked`."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_SOCKET, dir_fd=self._room)
+
+    @property
+    def token_path(self) -> Path:
+        """Where :meth:`own_token` keeps it."""
+        return self.folder / _ROOM / _TOKEN
+
+    def own_token(self, given: str | None = None) -> str:
+        """The token for jobs of other machines that join whoever holds the session here: the same as the last time.
+
+        One that is ``given`` is kept for the next time.
+        """
+        path = self.token_path
+        if given is None:
+            with contextlib.suppress(FileNotFoundError):
+                path.lstat()
+                return read_token(path)
+        token = new_token() if given is None else given
+        path.unlink(missing_ok=True)
+        write_token(path, token)
+        return token
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -2,87 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
-import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
-from graftlab.errors import ConfigError, GraftError, SessionError, warn
-from graftlab.exchange.channel import Channel
+from graftlab.errors import GraftError, SessionError, warn
+from graftlab.exchange.beacon import Beacon
+from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.greeting import Join, Joined, Membership, Refused, hear, our_version, tell
-from graftlab.jobs.headless import start_host
+from graftlab.jobs.entering import Entrance
+from graftlab.jobs.greeting import Joined, Membership
 from graftlab.jobs.job_grafter import JobGrafter
+from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
-from graftlab.jobs.meeting import Meeting
-from graftlab.jobs.place import own_backend, own_device, place_of
+from graftlab.jobs.linking import Linker, address_towards
+from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.waiting import Waiting
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk
-from graftlab.ranks.line import Line
-from graftlab.ranks.messages import Failure, Hello, Output, RunDone, RunRequest, RunSettled, TapSeen, unpack_to_rank
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.messages import (
+    Contacts,
+    Departed,
+    Failure,
+    Hello,
+    Linked,
+    Output,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    unpack_to_rank,
+)
 from graftlab.ranks.wiring import exchange_of
 from graftlab.ranks.workplace import failure_of
-from graftlab.rows.schema import Row
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks whether another notebook listens, after one went away.
 _LOOK_FOR_ANOTHER = 0.5
-# So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
-_HOSTS = 3
-
-
-class JobLine(Line):
-    """A line that may be without a notebook for a while. It knows what another would have to be told."""
-
-    def __init__(self, channel: Channel, bell: socket.socket) -> None:
-        super().__init__(channel, bell)
-        self.lost_rows = 0
-        self._taps: list[dict[str, Any]] = []
-
-    def row(self, row: Row) -> None:
-        if self.channel.closed:
-            self.lost_rows += 1
-        super().row(row)
-
-    def seen(self, tags: dict[str, Any]) -> None:
-        self._taps.append(tags)
-        super().seen(tags)
-
-    def tell_again(self) -> None:
-        """Tell a new notebook of every tap that was seen so far."""
-        for tags in self._taps:
-            self.send(TapSeen(tags))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What the host has handed over."""
-
-    joined: Joined
-    descriptors: list[int]
-    channel: Channel
-    bell: socket.socket
+# Seconds between two words to a notebook that cannot look where this process is.
+_TELL_WHERE = 0.25
 
 
 class Member:
@@ -92,13 +64,16 @@ class Member:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
         self.place = place_of(config)
         self._config = config
-        self._deadline = time.monotonic() + config.timeout
-        with Meeting(config.meeting) as meeting:
-            self._entry = self._enter(meeting)
+        self._linker: Linker | None = None
+        self._segment: int | None = None
+        self._entrance = Entrance(self.place, config)
+        self._entry = self._entrance.enter()
+        self._relay = self._entry.relay
         joined = self._entry.joined
         self.folder = Path(joined.folder)
-        # Brought along to another notebook, which looks in it where this rank is.
-        self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
+        if not joined.address:
+            # Brought along to another notebook, which looks in it where this rank is.
+            self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
         self._line = JobLine(self._entry.channel, self._entry.bell)
         self._run: RunInfo | None = None
         self._over = threading.Event()
@@ -106,92 +81,19 @@ class Member:
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
-    def _enter(self, meeting: Meeting) -> _Entry:
-        host: subprocess.Popen[bytes] | None = None
-        for _ in range(_HOSTS):
-            with meeting.locked():
-                connection = meeting.connect(self._remaining())
-                if connection is None:
-                    listener = meeting.listen()
-                    assert listener is not None
-                    with listener:
-                        host = start_host(self._config, meeting, listener)
-                    connection = meeting.connect(self._remaining())
-            if connection is None:
-                continue
-            with connection:
-                entry = self._ask(connection, None)
-            if entry is not None:
-                return entry
-            # It ended before it answered: for the last of its jobs was gone, or because it could not begin.
-        log = meeting.folder / "host.log"
-        ended = "" if host is None else f" (exit code {host.poll()})"
-        raise SessionError(f"whoever held the session in {meeting.folder} ended before it answered{ended}; see {log}")
-
-    def _ask(self, connection: socket.socket, membership: Membership | None) -> _Entry | None:
-        """What the host hands over; None where it ended before it answered."""
-        plan = to_wire(self._config.plan()) if membership is None else None
-        join = Join(
-            version=our_version(),
-            side=self.place.side,
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            other_world_size=self.place.other_world_size,
-            pid=os.getpid(),
-            device=str(own_device()),
-            backend=own_backend(),
-            plan=plan,
-            membership=membership,
-        )
-        connection.settimeout(self._remaining() if membership is None else self._config.timeout)
-        try:
-            tell(connection, join)
-            if membership is not None:
-                send_descriptors(connection, [self._segment])
-            reply = hear(connection)
-            if reply is None:
-                return None
-            if isinstance(reply, Refused):
-                raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
-            if not isinstance(reply, Joined):
-                raise SessionError(f"the holder of the session answered {type(reply).__name__}")
-            *descriptors, channel, bell = receive_descriptors(connection, reply.descriptors)
-        except (ConnectionError, EOFError):
-            return None
-        except TimeoutError:
-            raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
-        return _Entry(reply, descriptors, Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell))
-
     def begin(self) -> None:
         """Wait until every rank of both sides has joined, and begin.
 
         Raises :class:`SessionError` when some have not in time.
         """
-        waiting = Waiting(self.place, self._entry.descriptors)
-        try:
-            self._line.send(Hello(os.getpid()))
-            request, rest = self._await_request(waiting)
-        except BaseException:
-            # As they are, and not shut down: another process may be handed the same ones.
-            waiting.give_up()
-            self._line.channel.close()
-            os.close(self._segment)
-            raise
-        waiting.close()
+        request, rest = self._meet_here() if not self._entry.joined.address else self._meet_from_afar()
         joined = self._entry.joined
-        self._exchange, page = exchange_of(
-            self.place,
-            self._entry.descriptors,
-            joined.segment_size,
-            budget=joined.buffer_budget,
-            timeout=joined.tap_timeout,
-        )
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, self._exchange, WhereaboutsPage(page), taps.ambient, self._line, self._kept
+            self.place, self._exchange, WhereaboutsPage(self._page), taps.ambient, self._line, self._kept
         )
         self._grafter.on_failure = self._fail
-        log_to(Path(joined.log))
+        log_to(self._own_log())
         self._run = request.info
         self._grafter.begin_run(request.info, from_wire(request.plan))
         self._open_desk(rest)
@@ -202,23 +104,115 @@ class Member:
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
-    def _await_request(self, waiting: Waiting) -> tuple[RunRequest, list[bytes]]:
-        """What begins the run, and the frames that came with it."""
+    def _meet_here(self) -> tuple[RunRequest, list[bytes]]:
+        """Wait for the others, with what the host has handed over for all of them."""
+        waiting = Waiting(self.place, self._entry.descriptors)
+        try:
+            self._line.send(Hello(os.getpid()))
+            begun = self._await_request(waiting.missing)
+        except BaseException:
+            # As they are, and not shut down: another process may be handed the same ones.
+            waiting.give_up()
+            self._line.channel.close()
+            if self._segment is not None:
+                os.close(self._segment)
+            raise
+        waiting.close()
+        joined = self._entry.joined
+        self._exchange, self._page = exchange_of(
+            self.place,
+            self._entry.descriptors,
+            joined.segment_size,
+            budget=joined.buffer_budget,
+            timeout=joined.tap_timeout,
+        )
+        return begun
+
+    def _meet_from_afar(self) -> tuple[RunRequest, list[bytes]]:
+        """Wait for the others, and come to a connection with each, wherever it is."""
+        joined = self._entry.joined
+        try:
+            assert self._entry.token is not None
+            linker = self._linker = Linker(
+                self.place, self._entry.token, self._own_address(joined), self._config.port_range()
+            )
+            self._line.send(linker.contact)
+            begun = self._await_request(linker.missing, linker)
+        except BaseException:
+            if self._linker is not None:
+                self._linker.seal()
+                self._linker.close()
+            self._line.channel.close()
+            self._close_relay()
+            raise
+        linker.seal()
+        self._exchange = SharedMemoryExchange(
+            self.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
+        )
+        self._page = linker.arena.map
+        page, line = WhereaboutsPage(self._page), self._line
+        Beacon(page, line.tell_where, lambda: line.generation, self._over.is_set, rest=_TELL_WHERE).start()
+        return begun
+
+    def _own_address(self, joined: Joined) -> str:
+        """Where other machines reach this one: at the address from which it reaches who holds the session."""
+        endpoint = self._config.endpoint
+        if self._relay is None or endpoint is None:
+            return joined.address
+        try:
+            return address_towards(*endpoint)
+        except OSError as error:
+            raise SessionError(f"no way leads from here to {endpoint}: {error}") from error
+
+    def _own_log(self) -> Path:
+        """A file of the session's folder; on another machine one of the same name in this job's own folder."""
+        log = Path(self._entry.joined.log)
+        if self._relay is not None:
+            folder = self._config.meeting if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
+            log = folder / "logs" / log.name
+            # Where that cannot be, whoever opens the log tells.
+            with contextlib.suppress(OSError):
+                log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        return log
+
+    def _await_request(
+        self, missing: Callable[[], list[str]], linker: Linker | None = None
+    ) -> tuple[RunRequest, list[bytes]]:
+        """What begins the run, and the frames that came with it; all links are made by then."""
         channel = self._line.channel
         poller = select.poll()
-        poller.register(channel.fileno(), select.POLLIN)
+        for descriptor in (channel.fileno(), *(() if linker is None else linker.descriptors())):
+            poller.register(descriptor, select.POLLIN)
+        request: RunRequest | None = None
+        rest: list[bytes] = []
+        greeted = False
         while not channel.closed:
-            if not poller.poll(self._remaining() * 1000):
+            poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
+            if self._entrance.remaining() <= 0.001:
                 raise SessionError(
-                    f"{', '.join(waiting.missing())} had not joined within {self._config.timeout:g} s; a larger "
+                    f"{', '.join(missing())} had not joined within {self._config.timeout:g} s; a larger "
                     f"timeout (GRAFTLAB_TIMEOUT) waits longer"
                 )
-            frames = channel.receive()
-            for number, frame in enumerate(frames):
-                message = unpack_to_rank(frame)
-                # Plans that come before are older than the one that it brings.
+            for frame in channel.receive():
+                message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
-                    return message, frames[number + 1 :]
+                    request = message
+                elif request is not None:
+                    rest.append(frame)
+                elif linker is not None and isinstance(message, Contacts):
+                    linker.meet(message.contacts)
+                    greeted &= linker.complete
+                elif linker is not None and isinstance(message, Departed):
+                    linker.part(message.world_rank)
+                # Plans that come before are older than the one that the request brings.
+            if linker is not None:
+                linker.work()
+                if linker.complete and not greeted:
+                    greeted = True
+                    self._line.send(Linked(*linker.kinds()))
+                    self._line.send(Hello(os.getpid()))
+            if request is not None and (linker is None or linker.complete):
+                return request, rest
         raise SessionError("whoever held the session went away before all had joined")
 
     def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
@@ -226,9 +220,6 @@ class Member:
         for frame in frames:
             self._desk.take(frame)
         self._desk.open()
-
-    def _remaining(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -245,6 +236,14 @@ class Member:
                 # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
             self._line.channel.close()
+            self._close_relay()
+            if self._linker is not None:
+                self._linker.close()
+
+    def _close_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close(when_done=True)
 
     def _end_run(self) -> None:
         run = self._run
@@ -321,19 +320,19 @@ class Member:
                 self._over.wait(10 * _LOOK_FOR_ANOTHER)
 
     def _come_back(self, run: RunInfo) -> bool:
-        with Meeting(self._config.meeting) as meeting:
-            connection = meeting.connect(self._config.timeout)
-            if connection is None:
-                return False
-            with connection:
-                now = RunInfo(run.run, self._grafter.next_step, run.participants)
-                entry = self._ask(connection, Membership(now, to_wire(self._grafter.plan), self._line.lost_rows))
+        now = RunInfo(run.run, self._grafter.next_step, run.participants)
+        membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, self._linker is not None)
+        self._close_relay()
+        entry = self._entrance.come_back(membership, self._segment)
         if entry is None:
             return False
+        self._relay = entry.relay
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
         self._open_desk()
         self._line.tell_again()
+        if self._linker is not None:
+            self._line.send(Linked(*self._linker.kinds()))
         self._line.send(Hello(os.getpid()))
         logger.info("%s has joined another session; rows go to %s", self.place.label, entry.joined.folder)
         return True

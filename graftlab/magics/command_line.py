@@ -134,6 +134,11 @@ def _commands() -> dict[str, Command]:
     listen.add_argument("--folder", help="where rows go and jobs look for this session (default: a new one)")
     listen.add_argument("--append", action="store_true", help="go on in a folder that has rows, and take over its jobs")
     listen.add_argument(
+        "--address",
+        metavar="tcp://HOST:PORT",
+        help="listen there too, for jobs on other machines; they need the token that is printed",
+    )
+    listen.add_argument(
         "--timeout",
         type=_seconds,
         metavar="SECONDS",

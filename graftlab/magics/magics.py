@@ -127,6 +127,7 @@ class GraftMagics(Magics):
             timeout=arguments.timeout,
             folder=arguments.folder,
             append=arguments.append,
+            address=arguments.address,
         )
         self._assign(arguments.out, self.session)
         return self.session

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from graftlab.layouts import Part
-from graftlab.matching.names import fused_roles, pattern_of, role_of
+from graftlab.matching.names import fused_roles, place_of, role_of
 from graftlab.matching.proposal import Pair
 
 
@@ -55,12 +55,12 @@ def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.by_value:
-            groups[pattern_of(pair.target)].append(pair)
+            groups[place_of(pair.target)].append(pair)
     said = []
     for group in groups.values():
         layouts: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
         for pair in group:
-            layouts[(pair.layout.text, pair.whole, pattern_of(pair.baseline))].append(pair)
+            layouts[(pair.layout.text, pair.whole, place_of(pair.baseline))].append(pair)
         usual = max(layouts.values(), key=len)
         if len(usual) < 2 or len(layouts) == 1:
             continue

@@ -6,7 +6,7 @@ partners hold the same values, the kind of module, the name and the order choose
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,8 +15,9 @@ import numpy as np
 from graftlab.base.world import Side
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.coverage import fills, uncovered
 from graftlab.matching.items import Fetch, RecordedTap
-from graftlab.matching.names import pattern_of, similarity
+from graftlab.matching.names import pattern_of, place_of, similarity
 from graftlab.matching.proposal import Pair, Proposal, Sureness
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import Found, applied, find
@@ -31,6 +32,8 @@ TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
 # Kinds of modules whose output is their input when a model is not in training.
 HANDS_ON = ("Dropout", "Identity", "DropPath", "StochasticDepth")
+# Other parts of a whole are at most so many taps away from the one that is known.
+BESIDE = 24
 # Below this much in common a name says nothing.
 LEAST_SIMILARITY = 0.5
 
@@ -42,16 +45,17 @@ def match_taps(
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
     before: Proposal | None = None,
+    trusted: Sequence[Pair] = (),
     guesses: bool = True,
 ) -> Proposal:
     """Which target tap is which baseline tap, in which layout, from the values that one run of both sides showed.
 
     ``fetch_baseline`` and ``fetch_target`` bring values of which only sketches were recorded; without them those are
     compared by their sketches. ``before`` is the proposal of an earlier run: what it had by rule and the values now
-    say too, because taps before it were grafted, is ``confirmed``. With ``guesses`` what is left may be paired by name
-    alone, which is never grafted.
+    say too, because taps before it were grafted, is ``confirmed``. ``trusted`` are pairs that grafts have shown to be
+    right, whatever their values. With ``guesses`` what is left may be paired by name alone, which is never grafted.
     """
-    return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses)
+    return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
 
 class Matcher:
@@ -71,13 +75,17 @@ class Matcher:
         self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
         self.pairs: list[Pair] = []
+        # Baseline taps whose partner is known, whatever else has the same values.
+        self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
 
-    def run(self, before: Proposal | None, guesses: bool) -> Proposal:
+    def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
+        self.reserved = {pair.baseline: pair.target for pair in trusted}
         self.match_equals()
         self.match_parts()
-        self.apply_rules()
+        self.trust(trusted)
+        self.apply_rules(trusted)
         if guesses:
             self.guess()
         pairs = tuple(self.in_order(_after(before, self.pairs)))
@@ -99,12 +107,8 @@ class Matcher:
     def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
         """What has no partner and why, of the baseline and of the target."""
         return (
-            {
-                name: self._reason(tap, "baseline")
-                for name, tap in self.baseline.items()
-                if not self._has(name, "baseline")
-            },
-            {name: self._reason(tap, "target") for name, tap in self.target.items() if not self._has(name, "target")},
+            {tap.name: self._reason(tap, "baseline") for tap in self.left("baseline")},
+            {tap.name: self._reason(tap, "target") for tap in self.left("target")},
         )
 
     # ---- by value -----------------------------------------------------------------------------------------------
@@ -151,19 +155,33 @@ class Matcher:
 
     def _choose(self, found: dict[str, list[Found]]) -> None:
         """One partner for each, best fits first; a partner is shared only where there are not enough of them."""
-        scored = [(self._fit_of(each), -each.rel, name, each) for name, options in found.items() for each in options]
-        scored.sort(key=lambda entry: (-entry[0], -entry[1], self.target[entry[2]].order))
-        taken: dict[str, str] = {}
-        done: set[str] = set()
-        for _, _, name, each in scored:
-            if name not in done and each.outer.name not in taken:
-                taken[each.outer.name] = name
-                done.add(name)
-                self._add(each, "baseline")
-        for _, _, name, each in scored:
-            if name not in done:
-                done.add(name)
-                self._add(each, "baseline", f"has the same values as {taken[each.outer.name]}")
+        # Where the same values come several times, what most layers chose is chosen in all.
+        usual: Counter[tuple[str, str]] = Counter()
+        for each, _ in self._chosen(found, usual):
+            usual[_places(each)] += 1
+        for each, note in self._chosen(found, usual):
+            self._add(each, "baseline", note)
+
+    def _chosen(self, found: dict[str, list[Found]], usual: Counter[tuple[str, str]]) -> list[tuple[Found, str]]:
+        most: dict[str, int] = defaultdict(int)
+        for (_, place), count in usual.items():
+            most[place] = max(most[place], count)
+        scored = [
+            (self._fit_of(each) + (0.5 * usual[_places(each)] / most[_places(each)[1]] if usual else 0.0), each)
+            for options in found.values()
+            for each in options
+        ]
+        scored.sort(key=lambda entry: (-entry[0], entry[1].rel, entry[1].inner.order))
+        taken = {name: partner for name, partner in self.reserved.items() if partner not in found}
+        chosen: dict[str, tuple[Found, str]] = {}
+        for _, each in scored:
+            if each.inner.name not in chosen and each.outer.name not in taken:
+                taken[each.outer.name] = each.inner.name
+                chosen[each.inner.name] = each, ""
+        for _, each in scored:
+            if each.inner.name not in chosen:
+                chosen[each.inner.name] = each, f"has the same values as {taken[each.outer.name]}"
+        return list(chosen.values())
 
     def _fit_of(self, found: Found) -> float:
         """How well two taps go together beside their values: kind, name and place in the order."""
@@ -192,8 +210,34 @@ class Matcher:
         for tap in self.left("baseline"):
             outer = [other for other in self.target.values() if other.sketch.numel > tap.sketch.numel]
             self._best_part(outer, tap, "target")
+        self._fill("target")
+        self._fill("baseline")
         for tap in (*self.baseline.values(), *self.target.values()):
             tap.forget()
+
+    def _fill(self, whole: Side) -> None:
+        """Complete what only some parts are paired with: the others have a partner of their own size beside it."""
+        wholes, others = (self.target, self.baseline) if whole == "target" else (self.baseline, self.target)
+        parts: dict[str, list[Pair]] = defaultdict(list)
+        for pair in self.pairs:
+            parts[getattr(pair, whole)].append(pair)
+        for name, known in parts.items():
+            outer = wholes[name]
+            if any(pair.whole != whole or not pair.layout.leaves_out for pair in known):
+                continue
+            gap = uncovered((pair.layout for pair in known), outer.shape)
+            have = {pair.baseline if whole == "target" else pair.target for pair in known}
+            at = others[next(iter(have))].order
+            for inner in sorted(others.values(), key=lambda tap: abs(tap.order - at))[:BESIDE]:
+                if gap is None:
+                    break
+                if inner.name in have or inner.sketch.numel >= outer.sketch.numel or inner.sketch.constant:
+                    continue
+                found = self._find(outer, inner)
+                if found is not None and fills(found.layout, gap):
+                    self._add(found, whole)
+                    known.append(self.pairs[-1])
+                    gap = uncovered((pair.layout for pair in known), outer.shape)
 
     def _best_part(self, outer: Sequence[RecordedTap], inner: RecordedTap, whole: Side) -> None:
         if inner.sketch.constant:
@@ -215,17 +259,28 @@ class Matcher:
 
     # ---- by rule, and by name -----------------------------------------------------------------------------------
 
-    def apply_rules(self) -> None:
-        for rule in rules_of(pair for pair in self.pairs if pair.by_value):
+    def trust(self, pairs: Sequence[Pair]) -> None:
+        """Pairs that grafts have shown to be right, where the values do not show it by themselves."""
+        for pair in pairs:
+            tap, other = self.target.get(pair.target), self.baseline.get(pair.baseline)
+            if tap is not None and other is not None and not self._has(pair.target, "target"):
+                self.pairs.append(replace(pair, sureness="rule", rel=applied(pair.layout, other, tap)))
+
+    def apply_rules(self, trusted: Sequence[Pair] = ()) -> None:
+        for rule in rules_of([*trusted, *(pair for pair in self.pairs if pair.by_value)]):
             for tap in self.left("target"):
-                if pattern_of(tap.name) != rule.target:
+                # ``norm2`` is no later layer of ``norm1``.
+                if pattern_of(tap.name) != rule.target or place_of(tap.name) != place_of(rule.example.target):
                     continue
                 name = rule.baseline_for(tap.name)
                 other = self.baseline.get(name)
                 if other is None:
                     self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which there is not"
                     continue
-                shared = rule.example.whole == "baseline" and rule.example.layout.leaves_out
+                # A part's whole has others, and what hands on a tensor that was grafted shows it too.
+                shared = (
+                    rule.example.whole == "baseline" and rule.example.layout.leaves_out
+                ) or rule.example in trusted
                 if self._has(name, "baseline") and not shared:
                     partner = next(pair.target for pair in self.pairs if pair.baseline == name)
                     self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which is {partner}"
@@ -311,6 +366,11 @@ def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
         if not tap.sketch.constant and len(tap.sketch.quantiles):
             buckets[tap.sketch.numel].append(tap)
     return buckets
+
+
+def _places(found: Found) -> tuple[str, str]:
+    """The partners' names without their layers' numbers, the target's last."""
+    return place_of(found.outer.name), place_of(found.inner.name)
 
 
 def _ties(matching: Sequence[Found]) -> list[Found]:

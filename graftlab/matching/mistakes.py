@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Layout, Part, Rearrange, Scale, join_parts
+from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.coverage import uncovered
 from graftlab.matching.items import RecordedTap
 from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
 from graftlab.matching.proposal import Pair
@@ -129,8 +130,9 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
 
 def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
     """Square matrices fit either way; how the others are tells which way is meant."""
-    ways: dict[bool, list[Pair]] = {True: [], False: []}
-    square: list[tuple[Pair, bool]] = []
+    # What a module calls its weight says nothing of a parameter that code multiplies with by itself.
+    ways: dict[tuple[str, bool], list[Pair]] = defaultdict(list)
+    square: list[tuple[Pair, str, bool]] = []
     for pair in pairs:
         shape = baseline[pair.baseline].shape
         names = role_of(pair.baseline, "embedding") or role_of(pair.target, "embedding")
@@ -139,18 +141,19 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         texts = [step.text for step in pair.layout.steps if not isinstance(step, (Part, Scale))]
         if texts not in ([], [TRANSPOSED]):
             continue
-        transposed = texts == [TRANSPOSED]
+        last, transposed = pair.target.rpartition(".")[2], texts == [TRANSPOSED]
         if shape[0] == shape[1]:
-            square.append((pair, transposed))
+            square.append((pair, last, transposed))
         else:
-            ways[transposed].append(pair)
+            ways[last, transposed].append(pair)
     said = []
-    for pair, transposed in square:
-        if not ways[transposed] and len(ways[not transposed]) >= 2:
-            how, others = ("transposed", "are not") if transposed else ("not transposed", "are")
+    for pair, last, transposed in square:
+        others = ways[last, not transposed]
+        if not ways[last, transposed] and len(others) >= 2:
+            how, they = ("transposed", "are not") if transposed else ("not transposed", "are")
             said.append(
-                f"{pair.target} is {pair.baseline} {how}, and all {len(ways[not transposed])} matrices that are not "
-                f"square {others}: it is square, so that nothing else shows it"
+                f"{pair.target} is {pair.baseline} {how}, and all {len(others)} matrices that are not "
+                f"square {they}: it is square, so that nothing else shows it"
             )
     return said
 
@@ -264,13 +267,12 @@ def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
 def _rest(name: str, parts: Sequence[Pair], items: Items) -> str:
     """What of a whole none of its parts covers, in words; blank where all of it is covered."""
     shape = items[name].shape
-    ones = torch.ones(shape, dtype=torch.bool)
-    known = join_parts([(pair.layout, [pair.layout.local(ones)]) for pair in parts], shape).known
-    if known is None:
+    gap = uncovered((pair.layout for pair in parts), shape)
+    if gap is None:
         return ""
-    rows = np.flatnonzero(~known.reshape(shape[0], -1).any(dim=1).numpy())
+    rows = np.flatnonzero(gap.reshape(shape[0], -1).all(dim=1).numpy())
     if not len(rows):
-        return f"{int((~known).sum())} of {known.numel()} elements"
+        return f"{int(gap.sum())} of {gap.numel()} elements"
     return f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {shape[0]} rows, {rows[0]} to {rows[-1]},"
 
 

@@ -55,6 +55,11 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
+def place_of(name: str) -> str:
+    """The name with the numbers that are parts of its path taken for any, as a layer's is, and ``norm1``'s is not."""
+    return _PATH_NUMBER.sub("#", name) if _PATH_NUMBER.search(name) else pattern_of(name)
+
+
 def numbers_of(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in _NUMBER.findall(name))
 

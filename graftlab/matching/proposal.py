@@ -24,7 +24,7 @@ MEANINGS = {
     "exact": "the values are equal in every bit",
     "near": "the values are equal up to rounding",
     "confirmed": "by rule first, and by value once the taps before it were grafted",
-    "rule": "as in other layers, where the values match",
+    "rule": "as in other layers, where the values match, or because what comes after it matches once it is grafted",
     "guess": "by name alone; never grafted",
 }
 COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")

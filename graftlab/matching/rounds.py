@@ -9,6 +9,7 @@ from functools import partial
 from graftlab.matching.items import Fetch, RecordedTap
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.suspects import NOTE, copies, suspects
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
 """Runs both sides once and records their taps. The baseline's values are grafted into the target at these pairs; of a
@@ -29,46 +30,55 @@ def match_in_rounds(
     """Match, graft what is matched by value or by rule, run again, until nothing changes.
 
     Behind a fault no value matches; grafted away, what comes after it does. What a rule proposed and the values then
-    say too is ``confirmed``; a fault itself stays by rule, with how far it is off. Where no rule helps on, the first
-    guess by name is tried by itself, and kept only if more taps match by value with it than without. The fetches are
-    as in :func:`match_taps`.
+    say too is ``confirmed``; a fault itself stays by rule, with how far it is off. Where no rule helps on, likely
+    partners of the first tap without one are tried, one a run, and kept only if more taps match by value with it than
+    without; ``guesses`` of them in a row may be in vain. The fetches are as in :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
-    proposal = match(*record(()))
-    trusted: dict[tuple[str, str], Pair] = {}
-    tried: set[tuple[str, str]] = set()
+    baseline, target = record(())
+    proposal = match(baseline, target)
+    trusted: list[Pair] = []
+    in_vain: set[tuple[str, str]] = set()
     if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
         # Nothing is behind a fault, so there is nothing to look for.
         return proposal
-    for _ in range(rounds):
-        grafts = _grafts(proposal, trusted)
-        following = match(*record(grafts), before=proposal)
+    left, tries = rounds, 0
+    while left:
+        baseline, target = record(_grafts(proposal))
+        following = match(baseline, target, before=proposal, trusted=trusted)
         if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
             proposal = _keep(following, proposal)
+            left -= 1
             continue
         proposal = _keep(following, proposal)
-        guess = next((p for p in proposal.pairs if p.sureness == "guess" and _key(p) not in tried), None)
-        if guess is None or len(tried) >= guesses:
+        # A tap that the values have not confirmed is no partner; so the first of those is looked at too.
+        guess = next(suspects(baseline, target, proposal, trusted, in_vain, fetch_baseline, fetch_target), None)
+        if guess is None or tries >= guesses:
             break
-        tried.add(_key(guess))
-        with_guess = match(*record((*_grafts(proposal, trusted), guess)), before=proposal)
-        if _matched(with_guess) > _matched(proposal):
-            trusted[_key(guess)] = guess
-            proposal = _keep(with_guess, proposal)
-    return replace(proposal, pairs=tuple(_trusted(pair, trusted) for pair in proposal.pairs))
+        baseline, target = record((*_grafts(proposal), guess))
+        with_guess = match(baseline, target, before=proposal, trusted=[*trusted, guess])
+        is_copy = copies(baseline, guess)
+        if _matched(with_guess, is_copy) > _matched(proposal, is_copy):
+            trusted.append(replace(guess, note=NOTE))
+            proposal = _keep(match(baseline, target, before=proposal, trusted=trusted), proposal)
+            left, tries = rounds, 0
+        else:
+            in_vain.add(_key(guess))
+            tries += 1
+    return proposal
 
 
 def _key(pair: Pair) -> tuple[str, str]:
     return pair.baseline, pair.target
 
 
-def _grafts(proposal: Proposal, trusted: dict[tuple[str, str], Pair]) -> tuple[Pair, ...]:
+def _grafts(proposal: Proposal) -> tuple[Pair, ...]:
     """What is grafted in the next round: never a guess that nothing has confirmed."""
-    return tuple(pair for pair in proposal.pairs if pair.sureness != "guess" or _key(pair) in trusted)
+    return tuple(pair for pair in proposal.pairs if pair.sureness != "guess")
 
 
-def _matched(proposal: Proposal) -> int:
-    return len({pair.target for pair in proposal.graftable})
+def _matched(proposal: Proposal, without: Callable[[Pair], bool] = lambda pair: False) -> int:
+    return len({pair.target for pair in proposal.graftable if not without(pair)})
 
 
 def _more_rules(following: Proposal, proposal: Proposal) -> bool:
@@ -91,9 +101,3 @@ def _keep(following: Proposal, before: Proposal) -> Proposal:
         unmatched_target={name: why for name, why in following.unmatched_target.items() if name not in names},
         unmatched_baseline={name: why for name, why in following.unmatched_baseline.items() if name not in left},
     )
-
-
-def _trusted(pair: Pair, trusted: dict[tuple[str, str], Pair]) -> Pair:
-    if pair.sureness == "guess" and _key(pair) in trusted:
-        return replace(pair, sureness="rule", note="by name, and grafted it makes the taps after it match")
-    return pair

@@ -10,12 +10,14 @@ import numpy as np
 from graftlab.layouts import Layout, Rearrange
 from graftlab.matching.items import RecordedTap, relative_l2
 from graftlab.matching.sketch import Sketch, alike, covers, limit_for
-from graftlab.matching.strides import Strides, fit, permutations, sampled
+from graftlab.matching.strides import Lookup, Strides, fit, permutations, sampled
 from graftlab.matching.wording import layout_of
 
 Bring = Callable[[RecordedTap], None]
 """Sets the value of a tap of which only a sketch is here, if it can."""
 
+# How near two values must be to be the same one, in the tensor's root mean squares: the finer, the more are unique.
+TOLERANCES = (1e-9, 1e-6, 1e-5, 1e-4)
 # A part may be this much smaller than what it is looked for in; smaller ones are found anywhere by chance.
 MOST_PARTS = 64
 # Fewer elements than this say too little of where they lie in a larger tensor.
@@ -55,6 +57,8 @@ def find(
         return same
     if not inner.sketch.telling:
         return None
+    if whole and (found := _by_extremes(outer, inner, limit)) is not None:
+        return found
     strides = _strides(outer, inner, limit, whole)
     return None if strides is None else _verified(outer, inner, strides, limit)
 
@@ -73,13 +77,28 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
     """The same elements in the same order, if need be in another shape."""
     strides = Strides(0, (inner.sketch.numel,), (1,))
-    layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
     if outer.flat is None or inner.flat is None:
         return _verified(outer, inner, strides, limit)
     rel = relative_l2(outer.flat, inner.flat)
     if rel > limit:
         return None
+    layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
     return Found(outer, inner, layout, rel, bool(np.array_equal(outer.flat, inner.flat, equal_nan=True)))
+
+
+def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
+    """All elements, rearranged: where the extreme values went tells it, and no tensor has to be put in order."""
+    if outer.flat is None or inner.flat is None:
+        return None
+    scale = max(outer.sketch.rms, 1e-30)
+    lookup = Lookup.of_sketch(outer.sketch)
+    for tolerance in (tolerance for tolerance in TOLERANCES if tolerance <= limit):
+        strides = fit(
+            lookup, outer.sketch.numel, inner.sketch.places, inner.sketch.extremes, inner.shape, tolerance * scale
+        )
+        if strides is not None:
+            return _verified(outer, inner, strides, limit)
+    return None
 
 
 def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) -> Strides | None:
@@ -91,10 +110,7 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
         finite = np.isfinite(values)
         elements, values = elements[finite], values[finite]
     scale = max(outer.sketch.rms, 1e-30)
-    # From rounding alone upwards: the finer, the more values are unique.
-    for tolerance in (1e-9, 1e-6, 1e-5, 1e-4, limit / 2):
-        if tolerance > limit:
-            break
+    for tolerance in (*(tolerance for tolerance in TOLERANCES if tolerance <= limit), limit / 2):
         # By the extremes, which are far apart: of the others many are near something by chance. A sketch has too few
         # values to say that one is not there.
         if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:

@@ -179,5 +179,10 @@ def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides
 
 def sampled(numel: int, sketch: Sketch) -> Places:
     """The elements to look up: the extremes, and some spread over the rest, the same ones each time."""
-    spread = np.random.default_rng(numel).integers(0, numel, SAMPLES - len(sketch.places)) if numel else sketch.places
+    spread = _spread(numel, SAMPLES - len(sketch.places)) if numel else sketch.places
     return np.unique(np.concatenate((sketch.places, spread)).astype(np.int64))
+
+
+@cache
+def _spread(numel: int, count: int) -> Places:
+    return np.random.default_rng(numel).integers(0, numel, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from graftlab.layouts import Layout, Part, Rearrange, Step, Strided
 from graftlab.matching.strides import Strides
@@ -23,12 +24,13 @@ class _Atom:
     digit: int | None  # which of the tensor's digits it is; None for one that is fixed
 
 
-def layout_of(found: Strides, whole: Sequence[int], shape: Sequence[int]) -> Layout:
+@lru_cache(maxsize=1024)
+def layout_of(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
     """The layout that takes a tensor of ``shape`` out of a whole, as a person would write it where that can be."""
-    layout = _in_words(_cut(found, whole), tuple(whole), tuple(shape))
+    layout = _in_words(_cut(found, whole), whole, shape)
     if layout is not None:
         return layout
-    return Layout((Strided(tuple(shape), found.radices, found.strides, found.offset),))
+    return Layout((Strided(shape, found.radices, found.strides, found.offset),))
 
 
 def _cut(found: Strides, whole: Sequence[int]) -> Strides:

@@ -19,13 +19,14 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
 
     ``frame`` is that of a verdict. The band reaches up to the floor of each tap, the dashed line to ``threshold`` times
     it. A hollow point is the error of a run without grafts, which a tap may have inherited; a filled one what arose at
-    the tap itself. Where several ranks received a tap, the largest of each is drawn. Zeros stand on the lower edge.
+    the tap itself. Where several ranks received a tap, the largest of each is drawn. Steps stand one after the other,
+    with a line between them. Zeros stand on the lower edge.
 
     Raises ValueError naming a column that the frame lacks.
 
     >>> figure = session.verdict(forward, forward, args=(x,)).plot()
     """
-    require(frame, "name", "order", "added", "floor", "error", "label", "group")
+    require(frame, "name", "step", "order", "added", "floor", "error", "label", "group")
     taps = _worst_of_ranks(frame)
     count = len(taps)
     figure, ax = style.new_axes(ax, float(np.clip(4.6 + 0.15 * count, 7.5, 16.0)), 5.4)
@@ -62,6 +63,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
             ax, x[chosen], added[chosen], mark, face=color, edge=style.ink(), size=34, above=4, gid=f"added {color}"
         )
     _name_groups(ax, taps, x, added)
+    _mark_steps(ax, taps)
     every = -(-count // MAX_LABELS) or 1
     ax.set_xticks(x[::every], [style.plain(style.shorten(str(n))) for n in taps["name"].iloc[::every]], rotation=90)
     style.legend(
@@ -80,8 +82,28 @@ def _worst_of_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     """One line a call of a tap: the rank at which the most was added."""
     if not len(frame):
         return frame
-    ordered = frame.sort_values(["order", "ratio"], ascending=[True, False], kind="stable", na_position="last")
-    return ordered.drop_duplicates(["order", "name"]).reset_index(drop=True)
+    ordered = frame.sort_values(
+        ["step", "order", "ratio"], ascending=[True, True, False], kind="stable", na_position="last"
+    )
+    return ordered.drop_duplicates(["step", "order", "name"]).reset_index(drop=True)
+
+
+def _mark_steps(ax: Axes, taps: pd.DataFrame) -> None:
+    """Where each step begins, if there is more than one."""
+    steps = taps["step"].to_numpy()
+    if steps[0] == steps[-1]:
+        return
+    for start in (0, *(int(place) for place in np.flatnonzero(np.diff(steps)) + 1)):
+        if start:
+            ax.axvline(start - 0.5, color=style.GREY, linewidth=0.8, gid=f"step {steps[start]}")
+        ax.annotate(
+            f"step {steps[start]}",
+            (start - 0.4, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            fontsize=style.TICK,
+        )
 
 
 def _name_groups(ax: Axes, taps: pd.DataFrame, x: style.Array, added: style.Array) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from graftlab.base.world import Place
@@ -11,6 +12,7 @@ from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
+from graftlab.ranks.messages import IsAt
 
 
 class RankHandle:
@@ -42,6 +44,15 @@ class RankHandle:
         self._page = WhereaboutsPage(self._map)
         self._last_look = Whereabouts()
         self._ended: str | None = None
+
+    links = "shared memory"
+    """What joins it with the other ranks, in words; blank where that is not known yet."""
+
+    def note_links(self, memory: Sequence[int], tcp: Sequence[int]) -> None:
+        """It says with which ranks it shares memory, and which it reaches by TCP."""
+
+    def note_whereabouts(self, where: IsAt) -> None:
+        """It says where it is, for its memory cannot be looked at."""
 
     @property
     def label(self) -> str:

@@ -97,6 +97,33 @@ class Shutdown(Message, frozen=True):
     """End."""
 
 
+class Contact(Message, frozen=True):
+    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
+
+    ``socket`` is a path on its machine, and ``nonce`` what can be read in its memory by whoever shares that; ``name``
+    is what it is called at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
+    """
+
+    world_rank: int
+    socket: str
+    nonce: bytes
+    name: bytes
+    address: str
+    port: int
+
+
+class Contacts(Message, frozen=True):
+    """These ranks are there. One that was there before is another process now."""
+
+    contacts: tuple[Contact, ...]
+
+
+class Departed(Message, frozen=True):
+    """This rank is not there any more, and nothing has begun."""
+
+    world_rank: int
+
+
 # ---- from a rank to the notebook ------------------------------------------------------------------------------------
 
 
@@ -104,6 +131,25 @@ class Hello(Message, frozen=True):
     """The rank is ready."""
 
     pid: int
+
+
+class Linked(Message, frozen=True):
+    """The rank has a connection to every other: those with which it shares memory, and those behind TCP."""
+
+    memory: tuple[int, ...]
+    tcp: tuple[int, ...]
+
+
+class IsAt(Message, frozen=True):
+    """Where the rank is, and for how many seconds; see :class:`graftlab.exchange.whereabouts.Whereabouts`."""
+
+    state: str
+    step: int
+    plan_version: int
+    taps: int
+    seconds: float
+    tap: str
+    awaits: tuple[int, ...]
 
 
 class Output(Message, frozen=True):
@@ -275,8 +321,10 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown
-FromRank = Hello | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
+FromRank = (
+    Hello | Contact | Linked | IsAt | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+)
 
 _to_rank = wire.Decoder(ToRank)
 _from_rank = wire.Decoder(FromRank)

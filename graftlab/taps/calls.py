@@ -101,16 +101,16 @@ class Here:
 
 
 def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad: bool = False, **tags: Any) -> T:
-    """Show a tensor to graftlab under a name; returns the tensor to go on with.
+    """Show a tensor to graftlab under a name; returns the tensor to continue with.
 
-    Where the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
+    If the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
     ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
     the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
-    and is itself returned. A value that is not a tensor is skipped, with one warning a tap.
+    and is itself returned. A value that is not a tensor is skipped, with one warning per tap.
 
     ``layout`` says how what this rank holds is made from the whole tensor: as text, ``"shard(dim=-1, mesh='tp')"`` or
-    ``"b s h[tp] d"``, or a :class:`graftlab.layouts.Layout`. The other side then gets what it holds itself, made from
-    all ranks. A DTensor needs none; without one the shapes have to tell.
+    ``"b s h[tp] d"``, or a :class:`graftlab.layouts.Layout`. The whole tensor is then made from all ranks, and the
+    other side gets its own part of it. A DTensor needs none; without a layout, the shapes decide.
 
     With ``grad`` the gradient of what is returned is a tap too, in the backward pass, of the same name and tags and
     with ``kind="grad"``. A graft replaces the gradient that flows on; nothing is written into the tensor that autograd
@@ -196,7 +196,7 @@ def tap_gradient(name: str, value: Any, tags: Mapping[str, Any], layout: Any = N
 
 
 def step() -> None:
-    """The end of an iteration: occurrences are counted anew, and a plan that was edited meanwhile is in force.
+    """End an iteration: the count of occurrences restarts, and a plan that was edited meanwhile takes effect.
 
     >>> def loop():
     ...     for _ in range(3):

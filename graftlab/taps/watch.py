@@ -137,15 +137,15 @@ def watch(
 
     With ``params`` each weight and buffer is a tap too, once a step, when the model is first called: of its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
-    the type of the module that owns them. A graft of such a tap overwrites the weight, which stays so; a verdict only
-    compares them. With ``inputs`` the tensors that the model is called with are taps: ``input.input_ids``, by the names
-    of its ``forward``, with ``kind="input"``.
+    the type of the module that owns them. A graft of such a tap changes the weight for good; a verdict only compares
+    them. With ``inputs`` the tensors that the model is called with are taps, named after the parameters of its
+    ``forward`` (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is put in, and the handle has the names alone. ``names`` has no inputs, which are not
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` has no inputs, which are not
     known before a call.
 
-    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch has not, and TypeError when
-    ``model`` is not a module.
+    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch does not have, and TypeError
+    when ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
@@ -200,7 +200,7 @@ def weights_of(
         owner, _, leaf = path.rpartition(".")
         inside = _unwrapped(owner, modules) if owner else ""
         name = f"{prefix}{inside}.{leaf}" if inside else f"{prefix}{leaf}"
-        kind = type(modules[owner]).__name__
+        kind = _type_of(modules[owner])
         if wanted(name, kind) and not unwanted(name, kind):
             found[name] = tensor
     return found
@@ -264,8 +264,15 @@ def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Modul
     modules = dict(model.named_modules())
     for path, module in modules.items():
         name = _unwrapped(path, modules)
-        found[name] = (found[name][0] if name in found else module, type(module).__name__)
+        found[name] = (found[name][0] if name in found else module, _type_of(module))
     return found
+
+
+def _type_of(module: torch.nn.Module) -> str:
+    """The class of a module as its author called it: ``fully_shard`` puts a class of its own before it."""
+    mine = type(module)
+    own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
+    return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
 
 
 def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:

@@ -135,14 +135,56 @@ def _senders(given: GraftTransformInput) -> _Side:
     by_mesh: dict[Mesh, RankLayout] = {each.layout.mesh: each for each in known}
     if len(by_mesh) > 1:
         # Each mesh has a whole of its own, as data parallel groups do; the receiver's is that of its own rank.
-        by_mesh = {mesh: each for mesh, each in by_mesh.items() if given.recv_rank in mesh.ranks}
-        if len(by_mesh) != 1 or given.send_world_size != given.recv_world_size:
+        own = {mesh: each for mesh, each in by_mesh.items() if given.recv_rank in mesh.ranks}
+        if given.recv_world_size == 1:
+            return _groups(given, list(by_mesh.values()), tensors)
+        if len(own) != 1 or given.send_world_size != given.recv_world_size:
             raise LayoutError(f"the senders are on several meshes, and none of them is that of rank {given.recv_rank}")
+        by_mesh = own
     layout = next(iter(by_mesh.values()))
-    missing = [rank for rank in layout.layout.mesh.ranks if rank not in tensors]
+    return _Side(layout, _held(layout, tensors))
+
+
+def _held(layout: RankLayout, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What the ranks of a layout's mesh sent, in its order."""
+    ranks = layout.layout.mesh.ranks
+    missing = [rank for rank in ranks if rank not in tensors]
     if missing:
-        raise LayoutError(f"{layout.layout}: of its ranks {list(layout.layout.mesh.ranks)}, {missing} sent nothing")
-    return _Side(layout, _like([tensors[rank] for rank in layout.layout.mesh.ranks]))
+        raise LayoutError(f"{layout.layout}: of its ranks {list(ranks)}, {missing} sent nothing")
+    return _like([tensors[rank] for rank in ranks])
+
+
+def _groups(given: GraftTransformInput, layouts: Sequence[RankLayout], tensors: Mapping[int, torch.Tensor]) -> _Side:
+    """Groups of senders, such as those of data parallelism, for one receiver: all hold the same, or parts of it."""
+    layouts = sorted(layouts, key=lambda each: min(each.layout.mesh.ranks))
+    if len({each.layout.text for each in layouts}) > 1:
+        raise LayoutError(f"the groups of senders are split in several ways: {[each.layout.text for each in layouts]}")
+    wholes = [each.layout.join(_held(each, tensors), each.shape).whole for each in layouts]
+    count = len(wholes)
+    if given.pair is None and any(each.shape != given.target.shape for each in wholes):
+        # Each group has its own part of the batch.
+        outcome = default_transform(
+            replace(
+                given,
+                received_list=wholes,
+                received_extras_list=[None] * count,
+                received_layouts=[None] * count,
+                senders=list(range(count)),
+                send_world_size=count,
+            )
+        )
+        return _Side(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
+    if not all(each.shape == wholes[0].shape and _nearly_equal(each, wholes[0]) for each in wholes):
+        raise LayoutError(f"{count} groups of senders hold different tensors and do not say which part each has")
+    return _Side(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])
+
+
+def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to what sums in another order round, which groups that compute the same may do."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    room = 16 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=room, atol=room * float(one.abs().nan_to_num().max()), equal_nan=True)
 
 
 def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _Side:

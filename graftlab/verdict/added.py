@@ -17,7 +17,7 @@ from graftlab.verdict.floor import Floor
 from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "order", "group", "dtype", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "dtype", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "inherited", "clean")
@@ -57,6 +57,7 @@ def added_frame(
                 "tags": own_tags(row["tags"]),
                 "occurrence": row["occurrence"],
                 "rank": row["rank"],
+                "step": row["in_run"],
                 "order": row["order"],
                 "group": group,
                 "dtype": dtype,
@@ -74,7 +75,9 @@ def added_frame(
 
 
 def _measured(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return records(frame[frame["status"].isin(MEASURED)])
+    """The measured rows, each with its step counted from the first of its run, as ``in_run``."""
+    first = frame["step"].min() if len(frame) else 0
+    return [{**row, "in_run": row["step"] - first} for row in records(frame[frame["status"].isin(MEASURED)])]
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -93,7 +96,14 @@ def _is_absent(value: object) -> bool:
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     tags = {k: v for k, v in row["tags"].items() if tells_taps_apart(k)}
-    return (row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"], row["side"])
+    return (
+        row["in_run"],
+        row["name"],
+        json.dumps(tags, sort_keys=True, default=str),
+        row["occurrence"],
+        row["rank"],
+        row["side"],
+    )
 
 
 def ratio(row: Mapping[str, Any], floor: Floor) -> float:

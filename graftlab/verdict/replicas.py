@@ -79,6 +79,11 @@ class Held:
     ranks: tuple[int, ...] = ()
     """Those that differ from the first of their replicas."""
     shown: Mapping[int, Shown] = field(default_factory=dict, repr=False)
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def first_of(self, rank: int) -> int:
+        """The rank that this one's copy is compared with."""
+        return next((group[0] for group in self.groups if rank in group), 0)
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,18 @@ class Checked:
         return sorted(found, key=lambda each: -1 if is_data(each.tags) else place_in_blame(each.group))
 
 
-def check_replicas(ranks: Sequence[Sequence[Shown]], declared: Callable[[str], Replicas | None]) -> Checked:
+def check_replicas(
+    ranks: Sequence[Sequence[Shown]],
+    declared: Callable[[str], Replicas | None],
+    mesh: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+) -> Checked:
     """Relate what the ranks of one side showed, one sequence a rank.
 
-    ``declared`` gives what the user says of a tap's layout by its name; then the tap's own counts, which a DTensor has.
-    Of a tap without either it is inferred. Copies are near to each other, and tensors that are not near are each rank's
-    own, unless other taps of the group, in other layers or steps, are equal on all ranks. The gradient and the update
-    of a weight are held as the weight is.
+    ``mesh`` has the groups of ranks along each dimension, such as the data parallel groups of all tensor parallel
+    coordinates: what is no copy on all ranks may be one along a dimension. ``declared`` gives what the user says of a
+    tap's layout by its name; then the tap's own counts, which a DTensor has. Of a tap without either it is inferred.
+    Copies are near to each other, and tensors that are not near are each rank's own, unless other taps of the group, in
+    other layers or steps, are equal on all ranks. The gradient and the update of a weight are held as the weight is.
     """
     size = len(ranks)
     by_place: dict[tuple[Any, ...], dict[int, Shown]] = {}
@@ -116,11 +126,17 @@ def check_replicas(ranks: Sequence[Sequence[Shown]], declared: Callable[[str], R
         for each in by_place.values()
         if len(each) < size
     ]
-    held = [_relate(each, declared) for each in whole.values()]
-    equal_groups = {each.group for each in held if each.relation == "agrees" and each.layout == _INFERRED}
-    replicated = {each.name for each in held if each.kind == "param" and each.relation != "own data"}
+    ways = [Replicas(_INFERRED, (tuple(range(size)),))]
+    ways += [Replicas(f"{_INFERRED} along {name}", tuple(groups)) for name, groups in (mesh or {}).items()]
+    held = [_relate(each, declared, ways) for each in whole.values()]
+    inferred = {way.layout: way for way in ways}
+    equal = {
+        each.group: inferred[each.layout] for each in held if each.relation == "agrees" and each.layout in inferred
+    }
+    copies = [each for each in held if each.kind == "param" and each.relation != "own data"]
+    replicated = {each.name: inferred.get(each.layout, ways[0]) for each in copies}
     found = [
-        _second_look(each, held[max(0, at - _LOOKED_BACK) : at], equal_groups, replicated, size)
+        _second_look(each, held[max(0, at - _LOOKED_BACK) : at], equal, replicated, ways)
         if each.relation == "own data" and each.layout == _INFERRED
         else each
         for at, each in enumerate(held)
@@ -128,32 +144,54 @@ def check_replicas(ranks: Sequence[Sequence[Shown]], declared: Callable[[str], R
     return Checked(size, found, missing)
 
 
-def _second_look(each: Held, before: Sequence[Held], equal_groups: set[str], weights: set[str], size: int) -> Held:
+def _second_look(
+    each: Held,
+    before: Sequence[Held],
+    equal: Mapping[str, Replicas],
+    weights: Mapping[str, Replicas],
+    ways: Sequence[Replicas],
+) -> Held:
     """A tap that is not near on its ranks may be a copy all the same."""
-    follows_weight = each.kind in ("param_grad", "optimizer") and _weight_of(each, weights)
-    if follows_weight or each.group in equal_groups:
-        why = FROM_WEIGHT if follows_weight else FROM_GROUP
-        return _compared(each.shown, Replicas(why, (tuple(range(size)),)))
-    if min(_cosine(each.shown[0], other) for other in each.shown.values()) < _RESEMBLES:
-        return each
-    copy = _compared(each.shown, Replicas(_INFERRED, (tuple(range(size)),)))
-    return each if unreduced(before, copy) is None else copy
+    weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
+    like = weight or equal.get(each.group)
+    if like is not None:
+        why = FROM_WEIGHT if weight is not None else FROM_GROUP
+        return _compared(each.shown, Replicas(like.layout.replace(_INFERRED, why), like.groups))
+    for way in ways:
+        if all(_cosine(each.shown[group[0]], each.shown[rank]) >= _RESEMBLES for group in way.groups for rank in group):
+            copy = _compared(each.shown, way)
+            if unreduced(before, copy) is not None:
+                return copy
+    return each
 
 
-def _weight_of(held: Held, weights: set[str]) -> bool:
-    return held.name in weights or held.name.rpartition(".")[0] in weights
+def _weight_of(held: Held, weights: Mapping[str, Replicas]) -> Replicas | None:
+    return weights.get(held.name) or weights.get(held.name.rpartition(".")[0])
 
 
-def _relate(shown: Mapping[int, Shown], declared: Callable[[str], Replicas | None]) -> Held:
+def _relate(shown: Mapping[int, Shown], declared: Callable[[str], Replicas | None], ways: Sequence[Replicas]) -> Held:
     first = shown[0]
-    layout = declared(first.name) or first.declared
+    layout = declared(first.name) or _said(shown)
     if layout is not None:
         return _compared(shown, layout)
-    every = _compared(shown, Replicas(_INFERRED, (tuple(sorted(shown)),)))
-    if every.relation == "agrees":
-        return every
-    near = every.apart <= _NEAR
-    return every if near else replace(every, relation="own data", apart=0.0, ranks=())
+    every = [_compared(shown, way) for way in ways]
+    # What agrees along one dimension of the mesh is no near copy along another one that failed.
+    for held in every:
+        if held.relation == "agrees":
+            return held
+    for held in every:
+        if held.apart <= _NEAR:
+            return held
+    return replace(every[0], relation="own data", apart=0.0, ranks=())
+
+
+def _said(shown: Mapping[int, Shown]) -> Replicas | None:
+    """What the tap's own layout says on all ranks, which may be on several meshes, as data parallel groups have."""
+    said = [each.declared for each in shown.values() if each.declared is not None]
+    if not said:
+        return None
+    groups = dict.fromkeys(group for each in said for group in each.groups)
+    return Replicas(said[0].layout, tuple(groups))
 
 
 def _compared(shown: Mapping[int, Shown], layout: Replicas) -> Held:
@@ -171,7 +209,17 @@ def _compared(shown: Mapping[int, Shown], layout: Replicas) -> Held:
     kind = kind_of(first.tags)
     group_name = group_of(first.name, first.tags)
     return Held(
-        first.name, first.tags, group_name, kind, first.dtype, relation, layout.layout, apart, tuple(ranks), shown
+        first.name,
+        first.tags,
+        group_name,
+        kind,
+        first.dtype,
+        relation,
+        layout.layout,
+        apart,
+        tuple(ranks),
+        shown,
+        layout.groups,
     )
 
 
@@ -198,7 +246,10 @@ def unreduced(before: Sequence[Held], at: Held) -> Held | None:
     for each in reversed(before):
         if each.relation != "own data" or each.kind != at.kind:
             continue
-        pairs = [(each.shown[0], each.shown[rank], at.shown[0], at.shown[rank]) for rank in at.ranks]
+        pairs = [
+            (each.shown[at.first_of(rank)], each.shown[rank], at.shown[at.first_of(rank)], at.shown[rank])
+            for rank in at.ranks
+        ]
         if all(_same_difference(*pair) for pair in pairs):
             return each
     return None

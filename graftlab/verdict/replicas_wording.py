@@ -79,7 +79,7 @@ def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
                 f"All of that difference is in {partial.name}, which holds other values on each rank: a partial sum "
                 "that nobody reduced."
             )
-        elif rows[0].layout == FROM_GROUP:
+        elif rows[0].layout.startswith(FROM_GROUP):
             lines.append("It looks like a partial sum that was not reduced here.")
         elif rows[0].kind == "param_grad":
             lines.append("Gradients of weights that are copies have to be reduced over the ranks before the step.")

@@ -205,6 +205,8 @@ def spans(numbers: Sequence[int]) -> str:
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
     output = described(output)
+    if math.isnan(causes.restored):
+        return [f"What {groups} do to the output {output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
             f"With the baseline's {groups} the output {output} is still {causes.restored:.2g} x its floor: something "

@@ -114,12 +114,14 @@ def shifted_hidden() -> None:
 
 
 def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
-    assert session.check(target=shifted_hidden).found == ["near"]
+    inferred = session.check(target=shifted_hidden)
+    assert inferred.found == ["near"]
+    assert "What was inferred may be meant so: layouts= says what each rank holds." in inferred.text
     layouts = {"name == 'hidden'": "replicate('tp')", "name == 'near'": "shard(dim=0, mesh='tp')"}
     check = session.check(target=shifted_hidden, layouts=layouts)
     assert check.found == ["hidden"]
     assert "inferred" not in check.text
-    with pytest.raises(SessionError, match="is on a mesh of 3 ranks, and the side has 2"):
+    with pytest.raises(SessionError, match="has 3 ranks, and the side has 2"):
         session.check(target=shifted_hidden, layouts=layouts, mesh={"tp": 3})
 
 
@@ -138,6 +140,81 @@ def test_a_dtensors_placements_say_what_is_a_copy(session: gl.Session) -> None:
     check = session.check(target=dtensors, args=(True,))
     assert check.found == ["replica"]
     assert check.frame["layout"].tolist() == ["replicate(mesh='mesh0')", "shard(dim=0, mesh='mesh0')"]
+
+
+# ---- a mesh of two dimensions ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[gl.Session]:
+    with gl.launch(1, 4) as session:
+        yield session
+
+
+def on_a_mesh(fault: str = "") -> None:
+    """Two rows of data by two halves of the weights, as data and tensor parallelism together have them."""
+    dp, tp = divmod(rank(), 2)
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.randn(8, 8, generator=drawn) for _ in range(3)]
+    x = gl.tap("tokens", torch.randn(4, 8, generator=torch.Generator().manual_seed(dp)), kind="input")
+    for layer, whole in enumerate(weights):
+        mine = whole[:, 4 * tp : 4 * tp + 4].clone()
+        if fault == "one replica of a shard" and rank() == 3 and layer == 1:
+            mine[0, 0] += 0.5
+        gl.tap(f"layers.{layer}.weight", mine, kind="param")
+        gl.tap(f"layers.{layer}.part", x[:, 4 * tp : 4 * tp + 4] @ whole[4 * tp : 4 * tp + 4])
+        # What the sum of all parts is, computed here so that nothing has to be sent.
+        total = torch.tanh(x @ whole)
+        if fault == "one rank's arithmetic" and rank() == 2 and layer == 1:
+            total = total * 1.01
+        x = gl.tap(f"layers.{layer}.out", total)
+
+
+MESH = {"dp": 2, "tp": 2}
+
+
+def test_on_a_mesh_copies_are_those_of_one_dimension(four: gl.Session) -> None:
+    check = four.check(target=on_a_mesh, mesh=MESH)
+    assert check.found == [], check.text
+    layouts = dict(zip(check.frame["name"], check.frame["layout"], strict=True))
+    assert layouts["layers.1.weight"].endswith("along dp")
+    assert layouts["layers.1.out"].endswith("along tp")
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "said"),
+    [
+        ("one replica of a shard", "layers.*.weight@param", "in layer 1: rank 3 differs"),
+        ("one rank's arithmetic", "layers.*.out", "in layers 1-2: rank 3 differs"),
+    ],
+)
+def test_on_a_mesh_a_copy_that_differs_is_found_in_its_own_group(
+    four: gl.Session, fault: str, first: str, said: str
+) -> None:
+    check = four.check(target=on_a_mesh, mesh=MESH, args=(fault,))
+    assert check.found[0] == first, check.text
+    assert said in check.text
+
+
+def says_it_itself(spoiled: bool) -> None:
+    from graftlab.layouts import parse_layout
+
+    layout = parse_layout("shard(dim=0, mesh='tp') | replicate(mesh='dp')", mesh=MESH)
+    own = torch.linspace(-1, 1, 8).chunk(2)[rank() % 2] * (-1 if spoiled and rank() == 2 else 1)
+    gl.tap("x", own, layout=layout)
+
+
+def test_what_a_tap_says_of_its_layout_counts(four: gl.Session) -> None:
+    assert four.check(target=says_it_itself, args=(False,)).found == []
+    check = four.check(target=says_it_itself, args=(True,))
+    assert check.found == ["x"]
+    assert "inferred" not in check.text
+    assert check.frame["ranks"].tolist() == [[2]]
+
+
+def test_a_mesh_that_is_not_the_sides_is_refused(four: gl.Session) -> None:
+    with pytest.raises(SessionError, match="has 6 ranks, and the side has 4"):
+        four.check(target=on_a_mesh, mesh={"dp": 3, "tp": 2})
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

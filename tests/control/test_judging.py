@@ -96,6 +96,23 @@ def test_an_activation_variant_is_hinted_at(session: gl.Session) -> None:
     )
 
 
+def crossed() -> torch.Tensor:
+    """Two tables that the sides look up in another order; the target's first one is wrong."""
+    target = gl.here().side == "target"
+    tables = {"words": torch.linspace(1, 2, 32), "places": torch.linspace(-1, 3, 32).cos()}
+    if target:
+        tables["places"] = tables["places"] * 1.5
+    found = {name: gl.tap(name, tables[name]) for name in (sorted(tables) if target else sorted(tables, reverse=True))}
+    return gl.tap("out", gl.tap("sum", found["words"] + found["places"]).tanh())
+
+
+def test_taps_in_another_order_on_either_side_do_not_hold_up_a_swap(session: gl.Session) -> None:
+    verdict = session.verdict(crossed, crossed)
+    assert verdict.named == ["places"]
+    assert "With the baseline's places the output out agrees (" in verdict.text
+    assert "acts outside of the taps" not in verdict.text
+
+
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
@@ -156,14 +173,47 @@ def lonely() -> None:
     x = gl.tap("x", torch.linspace(1, 2, 16))
     if not target:
         x = gl.tap("only the baseline's", x * 1)
-    y = gl.tap("y", x * (2 if target else 3))
-    gl.tap("out", y + x)
+    y = x * (2 if target else 3)
+    if target:
+        gl.tap("only the target's", y * 1)
+    gl.tap("out", gl.tap("y", y) + x)
 
 
 def test_a_tap_that_one_side_lacks_does_not_hold_up_a_swap(session: gl.Session) -> None:
+    before = session.row_count
     verdict = session.verdict(lonely, lonely)
     assert verdict.named == ["y"]
     assert "With the baseline's y the output out agrees (" in verdict.text
+    # In the swaps nobody waits for such a tap: a side that did could hold up the one that it waits for.
+    frame = session.frame.iloc[before:]
+    _, grafted, *swaps = sorted(frame["plan_version"].unique())
+    assert {"only the baseline's", "only the target's"} < set(frame.loc[frame["plan_version"] == grafted, "name"])
+    assert len(swaps) >= 2
+    assert set(frame.loc[frame["plan_version"] > grafted, "name"]) == {"x", "y", "out"}
+
+
+def stepping() -> None:
+    """The same taps in three steps, of which the second is other."""
+    for step in range(3):
+        x = gl.tap("x", torch.linspace(1, 2, 16) + step)
+        gl.tap("out", x * (1.5 if step == 1 and gl.here().side == "target" else 1))
+        gl.step()
+
+
+def test_each_step_has_its_own_line_and_its_own_place_in_the_figure(session: gl.Session) -> None:
+    verdict = session.verdict(stepping, stepping, explain=False)
+    frame = verdict.frame
+    assert frame[["step", "name"]].values.tolist() == [[step, name] for step in range(3) for name in ("x", "out")]
+    assert frame.loc[frame["label"] == "culprit", "step"].tolist() == [1]
+    # The error without grafts is that of the same step.
+    assert (frame["error"] > 0.1).tolist() == [False, False, False, True, False, False]
+    (axes,) = verdict.plot().axes
+    assert [text.get_text() for text in axes.texts if text.get_text().startswith("step")] == [
+        "step 0",
+        "step 1",
+        "step 2",
+    ]
+    assert len(axes.get_xticks()) == 6
 
 
 def untapped() -> int:

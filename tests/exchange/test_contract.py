@@ -190,7 +190,9 @@ def test_memory_that_is_released_is_used_again(a_world: MakeWorld) -> None:
             offsets.add(receipt.contributions[0].tensor.data_ptr())
             receipt.release()
         assert world.baseline.waits_so_far == 0
-        assert len(offsets) <= 2
+        assert world.baseline.bytes_in_use() <= 2 * MIB
+        # Where bytes come over a network, it is the receiver's own memory that they come to.
+        assert len(offsets) <= 2 or not world.shares_memory
 
 
 def test_many_small_tensors_are_released_before_the_step_ends(world: World) -> None:

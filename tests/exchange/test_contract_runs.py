@@ -30,9 +30,11 @@ def test_memos_of_what_nobody_asked_for_come_back_when_the_receivers_end_the_ste
         other.take(key("both"))
         one.take(key("one"))
         one.exchange.end_step(0)
+        world.deliver()
         sender.exchange.end_step(0)
         assert sender.exchange.take_unmatched() == []  # the other receiver may still ask
         other.exchange.end_step(0)
+        world.deliver()
         sender.exchange.end_step(0)
         assert sender.exchange.take_unmatched() == ["nobody"]
         assert sender.exchange.take_unmatched() == []
@@ -41,6 +43,7 @@ def test_memos_of_what_nobody_asked_for_come_back_when_the_receivers_end_the_ste
 
 def test_what_is_published_when_every_receiver_has_gone_on_is_unmatched_at_once(world: World) -> None:
     world.target.exchange.end_step(0)
+    world.deliver()
     world.baseline.exchange.end_step(-1)  # reads what has come
     world.baseline.publish(key(), A_MIB, memo="late")
     assert world.baseline.exchange.take_unmatched() == ["late"]
@@ -57,6 +60,7 @@ def test_what_is_sent_without_a_taker_in_the_run_is_unmatched_at_once(a_world: M
 def test_a_dead_receivers_unread_tensors_are_unmatched_and_their_memory_comes_back(world: World) -> None:
     world.baseline.publish(key("x"), A_MIB, memo="x")
     world.target.die()
+    world.deliver()
     world.baseline.exchange.end_step(0)
     assert world.baseline.exchange.take_unmatched() == ["x"]
     assert world.baseline.bytes_in_use() == 0
@@ -155,6 +159,7 @@ def test_a_leader_that_has_gone_keeps_nobody_waiting_and_its_words_are_heard(
     world.baseline.exchange.announce(1, b"first")
     world.baseline.exchange.announce(2, b"last")
     ending(world.baseline)
+    world.deliver()
     assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[b"first"], [b"last"], []]
     assert world.target.waits_so_far == 0
 

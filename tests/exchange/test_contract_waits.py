@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kit.implementations import MakeWorld
 from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
+from kit.support import wait_until
 
 from graftlab.base.tags import TapKey
 from graftlab.exchange.contract import Receipt
@@ -46,6 +47,7 @@ def test_a_sender_that_will_not_publish_frees_the_waiter_at_once(
     sender, receiver = world.baseline, world.target
     if before:
         ending(sender)
+        world.deliver()
     receiving = in_background(lambda: receiver.receive(key("x")))
     if not before:
         receiver.until_it_waits()
@@ -70,6 +72,7 @@ def test_a_side_that_is_ahead_by_several_steps_is_waited_for_by_nobody(world: Wo
     for step in range(3):
         world.baseline.publish(key("x", step=step), float(step))
         world.baseline.exchange.end_step(step)
+    world.deliver()
     assert world.target.take(key("x", step=0)) == [0.0]
     assert world.target.receive(key("y", step=1)).absent == {0: "baseline[0] ended the step without this tap"}
     assert world.target.take(key("x", step=2)) == [2.0]
@@ -102,6 +105,11 @@ def test_who_takes_no_part_in_the_run_is_not_waited_for(a_world: MakeWorld) -> N
         assert receiver.bytes_in_use() == 0
 
 
+def knows_where(mailbox: Mailbox, where: str) -> bool:
+    mailbox.exchange.end_step(-1)  # reads what has come
+    return where in mailbox.exchange.where_peers_are()
+
+
 def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld) -> None:
     with a_world(3, 1, timeout=0.1) as world:
         world.begin()
@@ -110,6 +118,8 @@ def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld)
         slow.step = 4
         slow.tap = "mlp"
         slow.note("waiting", [3])
+        # Told from time to time to those that cannot look.
+        wait_until(lambda: knows_where(receiver, "waiting at tap 'mlp'"), "the word of where it is")
         receipt = receiver.receive(key("x"))
         assert receipt.timed_out
         assert [(each.rank, each.tensor.item()) for each in receipt.contributions] == [(0, 1.0)]

@@ -433,7 +433,7 @@ def test_a_world_on_the_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch
 
 
 # Overrides the fixture of all implementations: only those with a GPU.
-@pytest.fixture(scope="module", params=[each for each in PROCESSES if each.id != "shared memory"])
+@pytest.fixture(scope="module", params=[each for each in PROCESSES if each.id not in ("shared memory", "tcp")])
 def processes(request: pytest.FixtureRequest) -> MakeProcesses:
     make: MakeProcesses = request.param
     return make

@@ -360,6 +360,15 @@ def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
     assert look.awaits == ()
 
 
+def test_names_without_end_do_not_fill_the_memory_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.exchange.whereabouts._NAMES_LIMIT", 5)
+    _, page = a_page()
+    for number in range(23):
+        page.pass_tap(0, 0, number, f"request {number}")
+        assert page.read().tap == f"request {number}"
+        assert len(page._names) <= 5
+
+
 @pytest.mark.ranks
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     descriptor, size = create_segment()

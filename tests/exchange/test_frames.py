@@ -21,6 +21,7 @@ from graftlab.exchange.frames import (
     Declined,
     DeviceLocation,
     Frame,
+    IsAt,
     Published,
     Released,
     RunEnded,
@@ -65,6 +66,11 @@ FRAMES = {
     ChunkAnswered: st.builds(ChunkAnswered, st.none() | st.text()),
     WaitsForYou: st.builds(WaitsForYou, numbers, st.booleans()),
     Yield: st.builds(Yield, numbers),
+    IsAt: st.builds(
+        IsAt,
+        *(st.sampled_from(["idle", "running", "waiting"]), numbers, numbers, numbers, st.floats(0, 1e6)),
+        *(st.text(), st.lists(numbers).map(tuple), numbers),
+    ),
 }
 any_frame = st.one_of(*FRAMES.values())
 

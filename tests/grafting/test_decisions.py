@@ -23,6 +23,10 @@ from graftlab.plan.plan import Action, GraftPlan
 BASELINE, TARGET = Place("baseline", 0, 1, 2), Place("target", 1, 2, 1)
 
 
+def no_warning(name: str, what: str) -> None:
+    raise AssertionError(f"{name}: {what}")
+
+
 def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: Any) -> Asked:
     """A tap as the grafter asks about it."""
     return (name, tuple((around or {}).items()), *own.items())
@@ -197,18 +201,18 @@ def test_a_limited_number_of_tag_sets_is_reported(monkeypatch: pytest.MonkeyPatc
 
 def test_calls_of_one_tap_are_numbered_within_the_step() -> None:
     decisions = made()
-    addresses = Addresses(4)
+    addresses = Addresses(4, no_warning)
     calls = [asked(layer=1), asked(layer=2), asked(layer=1), asked("k"), asked(layer=1)]
     keys = [addresses.next(decision) for call in calls if (decision := decisions.of(call))]
     assert [(key.name, key.occurrence) for key in keys] == [("h", 0), ("h", 0), ("h", 1), ("k", 0), ("h", 2)]
     assert {key.step for key in keys} == {4}
     decision = decisions.of(asked(layer=1))
     assert decision is not None
-    assert Addresses(5).next(decision).occurrence == 0
+    assert Addresses(5, no_warning).next(decision).occurrence == 0
 
 
 def test_a_recomputed_forward_is_numbered_by_itself() -> None:
-    decision, addresses = made().of(asked()), Addresses(0)
+    decision, addresses = made().of(asked()), Addresses(0, no_warning)
     assert decision is not None
     found: list[tuple[str, int]] = []
 
@@ -235,6 +239,6 @@ def test_two_calls_have_one_address_exactly_when_they_are_one_tap(one: dict[str,
     for place, own in ((BASELINE, one), (TARGET, other)):
         decision = made(place).of(asked(**own))
         assert decision is not None
-        keys.append(Addresses(0).next(decision))
+        keys.append(Addresses(0, no_warning).next(decision))
     are_one = identity(all_tags("h", one, BASELINE, 0)) == identity(all_tags("h", other, TARGET, 0))
     assert (keys[0] == keys[1]) is are_one

@@ -214,6 +214,17 @@ def test_what_had_to_go_for_newer_pairs_is_told() -> None:
         kept.find("x", {"layer": 0})
 
 
+def test_taps_whose_pairs_had_to_go_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.grafting.kept._MISSING_LIMIT", 5)
+    kept = KeptPairs(2 * MIB)
+    for layer in range(23):
+        keep_number(kept, layer, MIB, layer=layer, step=5)
+        assert len(kept._missing) <= 5
+    # Those that went last are still told of.
+    with pytest.raises(SessionError, match="x layer=20 at step 5 is not kept any more"):
+        kept.find("x", {"layer": 20})
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["as it came", "made anew"])
 def test_a_value_counts_only_where_it_is_not_a_received_tensor_as_it_came(same: bool) -> None:
     kept = KeptPairs(2 * MIB)

@@ -175,6 +175,11 @@ def test_ranks_find_in_the_environment_what_torchrun_would_tell_them(session: gl
         assert results == [[str(rank), str(size)] * 2 for rank in range(size)]
 
 
+def test_each_rank_gets_an_equal_share_of_the_cores_as_threads(session: gl.Session) -> None:
+    run = session.run("torch.get_num_threads()", "torch.get_num_threads()")
+    assert set(run.baseline + run.target) == {max(1, (os.cpu_count() or 1) // sum(sizes(session)))}
+
+
 def test_the_graft_worlds_rank_decides_even_where_the_default_groups_rank_differs(tmp_path: Path) -> None:
     with gl.launch(2, 2) as session:
         session.edit(b2t="True")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import graftlab as gl
 from graftlab.config import GraftConfig
+from graftlab.exchange.keys import keys_of, new_token, write_token
 
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
@@ -85,11 +87,71 @@ def test_a_filter_that_could_match_is_asked_for() -> None:
         GraftConfig(**COMPLETE, compare_filter=" ").require_complete()
 
 
-def test_an_address_on_another_machine_is_refused() -> None:
-    with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is '10.0.0.7'; .* several machines"):
-        GraftConfig(**COMPLETE, address="10.0.0.7", port=1).require_complete()
+@pytest.mark.parametrize(
+    ("address", "port", "where"),
+    [
+        ("tcp://10.0.0.7:29500", None, ("10.0.0.7", 29500)),
+        ("tcp://127.0.0.1:1", None, ("127.0.0.1", 1)),
+        ("node-3.cluster:29500", None, ("node-3.cluster", 29500)),
+        ("10.0.0.7", 29501, ("10.0.0.7", 29501)),
+        ("tcp://[fe80::1]:7", None, ("fe80::1", 7)),
+        ("localhost", 29500, None),
+        ("/tmp/x", None, None),
+    ],
+)
+def test_an_address_is_a_place_on_the_network_or_on_this_machine(
+    address: str, port: int | None, where: tuple[str, int] | None
+) -> None:
+    config = GraftConfig(**COMPLETE, address=address, port=port).require_complete()
+    assert config.endpoint == where
+    assert config.meeting.is_absolute()
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1"])
+def test_an_address_that_names_no_place_is_refused(address: str) -> None:
+    with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is .* or tcp://HOST:PORT"):
+        GraftConfig(**COMPLETE, address=address).require_complete()
+
+
+def test_a_port_is_asked_for_where_the_address_is_this_machine() -> None:
     with pytest.raises(gl.ConfigError, match=r"port \(GRAFTLAB_PORT\) is None; it takes a number that both sides"):
         GraftConfig(**COMPLETE, address="localhost").require_complete()
+
+
+# ---- the token ------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_never_shown_nor_taken_from_arguments() -> None:
+    token = new_token()
+    assert token not in repr(GraftConfig(token=token))
+    with pytest.raises(gl.ConfigError, match="which other users can see") as caught:
+        GraftConfig.from_kv_pairs([f"token={token}"])
+    assert token not in str(caught.value)
+
+
+def test_a_token_is_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+    path, token = tmp_path / "token", new_token()
+    write_token(path, token)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert GraftConfig(token_file=str(path)).join_token() == token
+    path.chmod(0o640)
+    with pytest.raises(gl.ConfigError, match="others can read"):
+        GraftConfig(token_file=str(path)).join_token()
+    with pytest.raises(gl.ConfigError, match=r"token_file \(GRAFTLAB_TOKEN_FILE\).*cannot be read"):
+        GraftConfig(token_file=str(tmp_path / "none")).join_token()
+
+
+def test_a_token_that_could_be_guessed_is_refused() -> None:
+    with pytest.raises(gl.ConfigError, match="has 6 characters"):
+        keys_of("secret")
+    one, other = keys_of(new_token()), keys_of(new_token())
+    assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize("ports", ["x", "7-3", "0-9", "1-70000"])
+def test_ports_that_are_none_are_refused(ports: str) -> None:
+    with pytest.raises(gl.ConfigError, match=r"ports \(GRAFTLAB_PORTS\)"):
+        GraftConfig(**COMPLETE, address="tcp://a:1", ports=ports).require_complete()
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": "3"}, {"enable": 1}, {"role": 3}, {"port": True}])

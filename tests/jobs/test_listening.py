@@ -12,6 +12,7 @@ from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.__main__ import main
 
 pytestmark = pytest.mark.ranks
 
@@ -24,15 +25,16 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("without_host", ["keep", "nothing"])
 def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
-    tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str], without_host: str
 ) -> None:
     folder = tmp_path / "run"
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=2 * DEADLINE)
     said = capsys.readouterr().out
     assert f"target: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE=target GRAFTLAB_ADDRESS={folder} " in said
     assert session.status()["state"].tolist() == ["not joined yet"] * 2
-    told = {"address": folder, "timeout": 2 * DEADLINE, "b2t_filter": "name == 'nobody'"}
+    told = {"address": folder, "timeout": 2 * DEADLINE, "b2t_filter": "name == 'nobody'", "without_host": without_host}
     jobs = [
         start("goes_on.py", stop, 1.0, **variables("baseline", 1, 1, **told)),
         start("goes_on.py", stop, 1.5, **variables("target", 1, 1, **told)),
@@ -51,21 +53,43 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     assert session.try_transform(lambda given: given.received_list[0] * 1.5, "hidden").after.max_abs == 0.0
     assert "goes_on.py" in session.stacks()["target[0]"]
     assert session.plot.divergence() is not None
-    for refused in (lambda: session.run(target="1"), session.interrupt):
+    assert session.status()["links"].tolist() == ["shared memory"] * 2
+    # And so from a terminal.
+    assert main(["stacks", str(folder)]) == main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "--- target[0]\n" in shown
+    assert "goes_on.py" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith(("hidden", "out"))] == ["hidden", "out"]
+    for refused in (
+        lambda: session.run(target="1"),
+        session.interrupt,
+        session.restart,
+        lambda: session.verdict("1", "1"),
+    ):
         with pytest.raises(gl.SessionError, match="jobs of their own"):
             refused()
     with pytest.raises(gl.LaunchError, match="somebody listens"):
         gl.listen(folder=folder, append=True)
     session.close()
     assert [job.poll() for job in jobs] == [None, None]
+    for job in jobs:
+        assert job.stderr is not None
+        assert any("whoever held the session went away; the job goes on" in line for line in job.stderr)
 
     again = gl.listen(baseline=1, target=1, folder=folder, append=True, timeout=2 * DEADLINE)
     before = again.row_count
-    wait_until(lambda: again.row_count > before, "rows of jobs that were taken over")
     wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
-    # Under the plan that they had; and it can be edited again.
-    assert again.plan.b2t == "layer == 0"
-    assert again.frame.iloc[-1]["plan_version"] == plan.version
+    if without_host == "nothing":
+        assert (again.plan.b2t, again.plan.compare, again.plan.keep) == (None, None, None)
+        assert again.plan.version > plan.version
+        again.edit(compare="True")
+        wait_until(lambda: again.row_count > before, "rows under the plan of whoever took over")
+    else:
+        wait_until(lambda: again.row_count > before, "rows of jobs that were taken over")
+        assert again.status()["note"].str.contains("rows were made while nobody listened, and are lost").any()
+        # Under the plan that they had; and it can be edited again.
+        assert again.plan.b2t == "layer == 0"
+        assert again.frame.iloc[-1]["plan_version"] == plan.version
     assert "hidden" in [tags["name"] for tags in again.taps]
     newer = again.edit(b2t=None)
     wait_until(lambda: len(again.adopted(newer.version)) == 2, "the newer plan in force")
@@ -75,7 +99,6 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     for job in jobs:
         code, out, err = end(job)
         assert (code, out) == (0, "went on True\n"), err
-        assert "whoever held the session went away" in err
     wait_until(lambda: again.runs[-1].done, "the end of the run")
     assert again.runs[-1].failures == {}
     again.close()

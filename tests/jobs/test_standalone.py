@@ -127,5 +127,41 @@ def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> 
     assert "died" in received["error"].iloc[-1]
 
 
+def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: Path) -> None:
+    told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
+    trusted = start("trusted_model.py", 4, **variables("baseline", 1, 1, **told))
+    failing = start("fails_inside.py", **variables("target", 1, 1, **told))
+    code, out, err = end(failing)
+    assert (code, out) == (0, "done\n"), err
+    assert err.count("GraftWarning") == 1
+    assert "graftlab failed on target[0] and takes no more taps; the job goes on (planted in graftlab)" in err
+    code, out, err = end(trusted)
+    assert (code, out) == (0, "done True\n"), err
+    host_has_ended(tmp_path)
+    assert (gl.load_run(tmp_path)["status"] == "compared").sum() == 1
+
+
+def test_a_job_that_dies_cannot_come_back_into_a_run_that_has_begun(tmp_path: Path) -> None:
+    told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
+    stays = start("goes_on.py", tmp_path / "stop", 1.0, **variables("baseline", 1, 1, **told))
+    killed = start("dies_in_step.py", 1, **variables("target", 1, 1, **told))
+    assert end(killed)[0] == -signal.SIGKILL
+    code, out, err = end(start("trusted_model.py", **variables("target", 1, 1, **told)))
+    assert (code, out) == (0, "done False\n"), err
+    assert "the run has begun, and target[0]" in err
+    assert "Start the jobs of both sides again" in err
+    (tmp_path / "stop").touch()
+    code, out, err = end(stays)
+    assert (code, out) == (0, "went on True\n"), err
+
+
+def test_the_environment_has_a_job_record_what_its_filter_matches(tmp_path: Path) -> None:
+    told = {"GRAFTLAB_RECORD": str(tmp_path), "GRAFTLAB_RECORD_FILTER": "layer == 1"}
+    code, out, err = end(start("trusted_model.py", 2, **told))
+    assert (code, out) == (0, "done False\n"), err
+    recorded = gl.Recording(tmp_path).frame
+    assert recorded[["step", "name", "layer"]].values.tolist() == [[0, "hidden", 1], [1, "hidden", 1]]
+
+
 def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""

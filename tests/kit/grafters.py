@@ -125,6 +125,10 @@ class OneThreadExchange:
             return [self._post.announced[rank, step]]
         return [] if self._post.ended_step[rank] == NEVER else None
 
+    def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
+        """Nobody waits here, but in tests that make somebody wait."""
+        self.shared = (let_go, take_back)
+
     def where_peers_are(self) -> str:
         return ", ".join(f"{peer.label}: idle" for peer in self._others)
 

@@ -20,11 +20,13 @@ MakeProcesses = Callable[..., AbstractContextManager[Processes]]
 
 WORLDS = [
     pytest.param(a_world, id="shared memory"),
+    pytest.param(partial(a_world, tcp=True), id="tcp"),
     pytest.param(partial(a_world_of_gpus, put=on_gpu), id="device"),
 ]
 
 PROCESSES = [
     pytest.param(processes, id="shared memory"),
+    pytest.param(partial(processes, tcp=True), id="tcp"),
     pytest.param(processes_with_gpus, id="device"),
     # CUDA gives no process a second view of its own memory, so its ranks are always processes; they share one GPU.
     pytest.param(

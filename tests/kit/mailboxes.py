@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +22,13 @@ from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.contract import LiveExchange, Receipt
 from graftlab.exchange.device import Gpu
+from graftlab.exchange.keys import keys_of, new_token
 from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.tcp import Post, RemoteChannel
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
+from kit.support import wait_until
 
 T = TypeVar("T")
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -77,7 +80,7 @@ class Mailbox:
         place: Place,
         exchange: LiveExchange[Any],
         page: WhereaboutsPage,
-        channels: list[Channel],
+        channels: Sequence[Channel | RemoteChannel],
         put: Put = as_it_is,
         gpu: Any = None,
     ) -> None:
@@ -132,12 +135,16 @@ class Mailbox:
         """To its peers this looks like a death: the streams end."""
         for channel in self.channels:
             channel.close()
+        for channel in self.channels:
+            if isinstance(channel, RemoteChannel):
+                channel._post.close()
 
 
 class World:
     """Every rank of a graft world, in this process.
 
-    ``gpu`` makes the GPU of each rank; without it, all is on the host.
+    ``gpu`` makes the GPU of each rank; without it, all is on the host. With ``tcp`` no rank looks into the memory of
+    another.
     """
 
     def __init__(
@@ -149,11 +156,16 @@ class World:
         timeout: float = DEADLINE,
         gpu: Callable[[int], Gpu] | None = None,
         put: Put = as_it_is,
+        tcp: bool = False,
     ) -> None:
+        self.shares_memory = not tcp
         wires = make_wires(baseline + target)
         self.mailboxes: list[Mailbox] = []
+        remote = connect_all(make_posts(baseline + target)) if tcp else {}
         for me in Place("baseline", 0, baseline, target).everyone():
-            links = {other: link for (rank, other), link in wires.links.items() if rank == me.world_rank}
+            links: Mapping[int, Any] = remote.get(me.world_rank) or {
+                other: link for (rank, other), link in wires.links.items() if rank == me.world_rank
+            }
             mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, budget=budget, timeout=timeout)
             self.mailboxes.append(mine)
         for descriptor in wires.segments:
@@ -176,6 +188,16 @@ class World:
             if mailbox.place.world_rank in chosen:
                 mailbox.exchange.begin_run(RunInfo(run, first_step, chosen))
         return self
+
+    def deliver(self) -> None:
+        """Return when everything that was sent has come to where it was sent, read or not."""
+        if not self.shares_memory:
+            for mailbox in self.mailboxes:
+                for channel in mailbox.channels:
+                    channel.send(_MARK)
+            for mailbox in self.mailboxes:
+                for channel in mailbox.channels:
+                    wait_until(lambda channel=channel: _take_mark(channel), "the delivery")  # type: ignore[misc]
 
     def end(self, step: int) -> None:
         """Every rank ends the step and the run, and hears of the others' end."""
@@ -224,16 +246,20 @@ def make_mailbox(
     place: Place,
     segments: list[int],
     size: int,
-    links: dict[int, socket.socket],
+    links: Mapping[int, socket.socket | RemoteChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
-    arenas = [Arena(descriptor, size, writable=rank == place.world_rank) for rank, descriptor in enumerate(segments)]
+    channels = {rank: Channel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
+    arenas = {
+        rank: Arena(descriptor, size, writable=rank == place.world_rank)
+        for rank, descriptor in enumerate(segments)
+        if not isinstance(channels.get(rank), RemoteChannel)
+    }
     own = arenas[place.world_rank]
-    channels = {rank: Channel(link) for rank, link in links.items()}
-    peers = {rank: (channel, arenas[rank]) for rank, channel in channels.items()}
+    peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
     exchange: SharedMemoryExchange[Any] = SharedMemoryExchange(place, own, peers, gpu=made, **options)
     return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
@@ -255,6 +281,69 @@ def make_wires(count: int) -> Wires:
         for other in range(one):
             links[one, other], links[other, one] = socket.socketpair()
     return Wires([descriptor for descriptor, _ in made], made[0][1], links)
+
+
+# ---- over TCP -------------------------------------------------------------------------------------------------------
+
+TOKEN = new_token()
+_MARK = b"all before this has been delivered"
+
+
+def _take_mark(channel: RemoteChannel) -> bool:
+    """Whether all that the other end had sent is here, or it has ended."""
+    channel._post.pump()
+    channel._post.rouse()
+    if not channel.arrived or channel.arrived[-1] != _MARK:
+        return channel.ended or channel.closed
+    channel.arrived.pop()
+    return True
+
+
+def make_post(rank: int, token: str = TOKEN) -> Post:
+    return Post(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+
+
+def make_posts(count: int) -> list[Post]:
+    return [make_post(rank) for rank in range(count)]
+
+
+Remote = dict[int, RemoteChannel]
+
+
+def connect_all(posts: list[Post]) -> dict[int, Remote]:
+    """Connect each to all before it; the channels of each rank to each other."""
+    ports = [post.port for post in posts]
+    made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
+    return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
+
+
+def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
+    return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
+
+
+def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+    """All channels of a rank, those it has made and those of the others, once each has its other end."""
+    links = dict(made)
+
+    def complete() -> bool:
+        post.pump()
+        for other in range(len(made) + 1, count):
+            channel = post.channel_from(f"rank {other}".encode())
+            if channel is not None:
+                links[other] = channel
+        return len(links) == count - 1 and all(channel.linked for channel in links.values())
+
+    wait_until(complete, "the connections")
+    post.rouse()
+    return dict(sorted(links.items()))
+
+
+def link_over_tcp(rank: int, line: Any) -> Remote:
+    """In a process of its own: listen, hear from the test where the others do, and connect."""
+    token, count = line.recv()
+    post = make_post(rank, token)
+    line.send(post.port)
+    return wait_for_links(post, connect_to_lower(post, rank, line.recv()), count)
 
 
 # ---- one process a rank ---------------------------------------------------------------------------------------------
@@ -281,15 +370,17 @@ def _become_a_rank(
     place: Place,
     segments: Descriptors,
     size: int,
-    links: dict[int, socket.socket],
+    links: Mapping[int, Any],
     script: Script,
     line: Any,
     gpu: Callable[[int], Gpu] | None,
     put: Put,
     opens_the_way: bool,
+    tcp: bool,
     options: Any,
 ) -> None:
     torch.set_num_threads(1)
+    links = link_over_tcp(place.world_rank, line) if tcp else links
     mailbox = make_mailbox(place, segments.descriptors, size, links, gpu, put, **options)
     for descriptor in segments.descriptors:
         os.close(descriptor)
@@ -321,8 +412,10 @@ class Processes:
         gpu: Callable[[int], Gpu] | None = None,
         put: Put = as_it_is,
         opens_the_way: bool = False,
+        tcp: bool = False,
         **options: Any,
     ) -> None:
+        self.shares_memory = not tcp
         places = Place("baseline", 0, *counts).everyone()
         wires = make_wires(len(places))
         forkserver.prepare()
@@ -331,14 +424,15 @@ class Processes:
         self.lines, self.processes = [], []
         self._inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
         for place in places:
-            links = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
+            mine = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
+            links = {} if tcp else mine
             script = baseline if place.side == "baseline" else target
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_become_a_rank,
                 args=(
                     *(place, Descriptors(wires.segments), wires.size, links, script, theirs),
-                    *(gpu, put, opens_the_way, options),
+                    *(gpu, put, opens_the_way, tcp, options),
                 ),
             )
             # Else each rank would import pytest, whose main module this is.
@@ -351,6 +445,12 @@ class Processes:
             os.close(descriptor)
         for link in wires.links.values():
             link.close()
+        if tcp:
+            for line in self.lines:
+                line.send((TOKEN, len(places)))
+            ports = [self.hear(rank) for rank in range(len(places))]
+            for line in self.lines:
+                line.send(ports)
 
     def hear(self, rank: int) -> Any:
         """The next thing that the rank says."""

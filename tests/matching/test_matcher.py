@@ -251,6 +251,64 @@ def test_taps_that_say_nothing_are_not_matched_by_value() -> None:
     assert "none of its values is finite" in proposal.unmatched_target["nans"]
 
 
+def test_numbers_that_belong_to_a_word_are_no_layers() -> None:
+    """``drop1`` is no earlier layer of ``drop2``, neither for what is odd nor for what follows by rule."""
+    baseline, target = [], []
+    for n in range(5):
+        wide, out = values(4, 16, seed=n), values(4, 8, seed=n + 9)
+        baseline += [tap(f"h.{n}.wide", wide, 2 * n), tap(f"h.{n}.out", out, 2 * n + 1)]
+        wide = values(4, 16, seed=50 + n) if n in (2, 4) else wide
+        out = values(4, 8, seed=50 + n) if n == 4 else out
+        target += [tap(f"l.{n}.drop1", wide, 2 * n), tap(f"l.{n}.drop2", out, 2 * n + 1)]
+    proposal = match_taps(baseline, target, guesses=False)
+    assert {pair.target: pair.baseline for pair in proposal.pairs} == {
+        f"l.{n}.drop{i + 1}": f"h.{n}.{name}" for n in range(5) for i, name in enumerate(("wide", "out"))
+    }
+    few = [each for each in target if each.name in ("l.0.drop1", "l.0.drop2", "l.1.drop2", "l.2.drop2", "l.3.drop2")]
+    assert match_taps(baseline, few, guesses=False).problems == ()
+
+
+def test_of_equal_values_each_layer_chooses_as_the_others_do() -> None:
+    baseline = []
+    for n in range(4):
+        same = values(4, 8, seed=n)
+        baseline += [tap(f"h.{n}.inner", same, 2 * n), tap(f"h.{n}.outer", same, 2 * n + 1)]
+    # In layer 2 the order alone would choose the outer one.
+    places = {0: 0, 2: 1, 5: 2, 6: 3}
+    target = [
+        tap(f"l.{places[order]}.only", values(4, 8, seed=places[order]), order)
+        if order in places
+        else tap(f"more.{order}", values(3, 3, seed=90 + order), order)
+        for order in range(8)
+    ]
+    proposal = match_taps(baseline, target, guesses=False)
+    assert [pair.baseline for pair in proposal.pairs] == [f"h.{n}.inner" for n in range(4)]
+    assert proposal.problems == ()
+
+
+def test_a_fused_tap_has_all_its_parts_where_some_have_another_partner_too() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2)]
+    target = [tap("qkv", torch.cat([q, k, v], 1), 0), tap("q_norm", q.unflatten(1, (2, 4)), 1)]
+    proposal = match_taps(baseline, target)
+    assert [pair.baseline for pair in proposal.of_target("q_norm")] == ["q"]
+    assert {pair.baseline for pair in proposal.of_target("qkv")} == {"q", "k", "v"}
+
+
+def test_what_only_hands_on_a_guess_does_not_confirm_it() -> None:
+    """A dropout shows whatever was grafted before it, right or wrong."""
+    baseline = [tap("x", values(4, 8, seed=1), 0), tap("end", values(4, 8, seed=2), 1)]
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        wrong = values(4, 8, seed=3)
+        given = {pair.target: next(t.value for t in baseline if t.name == pair.baseline) for pair in grafts}
+        target = [tap("other", wrong, 0), tap("handed on", given.get("other", wrong), 1), tap("last", -wrong, 2)]  # type: ignore[arg-type]
+        return baseline, target
+
+    proposal = match_in_rounds(record)
+    assert not [pair for pair in proposal.pairs if pair.sureness != "guess"]
+
+
 # ---- behind a fault -------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +329,15 @@ def grafting_runs(port: Port, target: torch.nn.Module) -> Record:
     return record
 
 
+def in_every_layer(model: torch.nn.Module) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        weight = block.attention.o_proj.weight.data
+        weight.copy_(weight.flip(1))
+
+
 FAULTS = {
+    # No layer is right, so that no rule leads on.
+    "the heads in another order in every layer": in_every_layer,
     "a wrong weight": lambda model: model.blocks[1].mlp.down_proj.weight.data.mul_(1.5),
     "a wrong norm": lambda model: model.blocks[0].attn_norm.weight.data.add_(0.5),
     "the heads in another order": lambda model: model.blocks[2].attention.o_proj.weight.data.copy_(
@@ -293,6 +359,19 @@ def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) ->
     doubtful = [pair.target for pair in proposal.pairs if not pair.by_value]
     assert all(name.startswith(("blocks", "output")) for name in doubtful), doubtful
     assert len(doubtful) <= 5
+
+
+@pytest.mark.slow
+def test_a_fault_in_every_layer_has_its_own_partner_and_says_how_it_was_found(llama: Port) -> None:
+    wrong = copy.deepcopy(llama.target)
+    in_every_layer(wrong)
+    proposal = match_in_rounds(grafting_runs(llama, wrong))
+    for n in range(LAYERS["llama"]):
+        (pair,) = proposal.of_target(f"blocks.{n}.attention.o_proj")
+        assert (pair.baseline, pair.sureness) == (f"model.layers.{n}.self_attn.o_proj", "rule")
+        assert "makes the taps after it match" in pair.note or "as in 2 other layers" in pair.note
+        assert pair.rel is not None
+        assert pair.rel > 0.1
 
 
 def test_a_tap_that_holds_what_another_should_is_a_problem(llama: Port) -> None:

@@ -26,6 +26,9 @@ from graftlab.ranks.messages import (
     AskPostMortem,
     AskStacks,
     Call,
+    Contact,
+    Contacts,
+    Departed,
     Dispatch,
     Evaluate,
     Execute,
@@ -33,8 +36,10 @@ from graftlab.ranks.messages import (
     FromRank,
     Hello,
     Interrupt,
+    IsAt,
     Kept,
     KeptTags,
+    Linked,
     LiveOutput,
     Output,
     OwnWork,
@@ -65,7 +70,12 @@ PLAN = to_wire(
 INFO = RunInfo(3, 17, (0, 2))
 TAGS = {"name": "attn", "layer": 3, "scale": 0.5, "on": True, "off": None, "id": 1 << 70, "half": "\ud800"}
 
+CONTACT = Contact(2, "/tmp/x/socket", b"\x00nonce", b"target[1] 7f", "10.0.0.7", 29600)
+
 TO_RANK = [
+    Contacts((CONTACT,)),
+    Contacts(()),
+    Departed(2),
     RunRequest(INFO, PLAN, Call(b"\x80packed")),
     RunRequest(INFO, PLAN, Evaluate("1 + 1", "<graft cell 1>")),
     RunRequest(INFO, PLAN, Execute("x = 1", "<graft cell 2>")),
@@ -84,6 +94,9 @@ TO_RANK = [
 ]
 FROM_RANK = [
     Hello(42),
+    CONTACT,
+    Linked((1,), (0, 3)),
+    IsAt("waiting", 7, 2, 30, 0.25, "attn", (0, 3)),
     Output("two\nlines\n"),
     LiveOutput(1, " 45%|####"),
     Shown({"text/plain": "3", "image/png": "iVBORw0K"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import json
 import math
 import struct
@@ -142,3 +143,10 @@ def test_many_distinct_texts_stay_apart() -> None:
     block = Columns().block(parsed(b"".join(encode(row) + b"\n" for row in made)))
     assert block["max_abs_index"].tolist() == [row.max_abs_index for row in made]
     assert len(np.unique(block["note"])) == 5_000
+
+
+def test_lines_are_read_without_the_gil() -> None:
+    library = kernel.load()
+    assert library is not None
+    # Calls through ctypes.PyDLL, whose functions alone have this flag, would hold it.
+    assert not vars(type(library.read_lines))["_flags_"] & _ctypes.FUNCFLAG_PYTHONAPI

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -419,6 +421,19 @@ def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(taker: T
     assert taker.seen == [("h", {"odd": [1, 2]})]
 
 
+def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_SHOWN_LIMIT", 5)
+    monkeypatch.setattr(compiled, "_shown", {})
+    monkeypatch.setattr(compiled, "_shown_numbers", {})
+    for request in range(23):
+        with gl.tags(request=request):
+            place = int(compiled._place(compiled.clock))
+        assert compiled._shown[place].tags == {"request": request}
+        assert len(compiled._shown) == len(compiled._shown_numbers) <= 5
+
+
 def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) -> None:
     torch.ops.graftlab.open_(compiled.clock, ["a=1"])
     caught: list[Warning] = []
@@ -480,6 +495,55 @@ def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
     assert own_operators(gl.strip(program)) == 0
     torch.testing.assert_close(program.module()(X), expected)
     assert taker.seen == []
+
+
+# inductor's own compiler starts processes
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: no g++ on PATH")
+@pytest.mark.timeout(600)
+def test_aot_inductor_compiles_a_program_that_has_no_taps_or_was_stripped_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    with gl.export_taps():
+        program = torch.export.export(model, (X,))
+    assert own_operators(program) > 0
+    # With its taps it is refused, and the tap is named; what to do stands in docs/compiled_code.md.
+    with pytest.raises(Exception, match=r"graftlab\.(open|show)_"):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tapped.pt2"))
+    package = torch._inductor.aoti_compile_and_package(gl.strip(program), package_path=str(tmp_path / "model.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(X), model(X))
+
+
+# ---- a compiled backward --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_autograd_has_one_graph_with_taps_and_without(taker: Taker) -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = Model()
+
+    def gradients(backend: Graphs) -> list[Tensor]:
+        model.zero_grad()
+        torch.compiler.reset()
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+        # With fullgraph a break in the backward would raise.
+        with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+            forward(X).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    untapped, tapped = Graphs(), Graphs()
+    gl.compile_taps("False")
+    expected = gradients(untapped)
+    assert taker.take() == []
+    gl.compile_taps(None)
+    with gl.watch(model, grads=True):
+        torch.testing.assert_close(gradients(tapped), expected)
+    assert len(tapped.graphs) == len(untapped.graphs) == 1
+    shown = [name for name, tags in taker.seen if tags.get("kind") == "grad"]
+    assert shown == ["output", "blocks.1", "blocks.1.linear", "blocks.0", "blocks.0.linear"]
 
 
 # ---- with real ranks ------------------------------------------------------------------------------------------------

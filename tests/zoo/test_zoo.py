@@ -25,7 +25,7 @@ SAMPLE = [
 
 def test_there_are_as_many_specimens_as_promised_each_under_a_name_of_its_own() -> None:
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    promised = re.search(r"on (\d+) planted mistakes .*? and\s(\d+) benign variants", readme, re.DOTALL)
+    promised = re.search(r"on (\d+) planted mistakes .*?\sand\s(\d+) benign variants", readme, re.DOTALL)
     assert promised is not None
     assert promised.groups() == (str(len(FAULTS)), str(len(CONTROLS)))
     assert len({each.name for each in FAULTS}) == len(FAULTS)

@@ -1,12 +1,15 @@
 """A job of either side that goes on until a file is there. It scales by what it is given."""
 
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import torch
 
-import graftlab as gl
+handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+import graftlab as gl  # noqa: E402
 
 stop, scale = Path(sys.argv[1]), float(sys.argv[2])
 rest = threading.Event()
@@ -19,4 +22,5 @@ while not stop.exists():
     number += 1
     # A training step that takes some time, so that rows do not fill the disk.
     rest.wait(0.005)
+assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers, "a handler was replaced"
 print("went on", gl.here() is not None)

@@ -1,0 +1,48 @@
+"""A job's end of its line to whoever holds the session, which may be another one after a while."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.whereabouts import Whereabouts
+from graftlab.ranks.line import Line
+from graftlab.ranks.messages import IsAt, TapSeen, pack
+from graftlab.rows.schema import Row
+
+
+class JobLine(Line):
+    """A line that may be without a notebook for a while. It knows what another would have to be told."""
+
+    def __init__(self, channel: Channel, bell: socket.socket) -> None:
+        super().__init__(channel, bell)
+        self.lost_rows = 0
+        # Which notebook it is that listens, by number.
+        self.generation = 0
+        self._taps: list[dict[str, Any]] = []
+
+    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
+        super().reconnect(channel, bell)
+        self.generation += 1
+
+    def row(self, row: Row) -> None:
+        if self.channel.closed:
+            self.lost_rows += 1
+        super().row(row)
+
+    def tell_where(self, look: Whereabouts) -> None:
+        """For whoever cannot look into this process's memory."""
+        seconds = time.monotonic() - look.since
+        where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
+        self.channel.send(pack(IsAt(*where)))
+
+    def seen(self, tags: dict[str, Any]) -> None:
+        self._taps.append(tags)
+        super().seen(tags)
+
+    def tell_again(self) -> None:
+        """Tell a new notebook of every tap that was seen so far."""
+        for tags in self._taps:
+            self.send(TapSeen(tags))

@@ -1,0 +1,151 @@
+"""What the first taps without a partner might be: not to be believed, but to be tried by a graft.
+
+Behind a fault that every layer has no rule helps, since no layer shows what is right. Then likely partners are grafted
+one by one; the values of the taps after it say which of them was right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout
+from graftlab.matching.items import Fetch, RecordedTap
+from graftlab.matching.names import place_of, similarity
+from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.sketch import flat_values
+from graftlab.matching.strides import Strides
+from graftlab.matching.wording import layout_of
+
+# What is first without a partner is where the fault is, or a few taps that one side alone has stand before it.
+FIRST = 5
+# So many partners are tried of each.
+OPTIONS = 3
+# Partners are looked for among so many taps around the place where the order says they are.
+AROUND = 40
+
+NOTE = "as likely as any, and grafted it makes the taps after it match"
+
+
+def suspects(
+    baseline: Sequence[RecordedTap],
+    target: Sequence[RecordedTap],
+    proposal: Proposal,
+    trusted: Sequence[Pair] = (),
+    in_vain: Collection[tuple[str, str]] = (),
+    fetch_baseline: Fetch | None = None,
+    fetch_target: Fetch | None = None,
+) -> Iterator[Pair]:
+    """Pairs for the target's first taps without a partner, the likeliest of each first.
+
+    What a graft has shown to be right is tried first in other layers, and what was tried ``in_vain`` last.
+    """
+    partners = {pair.target: pair for pair in proposal.pairs if pair.sureness != "guess"}
+    taken = {pair.baseline for pair in partners.values()}
+    left = [tap for tap in baseline if tap.name not in taken and not tap.sketch.constant]
+    places = {tap.name: tap.order for tap in baseline}
+    ways = _ways(proposal)
+    known = Counter((place_of(baseline), place_of(target)) for baseline, target in in_vain)
+    known.subtract((place_of(pair.baseline), place_of(pair.target)) for pair in trusted)
+    ranked: list[tuple[int, int, Pair]] = []
+    first = 0
+    for tap in target:
+        if tap.name in partners or tap.sketch.constant:
+            continue
+        if first == FIRST:
+            break
+        before = max(
+            (other.order for other in target if other.name in partners and other.order < tap.order), default=-1
+        )
+        anchors = [places[partners[other.name].baseline] for other in target if other.order == before]
+        at = anchors[0] + (tap.order - before) if anchors else tap.order
+        near = sorted(
+            (other for other in left if other.sketch.numel == tap.sketch.numel), key=lambda other: abs(other.order - at)
+        )[:AROUND]
+        mine = _bring(tap, fetch_target)
+        scored = []
+        for other in near:
+            theirs = _bring(other, fetch_baseline)
+            if mine is None or theirs is None:
+                continue
+            cosine, layout = max(
+                ((_cosine(layout, theirs, mine), layout) for layout in _layouts(other, tap, ways)),
+                key=lambda each: each[0],
+                default=(-math.inf, Layout()),
+            )
+            if cosine > -math.inf:
+                score = (
+                    cosine + 0.5 * similarity(other.name, tap.name) + 0.2 * (bool(tap.kind) and tap.kind == other.kind)
+                )
+                scored.append((score - 0.02 * abs(other.order - at), other, layout))
+        scored.sort(key=lambda each: -each[0])
+        options = [
+            (rank + OPTIONS * known[place_of(other.name), place_of(tap.name)], tap.order, other, layout)
+            for rank, (_, other, layout) in enumerate(scored[:OPTIONS])
+            if (other.name, tap.name) not in in_vain
+        ]
+        first += bool(options)
+        for rank, order, other, layout in options:
+            pair = Pair(other.name, tap.name, layout, "baseline", "guess", None, "by values that are alike")
+            ranked.append((rank, order, pair))
+    ranked.sort(key=lambda each: each[:2])
+    yield from (pair for _, _, pair in ranked)
+
+
+def _ways(proposal: Proposal) -> list[Layout]:
+    """The layouts of the same size that other taps match in."""
+    found = {
+        pair.layout.text: pair.layout
+        for pair in proposal.graftable
+        if pair.whole == "baseline" and not pair.layout.leaves_out
+    }
+    return list(found.values())
+
+
+def _layouts(other: RecordedTap, tap: RecordedTap, ways: Sequence[Layout]) -> Iterator[Layout]:
+    plain = Layout()
+    if other.shape != tap.shape:
+        plain = layout_of(Strides(0, (tap.sketch.numel,), (1,)), other.shape, tap.shape)
+    yield plain
+    for layout in ways:
+        if layout.text != plain.text:
+            yield layout
+
+
+def _cosine(layout: Layout, outer: torch.Tensor, inner: torch.Tensor) -> float:
+    try:
+        taken = layout.local(outer)
+    except LayoutError:
+        return -math.inf
+    if taken.shape != inner.shape:
+        return -math.inf
+    one, other = flat_values(taken), flat_values(inner)
+    finite = np.isfinite(one) & np.isfinite(other)
+    one, other = one[finite], other[finite]
+    norms = math.sqrt(float(one @ one)) * math.sqrt(float(other @ other))
+    return float(one @ other) / norms if norms else 0.0
+
+
+def _bring(tap: RecordedTap, fetch: Fetch | None) -> torch.Tensor | None:
+    value = tap.value if tap.value is not None else None if fetch is None else fetch(tap.name)
+    return None if value is None else value.detach().cpu()
+
+
+def copies(baseline: Sequence[RecordedTap], grafted: Pair) -> Callable[[Pair], bool]:
+    """Whether a pair's baseline tap has the very values that were grafted.
+
+    What hands a grafted tensor on shows them, whether the graft was right or not.
+    """
+    by_name = {tap.name: tap.sketch for tap in baseline}
+    given = by_name[grafted.baseline]
+
+    def is_copy(pair: Pair) -> bool:
+        own = by_name[pair.baseline]
+        return own.numel == given.numel and np.array_equal(own.quantiles, given.quantiles)
+
+    return is_copy

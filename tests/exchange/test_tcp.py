@@ -1,0 +1,210 @@
+"""What is TCP's own affair: who is let in, what is not looked at, and connections that end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.mailboxes import MIB, World, a_world, key, make_post
+from kit.support import wait_until
+
+from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
+from graftlab.exchange.keys import keys_of, new_token
+from graftlab.exchange.tcp import Carried, Post, RemoteChannel
+
+
+@pytest.fixture
+def posts() -> Iterator[tuple[Post, Post]]:
+    made = make_post(0), make_post(1)
+    yield made
+    for post in made:
+        post.close()
+
+
+def joined(posts: tuple[Post, Post]) -> tuple[RemoteChannel, RemoteChannel]:
+    """Both ends of a connection; the second post has made it."""
+    first, second = posts
+    ours = second.connect(first.name, "127.0.0.1", first.port)
+
+    def both() -> bool:
+        first.pump()
+        second.pump()
+        return ours.linked and first.channel_from(second.name) is not None
+
+    wait_until(both, "the connection")
+    theirs = first.channel_from(second.name)
+    assert theirs is not None
+    return theirs, ours
+
+
+def heard(channel: RemoteChannel, count: int) -> list[bytes]:
+    frames: list[bytes] = []
+
+    def enough() -> bool:
+        frames.extend(channel.receive())
+        return len(frames) >= count or channel.closed
+
+    wait_until(enough, f"{count} frames")
+    return frames
+
+
+# ---- who is let in --------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_path: Path) -> None:
+    stranger = Post(keys_of(new_token()), b"stranger")
+    channel = stranger.connect(posts[0].name, "127.0.0.1", posts[0].port)
+    frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
+    channel.send(encode(frame))
+    wait_until(lambda: channel.receive() or channel.closed, "the refusal")
+    assert not channel.linked
+    posts[0].pump()
+    assert posts[0].channels() == []
+    assert not (tmp_path / "gone off").exists()
+    # Nor are those that do kept out by it.
+    theirs, ours = joined(posts)
+    ours.send(b"frame")
+    assert heard(theirs, 1) == [b"frame"]
+    stranger.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
+def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[Post, Post]) -> None:
+    with socket.create_connection(("127.0.0.1", posts[0].port)) as noisy:
+        noisy.sendall(said)
+        theirs, ours = joined(posts)
+        ours.send(b"frame")
+        assert heard(theirs, 1) == [b"frame"]
+    assert posts[0].channels() == [theirs]
+
+
+def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
+    # Until the test closes either.
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            seen += data
+            to.sendall(data)
+
+
+def test_what_travels_cannot_be_read_on_the_way(posts: tuple[Post, Post]) -> None:
+    secret, seen = b"what nobody else may know " * 8, bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
+        channel.send(secret)
+        near, _ = between.accept()
+        with near, socket.create_connection(("127.0.0.1", posts[0].port)) as far:
+            for source, to in ((near, far), (far, near)):
+                threading.Thread(target=pass_on, args=(source, to, seen), daemon=True).start()
+            wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
+            assert heard(posts[0].channels()[0], 1) == [secret]
+    assert b"CURVE" in seen
+    assert b"what nobody" not in seen
+
+
+# ---- frames ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
+def test_what_is_attached_arrives_in_pieces_that_are_whole_together(size: int, posts: tuple[Post, Post]) -> None:
+    theirs, ours = joined(posts)
+    sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    ours.send(b"before")
+    ours.send(b"tensor", memoryview(sent.numpy()))
+    ours.send(b"after")
+    frames = heard(theirs, 3)
+    assert frames == [b"before", b"tensor", b"after"]
+    assert isinstance(frames[1], Carried)
+    assert b"".join(bytes(piece) for piece in frames[1].payload) == sent.numpy().tobytes()
+    assert max(map(len, frames[1].payload)) <= 4 * MIB
+
+
+def test_what_was_sent_before_an_end_arrives_before_it(posts: tuple[Post, Post]) -> None:
+    theirs, ours = joined(posts)
+    for number in range(100):
+        ours.send(b"%d frame" % number)
+    posts[1].close()
+    assert heard(theirs, 101) == [b"%d frame" % number for number in range(100)]
+    assert theirs.closed
+    assert theirs.said_goodbye
+    # And what is sent there from now on is dropped.
+    theirs.send(b"in vain")
+
+
+def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(posts: tuple[Post, Post]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    for _ in range(3):
+        channel = posts[1].connect(posts[0].name, "127.0.0.1", port)
+        wait_until(lambda channel=channel: channel.receive() or channel.closed, "the end")  # type: ignore[misc]
+        posts[1].forget(channel)
+    theirs, ours = joined(posts)
+    ours.send(b"frame")
+    assert heard(theirs, 1) == [b"frame"]
+
+
+# ---- what a rank on another machine may not send --------------------------------------------------------------------
+
+FORBIDDEN = {
+    "a handle of GPU memory, which torch would unpickle": ChunkShared(0, pickle.dumps(0)),
+    "a place on its GPU": Published(key(), 1, "float32", (), 4, DeviceLocation(0, 0, 0, b""), None),
+}
+
+
+@pytest.mark.parametrize("frame", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(frame: Any) -> None:
+    with a_world(1, 1, tcp=True) as world:
+        world.begin()
+        world.baseline.channels[0].send(encode(frame))
+        receipt = world.target.receive(key())
+        assert receipt.contributions == []
+        assert "was cut off, for it sent what target[0] cannot read" in receipt.absent[0]
+
+
+def _attached(world: World, nbytes: int, attached: bytes) -> str:
+    frame = Published(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
+    channel = world.baseline.channels[0]
+    assert isinstance(channel, RemoteChannel)
+    channel.send(encode(frame), memoryview(attached) if attached else None)
+    receipt = world.target.receive(key())
+    receipt.release()
+    return receipt.absent.get(0, "")
+
+
+@pytest.mark.parametrize(("nbytes", "attached"), [(16, b""), (16, bytes(12)), (4, bytes(16))])
+def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached: bytes) -> None:
+    with a_world(1, 1, tcp=True) as world:
+        why = _attached(world.begin(), nbytes, attached)
+        assert f"cannot be brought here: {len(attached)} bytes came of {nbytes}" in why
+
+
+def test_what_is_not_asked_for_is_not_kept_past_its_step() -> None:
+    with a_world(1, 1, tcp=True) as world:
+        sender, receiver = world.begin().mailboxes
+        for number in range(10):
+            sender.publish(key(occurrence=number), torch.zeros(1000))
+        world.deliver()
+        receiver.exchange.end_step(-1)
+        peer = receiver.exchange._peers.others[0]  # type: ignore[attr-defined]
+        assert len(peer.carried) == 10
+        receiver.take(key(occurrence=3))
+        assert len(peer.carried) == 9
+        receiver.exchange.end_step(0)
+        assert peer.carried == {}

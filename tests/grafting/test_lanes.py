@@ -1,0 +1,138 @@
+"""Several threads of one rank reach taps at once: each waits for its own, and steps wait for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit.grafters import GrafterWorld
+from kit.mailboxes import DEADLINE, in_background
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.base.tags import TapKey
+from graftlab.errors import GraftWarning
+from graftlab.exchange.contract import Receipt
+
+
+class Slow:
+    """Makes a rank's exchange wait for the taps of that name until it is told to go on."""
+
+    def __init__(self, world: GrafterWorld, name: str) -> None:
+        exchange = world.target.exchange
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+        self._name, self._receive = name, exchange.receive
+        self.let_go: Callable[[], bool]
+        self.take_back: Callable[[], None]
+        self.let_go, self.take_back = exchange.shared
+        exchange.receive = self._wait_first  # type: ignore[method-assign]
+
+    def _wait_first(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
+        if key.name == self._name:
+            is_free = self.let_go()
+            self.waits.set()
+            assert self.goes_on.wait(DEADLINE)
+            if is_free:
+                self.take_back()
+        return self._receive(key, near)
+
+
+def test_a_tap_that_waits_keeps_no_other_thread_from_its_taps_and_order_is_that_of_arrival() -> None:
+    world = GrafterWorld(compare="True")
+    for name in ("slow", "a", "b"):
+        world.baseline.tap(name, 1.0)
+    slow = Slow(world, "slow")
+    waiting = in_background(lambda: world.target.tap("slow", 2.0))
+    assert slow.waits.wait(DEADLINE)
+    for name in ("a", "b"):
+        in_background(lambda name=name: world.target.tap(name, 1.0)).result(DEADLINE)  # type: ignore[misc]
+    assert [row.name for row in world.rows] == ["a", "b"]
+    slow.goes_on.set()
+    waiting.result(DEADLINE)
+    assert [(row.name, row.status, row.order, row.step) for row in world.rows] == [
+        ("a", "compared", 2, 0),
+        ("b", "compared", 3, 0),
+        ("slow", "compared", 1, 0),
+    ]
+
+
+@pytest.mark.parametrize("ending", ["step", "end_run"])
+def test_a_step_ends_when_the_taps_of_all_threads_have(ending: str) -> None:
+    world = GrafterWorld(compare="True")
+    world.baseline.tap("slow", 1.0)
+    world.baseline.grafter.step()
+    slow = Slow(world, "slow")
+    waiting = in_background(lambda: world.target.tap("slow", 1.0))
+    assert slow.waits.wait(DEADLINE)
+    ended = in_background(getattr(world.target.grafter, ending))
+    # It holds nothing up meanwhile.
+    in_background(lambda: world.target.tap("other", 1.0)).result(DEADLINE)
+    assert not ended.done()
+    slow.goes_on.set()
+    waiting.result(DEADLINE)
+    ended.result(DEADLINE)
+    assert [(row.name, row.status, row.step) for row in world.target.rows if row.name == "slow"] == [
+        ("slow", "compared", 0)
+    ]
+
+
+def test_a_function_that_a_tap_calls_may_wait_in_a_tap_of_its_own() -> None:
+    world = GrafterWorld(compare="True")
+    world.baseline.tap("inner", 1.0)
+    world.baseline.tap("outer", 1.0)
+    slow = Slow(world, "inner")
+
+    def value() -> torch.Tensor:
+        shown: torch.Tensor = world.target.tap("inner", 1.0)
+        return shown
+
+    waiting = in_background(lambda: world.target.tap("outer", value))
+    assert slow.waits.wait(DEADLINE)
+    slow.goes_on.set()
+    waiting.result(DEADLINE)
+    assert [(row.name, row.status) for row in world.target.rows] == [("inner", "compared"), ("outer", "compared")]
+
+
+def test_calls_of_one_tap_by_two_threads_in_a_step_are_warned_of_and_tags_tell_them_apart() -> None:
+    world = GrafterWorld(compare="True")
+    for _ in range(3):
+        world.target.tap("x", 1.0)
+    with pytest.warns(GraftWarning, match=r"'x'.* two threads .* gl.tags"):
+        in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
+    world.target.grafter.step()
+    # Another thread in another step is no matter, nor are other tags.
+    in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
+    world.target.tap("x", 1.0, lane=1)
+
+
+@pytest.mark.ranks
+def test_of_two_threads_one_waits_five_seconds_and_the_other_does_not(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+
+    def baseline() -> None:
+        for number in range(20):
+            gl.tap("fast", torch.ones(3), number=number)
+        began = time.monotonic()
+        wait_until(lambda: done.exists() and time.monotonic() - began > 5.0, "the target, and five seconds")
+        gl.tap("slow", torch.ones(3))
+
+    def target() -> float:
+        thread = threading.Thread(target=gl.tap, args=("slow", torch.ones(3)))
+        thread.start()
+        for number in range(20):
+            gl.tap("fast", torch.ones(3), number=number)
+        done.touch()
+        thread.join()
+        return float(number)
+
+    with gl.launch(1, 1) as session:
+        frame = session.run(baseline, target).frame
+    assert set(frame["status"]) == {"compared"}
+    assert len(frame) == 21
+    # The slow one came last, whichever was begun first.
+    assert frame.loc[frame["name"] == "slow", "seconds"].item() > 4.0
+    assert frame.loc[frame["name"] == "fast", "seconds"].max() < 4.0

@@ -1,0 +1,18 @@
+"""A target's job in which graftlab itself fails at the second step, from a cause that nobody foresaw."""
+
+import torch
+
+import graftlab as gl
+from graftlab.grafting import arrival
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("planted in graftlab")
+
+
+for number in range(4):
+    if number == 1:
+        arrival.Arrivals.take = broken
+    gl.tap("hidden", torch.arange(12.0).reshape(2, 6) + number, layer=0)
+    gl.step()
+print("done")

@@ -1,0 +1,127 @@
+"""How ranks come to their connections: memory where it is proved to be shared, and TCP where not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from kit.mailboxes import DEADLINE, in_background
+from kit.support import wait_until
+
+from graftlab.base.world import Place
+from graftlab.exchange.channel import Channel
+from graftlab.exchange.keys import new_token
+from graftlab.exchange.tcp import RemoteChannel
+from graftlab.jobs.linking import Linker
+from graftlab.ranks.messages import Contact
+
+
+@dataclass
+class Ranks:
+    linkers: list[Linker]
+
+    def link(self, seen_by: Callable[[int, Contact], Contact] = lambda rank, contact: contact) -> None:
+        """Tell each of all others, as ``seen_by`` says that it sees them, and have all work until each has its links.
+
+        Each on a thread of its own, as it is a process of its own otherwise: two that share memory wait for each other.
+        """
+        at_work = [in_background(lambda rank=rank: self._work(rank, seen_by)) for rank in range(len(self.linkers))]  # type: ignore[misc]
+        for each in at_work:
+            each.result(2 * DEADLINE)
+
+    def _work(self, rank: int, seen_by: Callable[[int, Contact], Contact]) -> None:
+        mine = self.linkers[rank]
+        mine.meet([seen_by(rank, other.contact) for other in self.linkers if other is not mine])
+
+        def complete() -> bool:
+            mine.work()
+            return mine.complete
+
+        wait_until(complete, "all links")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int, int], Ranks]]:
+    with contextlib.ExitStack() as closing:
+
+        def make(baseline: int, target: int) -> Ranks:
+            token = new_token()
+            places = Place("baseline", 0, baseline, target).everyone()
+            made = [Linker(place, token, "127.0.0.1") for place in places]
+            for linker in made:
+                closing.callback(linker.close)
+            return Ranks(made)
+
+        yield make
+
+
+def test_ranks_of_one_machine_share_memory(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 2)
+    world.link()
+    assert [linker.kinds() for linker in world.linkers] == [((1, 2), ()), ((0, 2), ()), ((0, 1), ())]
+    world.linkers[0].arena.map[100:105] = b"hello"
+    _, arena = world.linkers[2].links[0]
+    assert arena is not None
+    assert arena.map[100:105] == b"hello"
+
+
+def test_ranks_that_share_memory_listen_no_more_when_they_are_linked(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    world.link()
+    for linker in world.linkers:
+        linker.seal()
+        assert linker._post.over.is_set()
+    channel, _ = world.linkers[0].links[1]
+    assert isinstance(channel, Channel)
+    channel.send(b"still here")
+    other, _ = world.linkers[1].links[0]
+    assert other.receive() == [b"still here"]
+
+
+def no_socket(contact: Contact) -> Contact:
+    return msgspec.structs.replace(contact, socket="/nowhere/socket")
+
+
+def other_memory(contact: Contact) -> Contact:
+    """As if another host had a socket of the same name, whose memory is its own."""
+    return msgspec.structs.replace(contact, nonce=bytes(32))
+
+
+@pytest.mark.parametrize("hidden", [no_socket, other_memory])
+def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
+    hidden: Callable[[Contact], Contact], ranks: Callable[[int, int], Ranks]
+) -> None:
+    world = ranks(1, 2)
+    # To the last rank the baseline is on another machine; the two ranks of the target share one.
+    world.link(lambda rank, contact: hidden(contact) if (rank, contact.world_rank) == (2, 0) else contact)
+    assert [linker.kinds() for linker in world.linkers] == [((1,), (2,)), ((0, 2), ()), ((1,), (0,))]
+    channel, arena = world.linkers[2].links[0]
+    assert arena is None
+    assert isinstance(channel, RemoteChannel)
+
+
+def test_a_rank_that_another_process_takes_is_linked_anew(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    world.link()
+    stays, goes = world.linkers
+    before = stays.links[1]
+    stays.part(1)
+    assert not stays.complete
+    assert stays.missing() == ["target[0]"]
+    goes.close()
+    world.linkers[1] = ranks(1, 1).linkers[1]
+    world.link()
+    assert stays.links[1] is not before
+    assert stays.kinds() == ((1,), ())
+    assert before[0].closed
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_place(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    contact = msgspec.structs.replace(no_socket(world.linkers[0].contact), port=1)
+    world.linkers[1].meet([contact])
+    world.linkers[1].work()
+    assert world.linkers[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]

@@ -1,0 +1,134 @@
+"""A session of jobs from a terminal, and the token that lets jobs of other machines in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from kit.job_scripts import end, start, variables
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.__main__ import main
+from graftlab.exchange.keys import new_token, read_token
+from graftlab.jobs.looking import look_into
+
+
+def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gl.listen(baseline=1, target=2, folder=tmp_path):
+        capsys.readouterr()
+        assert main(["status", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("<Session 1+2: 0 ranks alive, 0 runs, 0 rows, plan 0")
+        assert lines[2].split()[:2] == ["side", "rank"]
+        assert [line.split()[:2] for line in lines[3:]] == [["baseline", "0"], ["target", "0"], ["target", "1"]]
+        assert all("not joined yet" in line for line in lines[3:])
+        assert main(["stacks", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.count("(it is not there)") == 3
+
+
+def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = gl.listen(folder=tmp_path)
+    capsys.readouterr()
+    codes: list[int] = []
+    watching = threading.Thread(target=lambda: codes.append(main(["watch", str(tmp_path), "--every", "0.05"])))
+    watching.start()
+    shown = ""
+
+    def looks() -> int:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return shown.count("<Session 1+1")
+
+    wait_until(lambda: looks() > 1, "two looks")
+    session.close()
+    watching.join(60)
+    assert codes == [0]
+    assert capsys.readouterr().out.endswith("the session has ended\n")
+
+
+def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    gl.listen(folder=tmp_path).close()
+    for command in ("status", "watch", "stacks"):
+        assert main([command, str(tmp_path)]) == 1
+        assert "no session of jobs is open" in capsys.readouterr().err
+    assert look_into(tmp_path) is None
+
+
+def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "token"
+    assert main(["token", str(path)]) == 0
+    token = read_token(path)
+    assert capsys.readouterr().out == ""
+    assert main(["token", str(path)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert read_token(path) == token
+
+
+# ---- what listens ---------------------------------------------------------------------------------------------------
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens on TCP, as the system has them."""
+    sockets = {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_open(each)}
+    found = set()
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def test_nothing_listens_on_a_network_unless_it_is_asked_for(tmp_path: Path) -> None:
+    before = listening()
+    with gl.listen(folder=tmp_path / "one"):
+        assert listening() == before
+    with gl.listen(folder=tmp_path / "two", address="tcp://127.0.0.1:0") as session:
+        (added,) = listening() - before
+        assert "0100007F:" in added  # 127.0.0.1
+        token = session.folder / ".meeting" / "token"
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert listening() == before
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "here", "/tmp/x", "tcp://203.0.113.1:29500"])
+def test_an_address_at_which_nothing_can_listen_is_refused(address: str, tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(gl.LaunchError, match="address"):
+        gl.listen(folder=tmp_path, address=address if address != "here" else "a b")
+    assert threading.active_count() == before
+    # And the folder is free for another.
+    gl.listen(folder=tmp_path).close()
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(gl.LaunchError, match=f"port {taken.getsockname()[1]}"):
+            gl.listen(folder=tmp_path, address=where)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gl.listen(folder=tmp_path, address="tcp://127.0.0.1:0") as session:
+        said = capsys.readouterr().out
+        address = said.partition("GRAFTLAB_ADDRESS=")[2].split()[0]
+        assert (tmp_path / ".meeting" / "token").read_text().strip() in said
+        told = {"address": address, "timeout": 20, "token": new_token()}
+        code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))
+        assert (code, out) == (0, "done False\n")
+        assert "nobody with this session's token answered" in err
+        assert told["token"] not in err
+        assert session.status()["state"].tolist() == ["not joined yet"] * 2
