@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
 
 _TICK = 1e-3
-# A number that no other column of an encoded row holds.
-_PLACEHOLDER = 987654321
+# Numbers that no other column of an encoded row holds, in the place of the step and the order.
+_STEP, _ORDER = 987654321, 987654323
+_TAPS = 50
 
 
 def measure(setup: Setup) -> list[Line]:
@@ -89,22 +91,24 @@ def _send_rows_of(count: int, run: int) -> Callable[[], None]:
     def send_rows() -> None:
         grafter = active.grafter()
         assert grafter is not None
-        template = a_row()
+        rest: list[Any]
+        _, step, _, *rest = a_row()
         for order in range(count):
-            grafter._reporter.row(template._replace(run=run, order=order))
+            grafter._reporter.row(Row(run, step, order, *rest))
 
     return send_rows
 
 
-def a_row() -> Row:
+def a_row(layer: int = 3) -> Row:
     """One compared tap, with every statistic."""
     value = torch.randn(16)
-    name = "model.layers.3.mlp"
-    tags = {"name": name, "step": 0, "side": "target", "rank": 0, "layer": 3}
-    statistics = asdict(diffs.measure(value, value + 1e-3))
+    name = f"model.layers.{layer}.mlp"
+    tags = {"name": name, "step": _STEP, "side": "target", "rank": 0, "layer": layer}
+    # As float32 rounds: every row has other statistics, to the last digit.
+    statistics = asdict(diffs.measure(value, value * (1 + 1e-6) + 1e-7 * torch.randn(16)))
     return Row(
         run=0,
-        step=0,
+        step=_STEP,
         order=0,
         name=name,
         tags=tags,
@@ -115,7 +119,9 @@ def a_row() -> Row:
         senders=[0],
         shape=[16],
         dtype="float32",
-        seconds=1e-4,
+        baseline_name=name,
+        target_name=name,
+        seconds=1e-4 * float(value[0].abs()),
         **statistics,
     )
 
@@ -133,11 +139,11 @@ def _longest_pause(session: gl.Session, wanted: int, limit: float = 600.0) -> fl
 
 
 def _large_frames(setup: Setup) -> list[Line]:
-    """The frame of a session with very many rows, and the next one after some more have come."""
+    """The frame of a session with very many rows, the next one after some more have come, and the rows on disk."""
     count, more = (10_000, 1000) if setup.quick else (1_000_000, 10_000)
+    sample = _Sample()
     with worlds.session(setup) as session:
-        line = encode(a_row()._replace(order=_PLACEHOLDER))
-        _append(session, line, 0, count)
+        sample.append(session, count)
         began = time.perf_counter()
         frame = session.frame
         built = time.perf_counter() - began
@@ -145,18 +151,28 @@ def _large_frames(setup: Setup) -> list[Line]:
         del frame
         appended = []
         for index in range(setup.repeats(3, 2)):
-            _append(session, line, count + index * more, more)
+            sample.append(session, more)
             began = time.perf_counter()
             frame = session.frame
             appended.append(time.perf_counter() - began)
             assert len(frame) == count + (index + 1) * more
             del frame
-        loads = seconds(lambda: gl.load_run(session.folder), setup.repeats(3, 1), warm_up=0)
-        rows = session.row_count
+        rows, folder = session.row_count, session.folder
+    size = sum((folder / name).stat().st_size for name in ("rows.jsonl", "rows.crc32", "rows.blocks"))
+    loads = seconds(lambda: gl.load_run(folder), setup.repeats(3, 1), warm_up=0)
+    on_disk = Line(
+        "rows",
+        "a row on disk, when its session is over",
+        "B",
+        Spread.of([size / rows]),
+        budgets=(Budget("figure", "at most", 100),),
+        in_docs=True,
+    )
     return [
         _judged(f"frame of {count:,} rows", [built], 1.0),
         _judged(f"the frame again after {more:,} more", appended, 0.05),
         _judged(f"gl.load_run of {rows:,} rows", loads, 1.5),
+        on_disk,
     ]
 
 
@@ -164,8 +180,24 @@ def _judged(name: str, taken: Sequence[float], limit: float) -> Line:
     return Line("rows", name, "s", Spread.of(taken), budgets=(Budget("figure", "at most", limit),), in_docs=True)
 
 
-def _append(session: gl.Session, line: bytes, first: int, count: int) -> None:
-    """Give the session rows as the thread that hears the ranks does, a thousand at once."""
-    before, after = line.split(b"%d" % _PLACEHOLDER)
-    for start in range(first, first + count, 1000):
-        session.reports.on_rows([b"%s%d%s" % (before, order, after) for order in range(start, start + 1000)])
+class _Sample:
+    """Rows of many steps of one model: each step has the same taps, and values of its own."""
+
+    def __init__(self) -> None:
+        self._parts = []
+        for at in range(200 * _TAPS):
+            line = encode(a_row(at % _TAPS)._replace(order=_ORDER))
+            before, between, after = line.split(b"%d" % _STEP)
+            self._parts.append((before, *between.split(b"%d" % _ORDER), after))
+        self._count = 0
+
+    def append(self, session: gl.Session, count: int) -> None:
+        """Give the session rows as the thread that hears the ranks does, a thousand at once."""
+        for start in range(self._count, self._count + count, 1000):
+            lines = []
+            for at in range(start, start + 1000):
+                begin, before, between, after = self._parts[at % len(self._parts)]
+                step = at // _TAPS
+                lines.append(b"%s%d%s%d%s%d%s" % (begin, step, before, at % _TAPS, between, step, after))
+            session.reports.on_rows(lines)
+        self._count += count

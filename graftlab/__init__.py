@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
     from graftlab.recordings.recording import Recording
-    from graftlab.rows.store import load_run
+    from graftlab.rows.loading import load_run
     from graftlab.session import Session, launch, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
@@ -77,7 +77,7 @@ _LAZY = {
     "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
     "listen": "graftlab.session",
-    "load_run": "graftlab.rows.store",
+    "load_run": "graftlab.rows.loading",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",

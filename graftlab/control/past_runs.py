@@ -17,7 +17,7 @@ import pandas as pd
 
 from graftlab.control.run_folder import home
 from graftlab.errors import SessionError
-from graftlab.rows.store import ROWS_FILE
+from graftlab.rows.loading import ROWS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ def find_runs(where: Path) -> list[PastRun]:
         if path.is_dir() and not path.is_symlink() and rows.is_file() and (path / "logs").is_dir():
             try:
                 sizes = [file.lstat().st_size for file in path.rglob("*")]
-                found.append(PastRun(path, _started(path), sum(sizes), rows.stat().st_size, _is_open(rows)))
+                of_rows = sum(file.stat().st_size for file in path.glob("rows.*"))
+                found.append(PastRun(path, _started(path), sum(sizes), of_rows, _is_open(rows)))
             except FileNotFoundError:  # another launch removes it
                 continue
     return sorted(found, key=lambda each: each.started)

@@ -100,6 +100,8 @@ class Kernel:
     call_without_gil: Callable[[int], int]
     read_lines: Callable[[int], int]
     """Reads lines of rows, without the GIL: see `rows/parsing.py`."""
+    sum_lines: Callable[[bytes, int, int, int], int]
+    """The checksums of lines, without the GIL: see `rows/checksums.py`."""
 
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int]) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses."""
@@ -164,6 +166,9 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     read_lines = letting_go["graftlab_read_lines"]
     for call in (*calls, read_lines):
         call.argtypes = (ctypes.c_void_p,)
+    sum_lines = letting_go["graftlab_sum_lines"]
+    sum_lines.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    sum_lines.restype = ctypes.c_int64
     numbers = {name: number for number, name in enumerate(_text(keeping, "graftlab_types").split())}
     types = {
         (one, other): numbers[_C_TYPES[one]] * len(numbers) + numbers[_C_TYPES[other]]
@@ -174,7 +179,7 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     if names != NAMES:
         raise KernelError(f"{path} gives {', '.join(names)}, where DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
-    return Kernel(level, types, results, _Memory(_ASKED.size + results.size), calls[0], calls[1], read_lines)
+    return Kernel(level, types, results, _Memory(_ASKED.size + results.size), calls[0], calls[1], read_lines, sum_lines)
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -43,6 +43,10 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def make_room(self, size: int) -> None:
+        """Have the socket hold so many bytes, as far as the system allows it, before a thread has to send them."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+
     def send(self, payload: bytes) -> None:
         """Send one frame, now or as soon as the other end reads. A frame for an end that is gone is dropped."""
         with self._sending:

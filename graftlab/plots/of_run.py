@@ -38,8 +38,11 @@ def draw_run(
         tap_of[values.tap].astype(np.int64) << 32 | values.occurrence.astype(np.int64), return_inverse=True
     )
     at, x = at.reshape(-1), x.reshape(-1)
-    first = np.full(len(lines), np.iinfo(np.int64).max)
-    np.minimum.at(first, at, (x.astype(np.int64) << 32) + _shared_order(run, values))
+    receivers = sorted({tap.receiver for tap in taps})
+    receiver = np.array([receivers.index(tap.receiver) for tap in taps])[values.tap]
+    # Where each first ran: as rows stand in a frame.
+    in_order = np.lexsort((receiver, values.order, _shared_order(receiver, values), x))
+    first = np.unique(at[in_order], return_index=True)[1]
     sequence = np.argsort(first, kind="stable")
     place = np.empty(len(lines), dtype=np.int64)
     place[sequence] = np.arange(len(lines))
@@ -58,7 +61,7 @@ def draw_run(
     return draw_cells(figure, ax, cells, "rel_l2", *floor_of_run(run, noise_floor))
 
 
-def _shared_order(run: RunDigest, values: Values) -> Array:
+def _shared_order(receiver: Array, values: Values) -> Array:
     """Twice the order of each row in its step, less the taps before it on its rank that the other side does not have.
 
     See :func:`graftlab.verdict.order.group`, which has a frame for it.
@@ -67,8 +70,6 @@ def _shared_order(run: RunDigest, values: Values) -> Array:
     alone = values.kind == ALONE
     if not alone.any():
         return order
-    receivers: dict[Any, int] = {}
-    receiver = np.array([receivers.setdefault(tap.receiver, len(receivers)) for tap in run.taps])[values.tap]
     sequence = np.lexsort((values.order, values.step, receiver))
     counted = alone[sequence].astype(np.int64)
     begins = np.ones(len(sequence), dtype=bool)

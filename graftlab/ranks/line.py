@@ -10,6 +10,9 @@ from graftlab.exchange.channel import Channel
 from graftlab.ranks.messages import FromRank, PlanAdopted, TapSeen, pack, pack_row
 from graftlab.rows.schema import Row
 
+# Some thousand rows: what comes faster than the notebook reads it costs the model's thread no turns of another one.
+_ROOM = 4 << 20
+
 
 class Line:
     """Sends messages and rows, from any thread; also what a grafter reports to.
@@ -19,12 +22,14 @@ class Line:
 
     def __init__(self, channel: Channel, bell: socket.socket) -> None:
         self.channel = channel
+        channel.make_room(_ROOM)
         bell.setblocking(False)
         self._bell = bell
         self._rung = False
 
     def reconnect(self, channel: Channel, bell: socket.socket) -> None:
         """Go on with another notebook, on its channel."""
+        channel.make_room(_ROOM)
         bell.setblocking(False)
         self._bell.close()
         self.channel, self._bell, self._rung = channel, bell, False

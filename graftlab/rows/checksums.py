@@ -14,7 +14,9 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
+from graftlab.diffs import kernel
 from graftlab.errors import SessionError
 
 SUMS_FILE = "rows.crc32"
@@ -27,6 +29,15 @@ def sums_of(lines: Iterable[bytes]) -> bytes:
     if sys.byteorder == "big":
         sums.byteswap()
     return sums.tobytes()
+
+
+def sums_in(lines: bytes, length: int, most: int) -> npt.NDArray[np.uint32]:
+    """The checksums of up to so many of the whole lines in the first ``length`` bytes."""
+    library = kernel.load()
+    if library is None:
+        return np.frombuffer(sums_of(lines[: length - 1].split(b"\n")[:most]), _KIND)
+    sums = np.empty(most, np.uint32)
+    return sums[: library.sum_lines(lines, length, most, sums.ctypes.data)]
 
 
 class Sums:
@@ -46,12 +57,12 @@ class Sums:
             raise SessionError(f"the checksums in {self.path} cannot be read: {error.strerror}") from error
         self._known = np.frombuffer(known[: len(known) // 4 * 4], _KIND)
 
-    def wrong(self, number: int, lines: bytes) -> int | None:
-        """The first of these whole lines that is not what was written; ``number`` lines come before them."""
-        known = self._known[number:]
+    def wrong(self, number: int, lines: bytes, length: int) -> int | None:
+        """The first of the whole lines in so many bytes that is not what was written; ``number`` come before them."""
+        known = self._known[number : number + length]
         if not len(known):
             return None
-        found = np.frombuffer(sums_of(lines[:-1].split(b"\n")[: len(known)]), _KIND)
+        found = sums_in(lines, length, len(known))
         differing = np.flatnonzero(found != known[: len(found)])
         return number + int(differing[0]) + 1 if len(differing) else None
 
@@ -59,10 +70,9 @@ class Sums:
 class SumsWriter:
     """Appends checksums. What the disk does not take waits for the next call, and is no reason to stop anything."""
 
-    def __init__(self, folder: Path, start: bytes) -> None:
-        """``start`` are the checksums of the lines that the file of rows has by now."""
+    def __init__(self, folder: Path) -> None:
         self._path = folder / SUMS_FILE
-        self._unwritten = bytearray(start)
+        self._unwritten = bytearray()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
 
@@ -77,6 +87,12 @@ class SumsWriter:
         except OSError:
             # Where the rows are not written either, the store says so; rows without a checksum are rows all the same.
             return
+
+    def restart(self) -> None:
+        """The file of rows is to begin anew."""
+        self._unwritten.clear()
+        # Opened for appending, so what follows comes to its beginning.
+        self._file.truncate(0)
 
     def _flush(self, file: io.RawIOBase) -> None:
         del self._unwritten[: file.write(self._unwritten) or 0]

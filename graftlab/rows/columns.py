@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.rows.parsing import Parsed
+from graftlab.rows.parsing import NO_INTEGER, Array, Parsed, Repeated
 from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
 
-_NULLABLE = frozenset(column.name for column in TABLE if column.is_nullable)
+_COUNTS = frozenset(column.name for column in TABLE if column.is_nullable and column.storage == "integer")
 _STORAGE = {column.name: column.storage for column in TABLE}
 _TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
-# Rows without a measurement have no counts, and an integer array cannot hold None.
-_NO_INTEGER = np.iinfo(np.int64).max
 BECAME = "became"
 """A column of frames that follows from others: whose statistics in the row are those of the value that the model went
 on with. A graft is measured before it overwrites, so those of the receiver's own side are of what is gone."""
 _ABSENT: Any = object()
+# Rows for which room is left, at the least.
+_LEAST_ROOM = 1024
 _THEIR_OWN_KEYS = {str, type(None), object}
 
-Array = npt.NDArray[Any]
 Block = dict[str, Array]
 
 
@@ -38,17 +36,23 @@ class Columns:
     a table of the values. A tag's column is called ``.tag`` in it. Blocks are never changed, so frames may share them.
     """
 
-    def __init__(self) -> None:
-        self._tables: dict[str, _Table] = {}
+    def __init__(self, *, grows: bool = False) -> None:
+        """``grows``: room is left behind what is merged, so that later rows are put there and nothing is copied."""
+        self._tables: dict[str, Table] = {}
+        self._grows = grows
+        # What the columns of merged blocks are the first part of, all of one length.
+        self._room = 0
+        self._arrays: dict[str, Array] = {}
 
     def block(self, rows: Sequence[Sequence[Any]] | Parsed) -> Block:
         """Rows as they come, each the values of :data:`.schema.COLUMNS`. Raises ValueError for other lengths."""
         if isinstance(rows, Parsed):
-            held = dict(rows.numbers)
+            held = {name: _without_counts(cells) if name in _COUNTS else cells for name, cells in rows.numbers.items()}
             for name, (values, places) in rows.others.items():
                 held[name] = self._held(name, values)[places]
-            made = {name: held[name] for name in COLUMNS}
             tags, rows_of = rows.others["tags"]
+            held["tags"] = _with_steps(rows.others["tags"], rows.tag_steps)
+            made = {name: held[name] for name in COLUMNS}
             made.update((name, column[rows_of]) for name, column in self._of_tags(tags).items())
             return made
         cells = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
@@ -60,8 +64,11 @@ class Columns:
         if storage == "float":
             return np.array(cells, dtype=np.float64)
         if storage == "integer":
-            known = [_NO_INTEGER if v is None else v for v in cells] if None in cells else cells
-            return np.array(known, dtype=np.int64)
+            # Counts that rows without a measurement lack. Not a nullable type of pandas: its 0 / 0 is NA, which raises
+            # where a number is compared.
+            if name in _COUNTS:
+                return np.array(cells, dtype=np.float64)
+            return np.array([NO_INTEGER if v is None else v for v in cells] if None in cells else cells, np.int64)
         if storage == "tags":
             return np.fromiter(cells, object, len(cells))
         if storage == "index":
@@ -81,25 +88,39 @@ class Columns:
         return made
 
     def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
-        """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered`` is in already."""
+        """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered``, that came from here, is in already.
+
+        The rows that ``ordered`` has are not moved: they may stand where they are in what is returned.
+        """
         more = [block for block in more if len(block["step"])]
         if not more:
             return {name: _column(ordered, name) for name in self._names()}
-        new = {name: _joined(name, more) for name in self._names()}
-        by = [self._sortable(name, new[name]) for name in EXECUTION_ORDER]
-        if not _is_sorted(by):
-            order = np.lexsort(by[::-1])
-            new = {name: column[order] for name, column in new.items()}
-            by = [column[order] for column in by]
+        by = [self._sortable(name, np.concatenate([block[name] for block in more])) for name in EXECUTION_ORDER]
+        is_sorted = _is_sorted(by)
+        least = 0 if is_sorted else np.lexsort(by[::-1])[0]
+        known, count = len(ordered["step"]), len(by[0])
         # Most new rows go behind the known ones, except those of the step that is going on.
-        stays = self._first_after(ordered, tuple(column[0] for column in by))
-        if stays < len(ordered["step"]):
-            rest = [{name: _column(ordered, name)[stays:] for name in self._names()}, new]
-            order = np.lexsort([self._sortable(name, _joined(name, rest)) for name in reversed(EXECUTION_ORDER)])
-            new = {name: _joined(name, rest)[order] for name in self._names()}
-        if not stays:
-            return new
-        return {name: np.concatenate([_column(ordered, name)[:stays], column]) for name, column in new.items()}
+        stays = self._first_after(ordered, tuple(column[least] for column in by))
+        if stays < known or known + count > self._room:
+            # Elsewhere, because frames may show what is here.
+            self._room = known + count + ((known + count) // 4 + _LEAST_ROOM if self._grows else 0)
+            self._arrays = {}
+        made = {name: self._extended(_column(ordered, name), name, more) for name in self._names()}
+        if stays < known or not is_sorted:
+            order = np.lexsort([self._sortable(name, made[name][stays:]) for name in reversed(EXECUTION_ORDER)])
+            for column in made.values():
+                column[stays:] = column[stays:][order]
+        return made
+
+    def _extended(self, column: Array, name: str, more: Sequence[Block]) -> Array:
+        """The column with that of these blocks behind it, where it lies, if there is room behind it."""
+        at, array = len(column), self._arrays.get(name)
+        if array is None or column.base is not array:
+            array = self._arrays[name] = np.empty(self._room, column.dtype)
+            array[:at] = column
+        end = at + sum(len(block["step"]) for block in more)
+        np.concatenate([_column(block, name) for block in more], out=array[at:end])
+        return array[:end]
 
     def _names(self) -> list[str]:
         """All columns of a block that lacks none."""
@@ -115,40 +136,54 @@ class Columns:
 
     def frame(self, block: Block) -> pd.DataFrame:
         """The frame of a block: the types of its columns follow from the values that these rows have."""
-        columns: dict[str, Any] = {name: self._cells(name, block[name]) for name in COLUMNS}
-        columns[BECAME] = self._became(block)
-        for name, cells in block.items():
-            if name.startswith(".") and cells.any():
-                column = name[1:]
-                while column in columns:
-                    column = f"tag_{column}"
-                columns[column] = self._cells(name, cells)
+        columns: dict[str, Any] = {}
+        for name in [*COLUMNS, BECAME, *self.tags_in(block)]:
+            cells = _as_pandas_holds(*self.text(name, block)) if repeats(name) else cells_in_frame(block[name])
+            columns[name_in_frame(name, columns)] = cells
         return RowsFrame(columns, copy=False)
 
-    def _became(self, block: Block) -> Any:
-        is_grafted = self._table("status").equal("grafted")[block["status"]]
-        is_to_baseline = self._table("direction").equal("t2b")[block["direction"]]
-        sides = self._table("side").known
-        places = np.where(is_grafted, is_to_baseline, block["side"] + 2)
-        return _as_pandas_holds(["baseline", "target", *sides], places)
+    @staticmethod
+    def tags_in(block: Block) -> list[str]:
+        """The columns of tags that some of these rows have."""
+        return [name for name, cells in block.items() if name.startswith(".") and cells.any()]
 
-    def _cells(self, name: str, cells: Array) -> Any:
-        storage = _STORAGE.get(name)
-        if storage in ("float", "index", "tags"):
-            return cells
-        if storage == "integer":
-            # Not a nullable type of pandas: its 0 / 0 is NA, which raises where a number is compared.
-            return np.where(cells == _NO_INTEGER, np.nan, cells) if name in _NULLABLE else cells
-        return self._table(name).values(cells)
+    def text(self, name: str, block: Block, start: int = 0) -> tuple[Sequence[Any], Array]:
+        """The values of a column, and the place among them of those of each row from ``start`` on."""
+        if name != BECAME:
+            return self._table(name).known, block[name][start:]
+        is_grafted = self._table("status").equal("grafted")[block["status"][start:]]
+        is_to_baseline = self._table("direction").equal("t2b")[block["direction"][start:]]
+        places = np.where(is_grafted, is_to_baseline, block["side"][start:] + 2)
+        return ["baseline", "target", *self._table("side").known], places
 
     def _sortable(self, name: str, cells: Array) -> Array:
         return self._table(name).ranks()[cells] if _STORAGE[name] == "text" else cells
 
-    def _table(self, name: str) -> _Table:
-        return self._tables.setdefault(name, _Table())
+    def _table(self, name: str) -> Table:
+        return self._tables.setdefault(name, Table())
 
 
-class _Table:
+def repeats(name: str) -> bool:
+    """Whether a column's cells are places in a table of its values."""
+    return _STORAGE.get(name, "text") in ("text", "list")
+
+
+def cells_in_frame(cells: Array) -> Any:
+    """A column of numbers or objects, as a frame takes it."""
+    # Objects are not to be looked through for what type they might be instead.
+    return cells if cells.dtype != object else pd.arrays.NumpyExtensionArray(cells)
+
+
+def name_in_frame(name: str, others: Container[str]) -> str:
+    """What a block's column is called in a frame that has these others already."""
+    if name.startswith("."):
+        name = name[1:]
+        while name in others:
+            name = f"tag_{name}"
+    return name
+
+
+class Table:
     """The distinct values of a column, each at its place; the first is that of rows that do not have this column."""
 
     def __init__(self) -> None:
@@ -177,21 +212,53 @@ class _Table:
         """Which of the values are this one."""
         return np.array([each == value for each in self._values])
 
-    def values(self, places: Array) -> Any:
-        """The values at these places as pandas would hold them if it had been given each."""
-        return _as_pandas_holds(self._values, places)
-
 
 def _as_pandas_holds(values: Sequence[Any], places: Array) -> Any:
     """The values at these places, of the type that a column of just these has."""
     used = np.bincount(places, minlength=len(values)) > 0
+    return taken(*told_apart(values, used), places)
+
+
+def told_apart(values: Sequence[Any], used: Array) -> tuple[Any, Array]:
+    """An array of the values that are used, of the type that pandas gives it, and the place in it of each value.
+
+    The others do not count, because they might make it of another type.
+    """
     chosen = [value for value, is_used in zip(values, used, strict=True) if is_used]
-    if chosen == [None]:
+    return pd.Series(chosen, dtype=object if chosen == [None] else None).array, np.maximum(np.cumsum(used) - 1, 0)
+
+
+def taken(known: Any, at: Array, places: Array) -> Any:
+    if not len(known):
+        return known
+    if len(known) == 1 and known[0] is None:
         # An empty array of objects is one of None, and takes neither time nor memory.
         return pd.arrays.NumpyExtensionArray(np.empty(len(places), object))
-    found = pd.Series(chosen).array
-    # The others must not change the type of these, so they are stood in for.
-    return found.take(np.maximum(np.cumsum(used) - 1, 0)).take(places) if len(found) else found
+    return known.take(at[places])
+
+
+def _without_counts(cells: Array) -> Array:
+    made = cells.astype(np.float64)
+    made[cells == NO_INTEGER] = np.nan
+    return made
+
+
+def _with_steps(tags: Repeated, steps: Array) -> Array:
+    """The tags of each row, with the step in them; neighbours that have the same ones share them."""
+    values, places = tags
+    if not (steps != NO_INTEGER).any():
+        return np.fromiter(values, object, len(values))[places]
+    made: list[Any] = []
+    last_place = last_step = -1
+    of_this: Any = None
+    for place, step in zip(places.tolist(), steps.tolist(), strict=True):
+        if step != last_step or place != last_place:
+            last_place, last_step, of_this = place, step, values[place]
+            if step != NO_INTEGER:
+                of_this = of_this.copy()
+                of_this["step"] = step
+        made.append(of_this)
+    return np.fromiter(made, object, len(made))
 
 
 def _keys(cells: Sequence[Any]) -> Sequence[Any]:
@@ -221,7 +288,3 @@ def _is_sorted(by: Sequence[Array]) -> bool:
 def _column(block: Block, name: str) -> Array:
     column = block.get(name)
     return np.zeros(len(block["step"]), np.int32) if column is None else column
-
-
-def _joined(name: str, blocks: Sequence[Block]) -> Array:
-    return np.concatenate([_column(block, name) for block in blocks])

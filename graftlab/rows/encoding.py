@@ -14,9 +14,6 @@ import orjson
 from graftlab.base.tags import plain
 from graftlab.rows.schema import COLUMNS, TABLE, Column, Row
 
-# The first line of a file of rows, so that it can be read by people and by later versions.
-HEADER = json.dumps({"columns": COLUMNS}).encode()
-
 _TAGS = COLUMNS.index("tags")
 _INDICES = [COLUMNS.index(column.name) for column in TABLE if column.storage == "index"]
 _floats_of = itemgetter(*(COLUMNS.index(column.name) for column in TABLE if column.storage == "float"))
@@ -91,8 +88,8 @@ def record(values: list[Any]) -> Row:
 def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[list[Any]], Sequence[str]]:
     """The values of each row in the order of :data:`COLUMNS`, from whole lines; and the columns of lines that follow.
 
-    ``columns`` are those of the first line; a line like :data:`HEADER` changes them. A line may also be an object with
-    the columns' names, as earlier versions wrote it. Raises ValueError where there is a line that is no row.
+    ``columns`` are those of the first line; one like :func:`.loading.header` changes them. A line may also be an
+    object with the columns' names, as earlier versions wrote it. Raises ValueError where a line is no row.
     """
     # One call of the parser for all is several times faster than one a row.
     everything = b"[" + lines[:-1].replace(b"\n", b",") + b"]"

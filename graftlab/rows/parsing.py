@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,17 +21,20 @@ from graftlab.rows.encoding import kinds_of
 from graftlab.rows.schema import TABLE
 
 # The kinds of columns by their numbers in lines.c.
-_NUMBER, _INTEGER, _INTEGER_OR_NULL, _TEXT = range(4)
+_NUMBER, _INTEGER, _INTEGER_OR_NULL, _TEXT, _TAGS = range(5)
 _STORED_AS_NUMBERS = {
     ("float", False): _NUMBER,
     ("float", True): _NUMBER,
     ("integer", False): _INTEGER,
     ("integer", True): _INTEGER_OR_NULL,
+    ("tags", False): _TAGS,
 }
 _KINDS = np.array([_STORED_AS_NUMBERS.get((each.storage, each.is_nullable), _TEXT) for each in TABLE], np.uint8)
 _NUMBERS = [column.name for column, kind in zip(TABLE, _KINDS, strict=True) if kind == _NUMBER]
 _INTEGERS = [column.name for column, kind in zip(TABLE, _KINDS, strict=True) if kind in (_INTEGER, _INTEGER_OR_NULL)]
-_TEXTS = [column for column, kind in zip(TABLE, _KINDS, strict=True) if kind == _TEXT]
+_TEXTS = [column for column, kind in zip(TABLE, _KINDS, strict=True) if kind in (_TEXT, _TAGS)]
+NO_INTEGER = np.iinfo(np.int64).max
+"""What an array of integers has for null."""
 
 _NEWLINE = ord("\n")
 _SMALLEST_POWER, _LARGEST_POWER = -342, 308
@@ -38,6 +42,11 @@ _SMALLEST_POWER, _LARGEST_POWER = -342, 308
 _LONGEST = 1 << 30
 
 Array = npt.NDArray[Any]
+
+# A NaN that no computation gives, because a row may also have a NaN that was measured.
+_NULL_BITS = 0x7FFC000000000001
+NULL = float(np.array(_NULL_BITS).view(np.float64))
+"""What an array of floats has for null."""
 
 
 class Repeated(NamedTuple):
@@ -47,12 +56,68 @@ class Repeated(NamedTuple):
     places: Array
 
 
-class Parsed(NamedTuple):
-    """Rows by column: floats with NaN for null, integers with the largest of all for null, and what is no number."""
+@dataclass(frozen=True)
+class Parsed:
+    """Rows by column: floats with :data:`NULL` for null, integers with :data:`NO_INTEGER`, and what is no number.
 
-    row_count: int
+    ``tag_steps`` are the steps in the rows' tags. Tags in ``others`` have None in their place, so that they repeat from
+    step to step; those that have :data:`NO_INTEGER` here are complete.
+    """
+
     numbers: dict[str, Array]
     others: dict[str, Repeated]
+    tag_steps: Array
+
+    def __len__(self) -> int:
+        return len(self.tag_steps)
+
+    def __getitem__(self, rows: slice) -> Parsed:
+        return Parsed(
+            {name: cells[rows] for name, cells in self.numbers.items()},
+            {name: Repeated(values, places[rows]) for name, (values, places) in self.others.items()},
+            self.tag_steps[rows],
+        )
+
+    def is_same(self, other: Parsed) -> bool:
+        """Whether these are the very rows of the other, to the last bit."""
+        return (
+            self.tag_steps.tobytes() == other.tag_steps.tobytes()
+            and self.numbers.keys() == other.numbers.keys()
+            and self.others.keys() == other.others.keys()
+            and all(cells.tobytes() == other.numbers[name].tobytes() for name, cells in self.numbers.items())
+            and all(
+                column.places.tobytes() == other.others[name].places.tobytes() for name, column in self.others.items()
+            )
+            # As text, because True equals 1.
+            and all(repr(column.values) == repr(other.others[name].values) for name, column in self.others.items())
+        )
+
+    def values(self) -> list[list[Any]]:
+        """Those of each row in the order of :data:`.schema.COLUMNS`, as :func:`.encoding.decode_all` gives them."""
+        cells = []
+        for column in TABLE:
+            if column.storage == "tags":
+                tags, places = self.others[column.name]
+                steps = zip(places.tolist(), self.tag_steps.tolist(), strict=True)
+                cells.append([tags[at] if step == NO_INTEGER else {**tags[at], "step": step} for at, step in steps])
+            elif column.name in self.others:
+                values, places = self.others[column.name]
+                cells.append([values[at] for at in places.tolist()])
+            else:
+                numbers = self.numbers[column.name]
+                is_null = numbers == NO_INTEGER if column.storage == "integer" else numbers.view(np.int64) == _NULL_BITS
+                found = numbers.tolist()
+                for at in np.flatnonzero(is_null).tolist():
+                    found[at] = None
+                cells.append(found)
+        return list(map(list, zip(*cells, strict=True)))
+
+
+Rows = Parsed | list[list[Any]]
+"""By column, or the values of each row, as :func:`.encoding.decode_all` gives them."""
+
+
+_ARRAYS = ("kinds", "numbers", "integers", "places", "spans", "distinct", "steps", "slots")
 
 
 class _Lines(ctypes.Structure):
@@ -61,39 +126,48 @@ class _Lines(ctypes.Structure):
     _fields_ = (
         ("text", ctypes.c_char_p),
         *((name, ctypes.c_int64) for name in ("length", "rows", "columns")),
-        *((name, ctypes.c_void_p) for name in ("kinds", "numbers", "integers", "places", "spans", "distinct", "slots")),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
         ("slot_count", ctypes.c_int64),
         ("powers", ctypes.c_void_p),
         ("spaced", ctypes.c_int64),
     )
 
 
-def parse(lines: bytes) -> Parsed | None:
-    """Whole lines, each a row with the values of :data:`.schema.COLUMNS`; None where `decode_all` has to read them."""
+def parse(lines: bytes, length: int | None = None) -> Parsed | None:
+    """Whole lines, each a row with the values of :data:`.schema.COLUMNS`; None where `decode_all` has to read them.
+
+    ``length``: only so many of these bytes, which end with a line.
+    """
     library = kernel.load()
-    if library is None or not lines.startswith((b"[", b" [")) or len(lines) > _LONGEST:
+    length = len(lines) if length is None else length
+    if library is None or not lines.startswith((b"[", b" [")) or length > _LONGEST:
         return None
-    rows = int(np.count_nonzero(np.frombuffer(lines, np.uint8) == _NEWLINE))
+    rows = int(np.count_nonzero(np.frombuffer(lines, np.uint8, length) == _NEWLINE))
     slot_count = 1 << (2 * rows).bit_length()
     numbers = np.empty((len(_NUMBERS), rows), np.float64)
     integers = np.empty((len(_INTEGERS), rows), np.int64)
     places = np.empty((len(_TEXTS), rows), np.int32)
-    spans = np.empty((len(_TEXTS), rows, 2), np.int32)
+    spans = np.empty((len(_TEXTS), rows, 4), np.int32)
     distinct = np.zeros(len(_TEXTS), np.int64)
+    steps = np.empty(rows, np.int64)
     slots = np.zeros((len(_TEXTS), slot_count), np.int32)
-    arrays = (_KINDS, numbers, integers, places, spans, distinct, slots)
+    arrays = (_KINDS, numbers, integers, places, spans, distinct, steps, slots)
     addresses = [array.ctypes.data for array in arrays]
-    asked = _Lines(lines, len(lines), rows, len(TABLE), *addresses, slot_count, _powers_of_five().ctypes.data, 0)
+    asked = _Lines(lines, length, rows, len(TABLE), *addresses, slot_count, _powers_of_five().ctypes.data, 0)
     if library.read_lines(ctypes.addressof(asked)):
         return None
     others = {}
     for at, column in enumerate(_TEXTS):
-        found = [lines[begin:end] for begin, end in spans[at, : distinct[at]].tolist()]
+        where = spans[at, : distinct[at]].tolist()
+        if column.storage == "tags":
+            found = [lines[a:b] + b"null" + lines[c:d] if c > b else lines[a:d] for a, d, b, c in where]
+        else:
+            found = [lines[begin:end] for begin, end, _, _ in where]
         values = _values(found, is_json=bool(asked.spaced))
         if values is None or not kinds_of(column).issuperset(map(type, values)):
             return None
         others[column.name] = Repeated(values, places[at])
-    return Parsed(rows, dict(zip([*_NUMBERS, *_INTEGERS], [*numbers, *integers], strict=True)), others)
+    return Parsed(dict(zip([*_NUMBERS, *_INTEGERS], [*numbers, *integers], strict=True)), others, steps)
 
 
 def _values(texts: list[bytes], *, is_json: bool) -> list[Any] | None:

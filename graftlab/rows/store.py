@@ -1,38 +1,39 @@
-"""Rows as pandas: the store they stream into, the file they are appended to, and the frame they become."""
+"""Rows as pandas: the store they stream into, the files that it keeps them in, and the frame they become."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from graftlab.errors import SessionError
-from graftlab.rows.checksums import Sums, SumsWriter, sums_of
+from graftlab.rows import compacting
+from graftlab.rows.archive import Archive
+from graftlab.rows.checksums import Sums, SumsWriter
 from graftlab.rows.columns import Block, Columns
-from graftlab.rows.encoding import HEADER, decode_all, record, wrong_value
-from graftlab.rows.parsing import parse
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.compacting import Compactor
+from graftlab.rows.encoding import decode_all, record
+from graftlab.rows.growing import GrowingFrame
+from graftlab.rows.loading import ROWS_FILE, header, load_run, pieces, read_lines, refuse_changed
+from graftlab.rows.parsing import Parsed, parse
+from graftlab.rows.schema import Row
 
 logger = logging.getLogger(__name__)
 
-ROWS_FILE = "rows.jsonl"
-
-# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that no
-# other thread of the kernel waits long for its turn.
-_PIECE = 1 << 20
+# Bytes of lines in a block, and so few that those who write rows can wait until they are in one.
+_BLOCK = 4 << 20
+_LAST_LINES = 128 << 10
 # The place of every so many rows in the file is remembered.
 _STRIDE = 256
-# From 3.0 on pandas itself copies what two frames share, when one of them is changed.
-_COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
 
 
 def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
@@ -46,12 +47,43 @@ def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
     return columns.frame(columns.merge(columns.block([]), [block]))
 
 
+class _Lines(NamedTuple):
+    """What the file of lines has. Places in it count on where it begins anew, which is at ``shift``."""
+
+    shift: int
+    first: int
+    """The number of its first row; those before it are in blocks."""
+    rows: list[int]
+    places: list[int]
+    """Where the row of that number in ``rows`` begins, for some rows in ascending order."""
+
+
+class _Compacted(NamedTuple):
+    """How far lines are in blocks: up to a place, before which there are so many lines."""
+
+    known: _Lines
+    place: int
+    number: int
+
+
+class _Read(NamedTuple):
+    """Rows that were read, up to that number, and where the next one is in the file of lines, if it is there."""
+
+    block: Block
+    upto: int
+    known: _Lines
+    place: int
+
+
 class RowStore:
     """All rows of a session: on disk before anybody looks at them, and in columns as far as frames needed them so far.
 
     Thread-safe. Rows that come in wait for no reader: what readers share with them is how far the file is written. What
     the disk does not take stays in memory, where readers find it as if it lay at the file's end, and is written as soon
     as there is room.
+
+    Rows are appended as lines. From time to time lines become compressed blocks in another file (:mod:`.compacting`),
+    and the file of lines begins anew. Rows are numbered from 0 on in their session.
     """
 
     def __init__(self, folder: Path, *, append: bool = False) -> None:
@@ -60,13 +92,16 @@ class RowStore:
         # Unbuffered: what was appended is on its way to the disk even if this process is killed the next moment.
         self._file = open(self._path, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
         try:
+            self._archive = Archive(folder)
             self.first_run, self.first_step = self._claim(append)
-            self._sums = SumsWriter(folder, self._sums_so_far())
+            self._sums = SumsWriter(folder)
         except BaseException:
             self._file.close()
             raise
+        # Rows of earlier sessions in this folder.
+        self._earlier = self._archive.row_count
         self._writing = threading.Lock()
-        self._end = self._written = self._file.seek(0, os.SEEK_END)
+        self._end = self._written = 0
         # What the disk does not take, and why: what lies in this "file" between ``_written`` and ``_end``.
         self._unwritten = bytearray()
         self._problem: OSError | None = None
@@ -74,18 +109,17 @@ class RowStore:
         self._count = 0
         # Called with the lines of each batch, in the order in which they come; they must not wait for this store.
         self.followers: list[Callable[[Sequence[bytes]], None]] = []
-        self._write([HEADER])
-        # The first row at each of some places in the file, in ascending order.
-        self._marked_rows, self._marked_places = [0], [self._end]
+        self._begin_lines()
+        self._compactor = Compactor(self._compact, lambda: self._written - self._lines.shift)
         self._reading = threading.Lock()
-        self._columns = Columns()
-        self._shown: pd.DataFrame | None = None
-        # Blocks with the place in the file where each ends: the first in order, the others as they came. A list that
-        # only grows by whole pairs or is replaced, because the stop button may interrupt a reader anywhere.
-        self._blocks: list[tuple[Block, int]] = [(self._columns.block([]), self._end)]
+        self._columns = Columns(grows=True)
+        self._frame = GrowingFrame(self._columns)
+        # What was read: the first block is in order, the others are as they came. A list that only grows by whole
+        # items or is replaced, because the stop button may interrupt a reader anywhere.
+        self._read = [_Read(self._columns.block([]), 0, self._lines, self._lines.places[0])]
 
     def _claim(self, append: bool) -> tuple[int, int]:
-        """Make the file this session's own; returns the numbers of the first run and step that it does not have."""
+        """Make the files this session's own; returns the numbers of the first run and step that they do not have."""
         folder = self._path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +129,7 @@ class RowStore:
                 f"one, or pass another folder="
             ) from None
         # A launch that failed leaves no more than the first line.
-        if self._file.seek(0, os.SEEK_END) <= len(HEADER) + 1:
+        if not self._archive.row_count and self._file.seek(0, os.SEEK_END) <= len(header()) + 1:
             return 0, 0
         if not append:
             raise SessionError(
@@ -103,23 +137,19 @@ class RowStore:
                 f"another folder="
             )
         frame = load_run(folder)
+        for first, rows in read_lines(self._path):
+            fresh = first + len(rows) - self._archive.row_count
+            if fresh > 0:
+                self._archive.add(rows[-fresh:])
         return (int(frame["run"].max()) + 1, int(frame["step"].max()) + 1) if len(frame) else (0, 0)
-
-    def _sums_so_far(self) -> bytes:
-        """Of the whole lines that the file has. Half a line, which a kill left, would spoil the next one: it goes."""
-        sums, size = [], 0
-        for lines in _pieces(self._path, 0):
-            sums.append(sums_of(lines[:-1].split(b"\n")))
-            size += len(lines)
-        os.truncate(self._path, size)
-        return b"".join(sums)
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
         with self._writing:
-            if self._count - self._marked_rows[-1] >= _STRIDE:
-                self._marked_rows.append(self._count)
-                self._marked_places.append(self._end)
+            known = self._lines
+            if self._count - known.rows[-1] >= _STRIDE:
+                known.rows.append(self._count)
+                known.places.append(self._end)
             if self._file.closed:
                 # What was still on its way when the session ended.
                 with open(self._path, "ab", buffering=0) as self._file:
@@ -129,24 +159,31 @@ class RowStore:
             self._count += len(lines)
             for follow in self.followers:
                 follow(lines)
+            if self._written - known.shift >= compacting.SOME:
+                self._compactor.look()
 
     def __len__(self) -> int:
         return self._count
 
     def rows(self, start: int = 0, stop: int | None = None) -> list[Row]:
-        """The rows from index ``start`` up to ``stop`` in the order in which they came, without parsing any other."""
-        with self._writing:
-            stop = self._count if stop is None else min(stop, self._count)
-            first = bisect_right(self._marked_rows, start) - 1
-            last = bisect_left(self._marked_rows, stop)
-            begin, skipped = self._marked_places[first], start - self._marked_rows[first]
-            end = self._marked_places[last] if last < len(self._marked_places) else self._end
-        lines = b"".join(self._pieces(begin, end)).split(b"\n")[skipped : skipped + max(0, stop - start)]
-        return [
-            record(values)
-            for at in range(0, len(lines), _STRIDE)
-            for values in decode_all(b"\n".join(lines[at : at + _STRIDE]) + b"\n")[0]
-        ]
+        """The rows from index ``start`` up to ``stop`` in the order in which they came, without parsing many others."""
+        while True:
+            with self._writing:
+                known = self._lines
+                stop = self._count if stop is None else min(stop, self._count)
+                from_line = max(start, known.first)
+                first = bisect_right(known.rows, from_line) - 1
+                last = bisect_left(known.rows, stop)
+                begin, skipped = known.places[first], from_line - known.rows[first]
+                end = known.places[last] if last < len(known.places) else self._end
+            values = self._in_blocks(start, min(stop, known.first))
+            lines = b"".join(data[:length] for data, length in self._pieces(known, begin, end)).split(b"\n")
+            if self._lines is known:
+                break
+        lines = lines[skipped : skipped + max(0, stop - from_line)]
+        for at in range(0, len(lines), _STRIDE):
+            values += decode_all(b"\n".join(lines[at : at + _STRIDE]) + b"\n")[0]
+        return [record(each) for each in values]
 
     def frame(self, run: int | None = None) -> pd.DataFrame:
         """All rows, or those of one run, as :func:`to_frame` makes it of them. Only what is new is parsed.
@@ -156,13 +193,11 @@ class RowStore:
         """
         with self._reading:
             self._read_on()
-            block = self._blocks[0][0]
+            block = self._read[0].block
             if run is not None:
                 chosen = np.flatnonzero(block["run"] == run)
                 return self._columns.frame({name: column[chosen] for name, column in block.items()})
-            if self._shown is None:
-                self._shown = self._columns.frame(block)
-            return self._shown.copy(deep=not _COPY_ON_WRITE)
+            return self._frame.of(block)
 
     def unwritten(self, since: int = 0) -> str | None:
         """In words, which rows from index ``since`` on are not on disk and why, after another try; None if all are."""
@@ -180,12 +215,25 @@ class RowStore:
 
     def close(self) -> None:
         """Raises :class:`SessionError` when rows are lost with this process, because the disk does not take them."""
+        self._compactor.finish()
         lost = self.unwritten()
         with self._writing:
             self._file.close()
             self._sums.close()
         if lost:
             raise SessionError(lost)
+
+    # ---- lines ------------------------------------------------------------------------------------------------------
+
+    def _begin_lines(self) -> None:
+        """Begin the file of lines anew, with no row in it."""
+        self._sums.restart()
+        # In this order readers notice.
+        self._lines = _Lines(self._end, self._count, [self._count], [self._end])
+        self._file.truncate(0)
+        self._write([header(self._earlier + self._count)])
+        self._lines.places[0] = self._end
+        self._compacted = _Compacted(self._lines, self._end, 1)
 
     def _write(self, lines: Sequence[bytes]) -> None:
         data = b"\n".join(lines) + b"\n" if lines else b""
@@ -211,111 +259,106 @@ class RowStore:
             self._problem = problem
             # Half a line in the middle would make everything after it unreadable.
             with contextlib.suppress(OSError):
-                os.truncate(self._path, self._written)
+                os.truncate(self._path, self._written - self._lines.shift)
             return
         self._written += len(data)
         self._unwritten.clear()
         self._problem = None
 
-    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
-        """As the function of that name, with what is not on disk yet."""
+    def _pieces(self, known: _Lines, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
+        """As the function of that name, with what is not on disk yet. They are not these lines unless ``known`` is
+        what ``_lines`` is afterwards, as it is replaced before the file begins anew."""
         with self._writing:
             written = self._written
             rest = bytes(self._unwritten[max(0, start - written) : max(0, stop - written)])
-        yield from _pieces(self._path, start, min(stop, written))
+        if start < min(stop, written):
+            yield from pieces(self._path, start - known.shift, min(stop, written) - known.shift)
         if rest:
-            yield rest
+            yield rest, len(rest)
+
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> bool:
+        """Put the next lines into a block, or, if they are few, the last ones, and begin the file of lines anew.
+
+        On the compactor's thread alone. Returns whether there is more to do. Raises OSError when the disk does not take
+        it, and :class:`SessionError` when lines are not what was written.
+        """
+        # A frame that is being made goes first.
+        with self._reading:
+            pass
+        known, place, number = self._compacted
+        lines = self._next_lines(place, _BLOCK)
+        if len(lines) > _LAST_LINES:
+            self._add_block(lines, number)
+            self._compacted = _Compacted(known, place + len(lines), number + lines.count(b"\n"))
+            return True
+        with self._writing:
+            if self._unwritten or self._file.closed or self._written - place > 2 * _LAST_LINES:
+                return not self._unwritten and not self._file.closed
+            if lines := self._next_lines(place, 2 * _LAST_LINES):
+                self._add_block(lines, number)
+            self._begin_lines()
+        return False
+
+    def _next_lines(self, place: int, size: int) -> bytes:
+        with open(self._path, "rb", buffering=0) as file:
+            lines = os.pread(file.fileno(), size, place - self._lines.shift)
+        return lines[: lines.rfind(b"\n") + 1]
+
+    def _add_block(self, lines: bytes, number: int) -> None:
+        """``number`` of lines come before these in their file."""
+        refuse_changed(self._path, Sums(self._path.parent), number, lines, len(lines))
+        self._archive.add(parse(lines) or decode_all(lines)[0])
+
+    def _in_blocks(self, start: int, stop: int) -> list[list[Any]]:
+        """The values of these rows, which are not in lines any more."""
+        values: list[list[Any]] = []
+        first = -self._earlier
+        for place in self._archive.places if start < stop else ():
+            begin, end = max(start - first, 0), min(stop - first, place.row_count)
+            if begin < end:
+                rows = self._archive.read(place, first + self._earlier)[begin:end]
+                values += rows.values() if isinstance(rows, Parsed) else rows
+            first += place.row_count
+        return values
+
+    # ---- the frame --------------------------------------------------------------------------------------------------
 
     def _read_on(self) -> None:
-        """Bring the first block up to the end of the file, as it is now."""
-        place = self._blocks[-1][1]
-        with self._writing:
-            end = self._end
-        for lines in self._pieces(place, end):
-            place += len(lines)
-            parsed = parse(lines)
-            block = self._columns.block(decode_all(lines)[0] if parsed is None else parsed)
-            self._blocks.append((block, place))
-        if len(self._blocks) > 1:
-            self._shown = None
-            ordered, *more = (block for block, _ in self._blocks)
-            self._blocks = [(self._columns.merge(ordered, more), self._blocks[-1][1])]
+        """Bring the first block up to all rows that there are now."""
+        wanted = self._count
+        while self._read[-1].upto < wanted:
+            with self._writing:
+                known, end = self._lines, self._end
+            last = self._read[-1]
+            if last.upto < known.first:
+                self._read_block(last.upto)
+                continue
+            place = last.place if last.known is known else known.places[0]
+            for lines, length in self._pieces(known, place, end):
+                if self._lines is not known:
+                    break
+                place += length
+                block = self._columns.block(parse(lines, length) or decode_all(lines[:length])[0])
+                self._read.append(_Read(block, self._read[-1].upto + len(block["step"]), known, place))
+            if self._read[-1] is last and self._lines is known:
+                raise SessionError(f"{self._path} was cut off by somebody else after row {last.upto - 1}")
+        if len(self._read) > 1:
+            ordered, *more = (read.block for read in self._read)
+            self._read = [self._read[-1]._replace(block=self._columns.merge(ordered, more))]
+
+    def _read_block(self, row: int) -> None:
+        """Read on from this row, which is not in lines any more, to the end of its block."""
+        first = -self._earlier
+        for place in self._archive.places:
+            if first <= row < first + place.row_count:
+                block = self._columns.block(self._archive.read(place, first + self._earlier))
+                rest = {name: column[row - first :] for name, column in block.items()}
+                self._read.append(self._read[-1]._replace(block=rest, upto=first + place.row_count))
+                return
+            first += place.row_count
 
 
 def _open_for_the_user_alone(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def load_run(folder: str | Path) -> pd.DataFrame:
-    """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
-
-    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line is not the
-    one that was written, by its checksum in the file beside.
-
-    >>> len(gl.load_run(session.folder)) == len(session.frame)
-    True
-    """
-    path = Path(folder).expanduser() / ROWS_FILE
-    names: Sequence[str] = COLUMNS
-    columns, blocks, number, count = Columns(), [], 0, 0
-    sums = Sums(path.parent)
-    for lines in _pieces(path, 0):
-        header = len(HEADER) + 1 if lines.startswith(HEADER + b"\n") else 0
-        if (header or names == COLUMNS) and (parsed := parse(lines[header:])) is not None:
-            names = COLUMNS
-            _refuse_changed(path, sums, number, lines)
-            blocks.append(columns.block(parsed))
-            count += parsed.row_count
-            number += parsed.row_count + (header > 0)
-            continue
-        try:
-            rows, names = decode_all(lines, names)
-        except ValueError:
-            raise _damage(path, lines, names, number) from None
-        _refuse_changed(path, sums, number, lines)
-        if (fault := wrong_value(rows)) is not None:
-            index, column, value = fault
-            raise SessionError(f"{path}: row {index + count} has {value!r:.80} as its {column}, which no row has")
-        count += len(rows)
-        blocks.append(columns.block(rows))
-        number += lines.count(b"\n")
-    return columns.frame(columns.merge(columns.block([]), blocks))
-
-
-def _refuse_changed(path: Path, sums: Sums, number: int, lines: bytes) -> None:
-    if (wrong := sums.wrong(number, lines)) is not None:
-        raise SessionError(
-            f"{path}, line {wrong}: this is not what was written, by its checksum in {sums.path.name}; the file "
-            f"was changed or damaged since. Without {sums.path.name} it is read as it is"
-        )
-
-
-def _damage(path: Path, lines: bytes, names: Sequence[str], number: int) -> SessionError:
-    """What is wrong with which of these lines, of which the first comes after so many others."""
-    for line in lines[:-1].split(b"\n"):
-        number += 1
-        try:
-            _, names = decode_all(line + b"\n", names)
-        except ValueError as error:
-            return SessionError(f"{path}, line {number}: this is not a row of graftlab ({error})")
-    raise AssertionError("lines that can be decoded one by one can be decoded at once")
-
-
-def _pieces(path: Path, start: int, stop: float = math.inf) -> Iterator[bytes]:
-    """The whole lines between two places in a file, many at a time."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(start)
-            rest = b""
-            while data := file.read(int(min(_PIECE, stop - start))):
-                start += len(data)
-                data = rest + data
-                length = data.rfind(b"\n") + 1
-                if length:
-                    yield data[:length]
-                rest = data[length:]
-    except OSError as error:
-        raise SessionError(
-            f"no rows can be read from {path}: {error.strerror}; it must lie in the run folder of a session "
-            f"(session.folder)"
-        ) from error

@@ -30,12 +30,14 @@ pytestmark = pytest.mark.ranks
 def test_an_evaluation_in_inference_mode_leaves_later_taps_alone() -> None:
     def run(inference: bool) -> None:
         with torch.inference_mode(inference):
+            # Small tensors and others are copied in different ways.
             gl.tap("a", torch.ones(3))
+            gl.tap("b", torch.ones(1 << 18))
 
     with gl.launch(1, 1) as session:
         for inference in (True, False):
             frame = session.run(run, run, args=(inference,)).frame
-            assert frame[["status", "rel_l2"]].values.tolist() == [["compared", 0.0]]
+            assert frame[["status", "rel_l2"]].values.tolist() == [["compared", 0.0]] * 2
 
 
 # ---- one rank fails while others go on ------------------------------------------------------------------------------
@@ -265,6 +267,7 @@ def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits(tmp_path: 
         run = session.run(baseline, target)
         assert run.target == ["met", "met"]
         assert run.frame["status"].tolist() == ["timeout"]
+        assert "did not reach this tap within 2 s" in run.frame["error"][0]
     for given in (math.inf, 0, "1"):
         with pytest.raises(gl.LaunchError, match=r"tap_timeout=.*: give seconds, more than 0 and at most"):
             gl.launch(1, 1, tap_timeout=given)

@@ -8,7 +8,6 @@ import multiprocessing.util
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from kit.kernels import Kernel, kernel
 from kit.processes import family, shared_memory_left, still_there, watch
+from kit.scripts import first_line, script
 from kit.support import wait_until
 
 import graftlab as gl
@@ -80,37 +80,6 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
-
-
-@contextlib.contextmanager
-def script(source: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A script without a main guard, in a process group of its own; its first line of output is yet to be read."""
-    path = cwd / "script.py"
-    path.write_text(textwrap.dedent(source))
-    # The graftlab that is being tested, be it installed or not.
-    roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with subprocess.Popen(
-        [sys.executable, str(path)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def first_line(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    assert process.stderr is not None
-    line = process.stdout.readline()
-    assert line, f"the script ended: {process.stderr.read()}"
-    return json.loads(line)
 
 
 def pids_of(session: gl.Session) -> list[int]:

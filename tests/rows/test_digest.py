@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.digests import digest_of, row
 from kit.examples import examples
@@ -51,6 +51,7 @@ def runs(draw: st.DrawFn) -> list[Row]:
     return together
 
 
+@example([row("t1", rel_l2=1e-7), row("t2", 2, rel_l2=0.0, nonfinite_differ=3)], [1], 1)
 @examples(80)
 @given(rows=runs(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=9), limit=st.integers(1, 4))
 def test_a_run_is_summed_up_as_a_frame_of_all_its_rows_would_be(rows: list[Row], sizes: list[int], limit: int) -> None:

@@ -16,7 +16,8 @@ import graftlab as gl
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.rows import schema
 from graftlab.rows.columns import BECAME
-from graftlab.rows.encoding import HEADER, decode, encode
+from graftlab.rows.encoding import decode, encode
+from graftlab.rows.loading import header
 from graftlab.rows.schema import COLUMNS, MEASURED, STATISTICS, TABLE, Column, Row, Status, statistics_of
 from graftlab.rows.store import ROWS_FILE, to_frame
 
@@ -77,7 +78,7 @@ def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_writte
 
 
 def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
-    assert tuple(json.loads(HEADER)["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
+    assert tuple(json.loads(header())["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
     # And one that follows from others.
     assert tuple(to_frame([]).columns) == (*COLUMNS, BECAME)
 

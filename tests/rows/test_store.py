@@ -23,12 +23,15 @@ from kit.examples import examples
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.diffs.measure import measure
+from graftlab.rows import loading
 from graftlab.rows import store as frames
 from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
+from graftlab.rows.growing import GrowingFrame
+from graftlab.rows.loading import ROWS_FILE
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
-from graftlab.rows.store import ROWS_FILE, RowStore, to_frame
+from graftlab.rows.store import RowStore, to_frame
 
 
 def row(**changes: Any) -> Row:
@@ -49,7 +52,7 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many bytes of a file are read at once here, so that a small file is read in several pieces."""
-    monkeypatch.setattr(frames, "_PIECE", 1 << 15)
+    monkeypatch.setattr(loading, "_PIECE", 1 << 15)
     return 1 << 15
 
 
@@ -187,7 +190,7 @@ def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for
 ) -> None:
     rows = [decode(encode(made)) for made in rows]
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "_PIECE", piece)
+        patch.setattr(loading, "_PIECE", piece)
         patch.setattr(frames, "_STRIDE", 3)
         store = RowStore(Path(name))
         sent = 0
@@ -483,25 +486,25 @@ def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
 def test_a_reader_that_is_interrupted_anywhere_leaves_no_row_out_and_none_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "_PIECE", 1024)
+    monkeypatch.setattr(loading, "_PIECE", 1024)
     store = RowStore(tmp_path)
     store.append([encode(row(order=order)) for order in range(20)])
-    for method in ("block", "merge", "frame"):
-        original = getattr(Columns, method)
+    for kind, method in ((Columns, "block"), (Columns, "merge"), (Columns, "text"), (GrowingFrame, "of")):
+        original = getattr(kind, method)
         calls = itertools.count()
 
         def stops(*given: Any, original: Any = original, calls: Any = calls) -> Any:
             made = original(*given)
-            if next(calls) == 1 or original.__name__ != "block":
+            if next(calls) == 1 or original.__name__ in ("merge", "of"):
                 raise KeyboardInterrupt
             return made
 
         with monkeypatch.context() as patch:
-            patch.setattr(Columns, method, stops)
+            patch.setattr(kind, method, stops)
             store.append([encode(row(order=order)) for order in range(len(store), len(store) + 20)])
             with pytest.raises(KeyboardInterrupt):
                 store.frame()
-    assert store.frame()["order"].tolist() == list(range(80))
+    assert store.frame()["order"].tolist() == list(range(100))
     store.close()
 
 

@@ -8,11 +8,17 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* How the values of a column are held, numbered as rows/parsing.py does. */
-enum kind { NUMBER, INTEGER, INTEGER_OR_NULL, TEXT };
+enum kind { NUMBER, INTEGER, INTEGER_OR_NULL, TEXT, TAGS };
 
 #define NO_INTEGER INT64_MAX
 #define SMALLEST_POWER (-342)
 #define LARGEST_POWER 308
+
+/* A text from one place to another. What is cut out of it differs between texts that count as one: the step in tags, which
+   would make all of them distinct. Nothing is cut where both its places are the same. */
+struct span {
+    int32_t begin, end, cut_begin, cut_end;
+};
 
 struct lines {
     const char *text; /* whole lines: its last character is a newline */
@@ -21,8 +27,9 @@ struct lines {
     double *numbers;   /* [columns of numbers][rows] */
     int64_t *integers; /* [columns of integers][rows] */
     int32_t *places;   /* [columns of text][rows]: which of the column's distinct texts */
-    int32_t *spans;    /* [columns of text][rows][2]: where each of these begins and ends */
+    struct span *spans; /* [columns of text][rows]: where each of these is */
     int64_t *distinct; /* [columns of text]: how many there are */
+    int64_t *steps;    /* [rows]: what was cut out of the tags */
     int32_t *slots;    /* [columns of text][slot_count], all zero: hash tables */
     int64_t slot_count;
     const uint64_t *powers; /* 128 bits of each power of five, the high half first */
@@ -79,7 +86,7 @@ static const char *read_number(const char *at, const char *end, const uint64_t *
     if (!is_digit(*at)) {
         if (end - at > 8 && !memcmp(at, "Infinity", 8)) bits = 0x7FFULL << 52, at += 8;
         else if (!sign && end - at > 3 && !memcmp(at, "NaN", 3)) bits = 0xFFF8ULL << 47, at += 3;
-        else if (!sign && end - at > 4 && !memcmp(at, "null", 4)) bits = 0xFFF8ULL << 47, at += 4;
+        else if (!sign && end - at > 4 && !memcmp(at, "null", 4)) bits = 0xFFF8ULL << 47 | 1, at += 4;
         else return NULL;
         bits |= sign;
         memcpy(value, &bits, 8);
@@ -166,21 +173,30 @@ static uint64_t hash(const char *text, int64_t length) {
     return value ^ value >> 29;
 }
 
+static int same_text(const struct lines *lines, const struct span *one, const struct span *other) {
+    int32_t head = one->cut_begin - one->begin, tail = one->end - one->cut_end;
+    return other->cut_begin - other->begin == head && other->end - other->cut_end == tail &&
+           (one->cut_end > one->cut_begin) == (other->cut_end > other->cut_begin) &&
+           !memcmp(lines->text + one->begin, lines->text + other->begin, (size_t)head) &&
+           !memcmp(lines->text + one->cut_end, lines->text + other->cut_end, (size_t)tail);
+}
+
 /* The place of a text among the distinct ones of its column. */
-static int32_t place_of(const struct lines *lines, int64_t column, const char *text, int64_t length) {
-    int32_t *slots = lines->slots + column * lines->slot_count, *spans = lines->spans + 2 * column * lines->rows;
+static int32_t place_of(const struct lines *lines, int64_t column, struct span span) {
+    int32_t *slots = lines->slots + column * lines->slot_count;
+    struct span *spans = lines->spans + column * lines->rows;
+    uint64_t key = hash(lines->text + span.begin, span.cut_begin - span.begin);
+    key = key * 31 + hash(lines->text + span.cut_end, span.end - span.cut_end);
     int64_t mask = lines->slot_count - 1;
-    for (int64_t slot = (int64_t)hash(text, length) & mask;; slot = (slot + 1) & mask) {
+    for (int64_t slot = (int64_t)key & mask;; slot = (slot + 1) & mask) {
         int32_t place = slots[slot] - 1;
         if (place < 0) {
             place = (int32_t)lines->distinct[column]++;
             slots[slot] = place + 1;
-            spans[2 * place] = (int32_t)(text - lines->text);
-            spans[2 * place + 1] = (int32_t)(text - lines->text + length);
+            spans[place] = span;
             return place;
         }
-        const int32_t *span = spans + 2 * place;
-        if (span[1] - span[0] == length && !memcmp(lines->text + span[0], text, (size_t)length)) return place;
+        if (same_text(lines, spans + place, &span)) return place;
     }
 }
 
@@ -188,17 +204,46 @@ static const char *read_text(const struct lines *lines, int64_t column, int64_t 
     int32_t *places = lines->places + column * lines->rows;
     if (row) {
         /* Often it is what the row before has. */
-        const int32_t *span = lines->spans + 2 * (column * lines->rows + places[row - 1]);
-        int64_t length = span[1] - span[0];
-        if (end - at > length && !memcmp(lines->text + span[0], at, (size_t)length) &&
+        const struct span *span = lines->spans + column * lines->rows + places[row - 1];
+        int64_t length = span->end - span->begin;
+        if (end - at > length && !memcmp(lines->text + span->begin, at, (size_t)length) &&
             (at[length] == ',' || at[length] == ']')) {
             places[row] = places[row - 1];
             return at + length;
         }
     }
     const char *after = skip_value(at);
-    if (after) places[row] = place_of(lines, column, at, after - at);
+    if (!after) return NULL;
+    int32_t begin = (int32_t)(at - lines->text), stop = (int32_t)(after - lines->text);
+    places[row] = place_of(lines, column, (struct span){begin, stop, stop, stop});
     return after;
+}
+
+/* An object. The step at its top level is cut out, if it is an integer. */
+static const char *read_tags(const struct lines *lines, int64_t column, int64_t row, const char *at) {
+    struct span span = {.begin = (int32_t)(at - lines->text)};
+    lines->steps[row] = NO_INTEGER;
+    if (*at++ != '{') return NULL;
+    if (*at == '}') at++;
+    else
+        for (;;) {
+            const char *name = at, *value;
+            if (*at != '"' || !(at = skip_text(at + 1)) || *at++ != ':') return NULL;
+            value = at;
+            if (!(at = skip_value(at)) || (*at != ',' && *at != '}')) return NULL;
+            if (value - name == 7 && !memcmp(name, "\"step\":", 7)) {
+                if (lines->steps[row] != NO_INTEGER) return NULL;
+                if (read_integer(value, &lines->steps[row]) == at) {
+                    span.cut_begin = (int32_t)(value - lines->text);
+                    span.cut_end = (int32_t)(at - lines->text);
+                } else lines->steps[row] = NO_INTEGER;
+            }
+            if (*at++ == '}') break;
+        }
+    span.end = (int32_t)(at - lines->text);
+    if (lines->steps[row] == NO_INTEGER) span.cut_begin = span.cut_end = span.end;
+    lines->places[column * lines->rows + row] = place_of(lines, column, span);
+    return at;
 }
 
 /* Returns 0, or 1 where there is a line that it does not take; then what it has written says nothing. */
@@ -224,10 +269,49 @@ EXPORT int graftlab_read_lines(struct lines *lines) {
                 } else at = read_integer(at, into);
                 break;
             case TEXT: at = read_text(lines, text++, row, at, end); break;
+            case TAGS: at = read_tags(lines, text++, row, at); break;
             }
             if (!at) return 1;
         }
         if (*at++ != ']' || *at++ != '\n') return 1;
     }
     return at != end;
+}
+
+/* The CRC-32 of the first `count` lines, each without its newline, eight bytes at a time: Kounavis and Berry, "A systematic
+   approach to building high performance software-based CRC generators" (2005). Returns how many lines there are, if fewer. */
+
+static uint32_t crc_tables[8][256];
+
+__attribute__((constructor)) static void make_crc_tables(void) {
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t sum = byte;
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xEDB88320 : 0);
+        crc_tables[0][byte] = sum;
+    }
+    for (uint32_t byte = 0; byte < 256; byte++)
+        for (int table = 1; table < 8; table++) {
+            uint32_t sum = crc_tables[table - 1][byte];
+            crc_tables[table][byte] = sum >> 8 ^ crc_tables[0][sum & 255];
+        }
+}
+
+EXPORT int64_t graftlab_sum_lines(const uint8_t *text, int64_t length, int64_t count, uint32_t *sums) {
+    const uint8_t *end = text + length;
+    int64_t line = 0;
+    for (; line < count && text < end; line++) {
+        const uint8_t *stop = memchr(text, '\n', (size_t)(end - text));
+        if (!stop) break;
+        uint32_t sum = 0xFFFFFFFF;
+        for (; stop - text >= 8; text += 8) {
+            uint32_t low = sum ^ ((uint32_t)text[0] | (uint32_t)text[1] << 8 | (uint32_t)text[2] << 16 | (uint32_t)text[3] << 24);
+            sum = crc_tables[7][low & 255] ^ crc_tables[6][low >> 8 & 255] ^ crc_tables[5][low >> 16 & 255] ^
+                  crc_tables[4][low >> 24] ^ crc_tables[3][text[4]] ^ crc_tables[2][text[5]] ^ crc_tables[1][text[6]] ^
+                  crc_tables[0][text[7]];
+        }
+        for (; text < stop; text++) sum = sum >> 8 ^ crc_tables[0][(sum ^ *text) & 255];
+        sums[line] = ~sum;
+        text = stop + 1;
+    }
+    return line;
 }
