@@ -111,7 +111,7 @@ def test_what_a_dead_rank_may_have_asked_for_is_not_said_to_be_asked_for_by_nobo
     world = GrafterWorld(compare="True")
     world.baseline.tap("x", 1.0)
     world.post.lost = "target[0] died"
-    world.step()
+    world.end()
     (row,) = world.rows
     assert (row.status, row.error) == (
         "unmatched",
