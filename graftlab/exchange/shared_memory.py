@@ -149,6 +149,9 @@ class SharedMemoryExchange(Generic[Memo]):
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
         self._peers.lanes.let_go, self._peers.lanes.take_back = let_go, take_back
 
+    def lost_peers(self) -> str:
+        return self._peers.lost()
+
     def where_peers_are(self) -> str:
         return self._peers.where_they_are()
 
