@@ -142,6 +142,9 @@ class Exchange(Protocol[Memo]):
     def where_peers_are(self) -> str:
         """One line on every rank of the other side, for messages."""
 
+    def lost_peers(self) -> str:
+        """Which ranks of the other side are gone, and how; blank while all are there."""
+
 
 class Announcements(Protocol):
     """What the leader of a run says of a step before it begins. It reaches the ranks of both sides."""

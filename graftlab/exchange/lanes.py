@@ -45,16 +45,13 @@ class Lanes:
         self.let_go: Callable[[], bool] = lambda: False
         self.take_back: Callable[[], None] = lambda: None
         self.several = False
-        """Whether more than one thread has used the exchange in some step of this run."""
+        """Whether more than one thread has ever used the exchange in one step."""
         self._thread = 0
         self._descriptors = frozenset(descriptors)
         self._idle: list[_Looker] = []
         self._waiting: list[_Looker] = []
 
-    def begin_run(self) -> None:
-        self._thread, self.several = 0, False
-
-    def end_step(self) -> None:
+    def begin_step(self) -> None:
         self._thread = 0
 
     def note(self) -> None:

@@ -305,5 +305,8 @@ class Peers:
             where = (frame.state, frame.step, frame.plan_version, frame.taps, since, frame.tap, frame.awaits)
             page.look = Whereabouts(*where)
 
+    def lost(self) -> str:
+        return "; ".join(f"{peer.label} {peer.gone}" for peer in self.others if peer.gone)
+
     def where_they_are(self) -> str:
         return "; ".join(peer.whereabouts() for peer in self.others)

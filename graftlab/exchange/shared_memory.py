@@ -88,13 +88,13 @@ class SharedMemoryExchange(Generic[Memo]):
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
     def begin_run(self, run: RunInfo) -> None:
-        self._peers.lanes.begin_run()
+        self._peers.lanes.begin_step()
         self._receiver.begin_run(run.first_step)
         for peer in self._peers.by_rank.values():
             peer.begin_run(run)
 
     def end_step(self, step: int) -> None:
-        self._peers.lanes.end_step()
+        self._peers.lanes.begin_step()
         self._receiver.end_step(step)
         self._peers.pump(0)
 
@@ -148,6 +148,9 @@ class SharedMemoryExchange(Generic[Memo]):
 
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
         self._peers.lanes.let_go, self._peers.lanes.take_back = let_go, take_back
+
+    def lost_peers(self) -> str:
+        return self._peers.lost()
 
     def where_peers_are(self) -> str:
         return self._peers.where_they_are()

@@ -265,8 +265,13 @@ class Grafter:
 
     def record_unmatched(self) -> None:
         """Report the rows of what this rank sent, and nobody asked for."""
-        for unasked in self._exchange.take_unmatched():
-            self._emit(unasked.row())
+        unasked = self._exchange.take_unmatched()
+        if unasked:
+            # A rank tells what it had asked for when its step ends, which one that dies does not live to do.
+            lost = self._exchange.lost_peers()
+            error = f"{lost}, and can no longer say whether it had asked for this tap" if lost else None
+            for each in unasked:
+                self._emit(each.row(error=error))
 
     def _announce_plan(self) -> None:
         plan = self._offered

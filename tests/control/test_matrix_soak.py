@@ -40,6 +40,11 @@ def step_for_ever() -> None:
         gl.step()
 
 
+def tap_both() -> None:
+    for name in "ab":
+        gl.tap(name, torch.ones(256))
+
+
 def publish_for_ever() -> None:
     large = torch.ones(64 << 20)
     while True:
@@ -80,6 +85,9 @@ def test_a_rank_that_is_killed_while_plans_are_edited_is_told_and_the_newest_pla
             session.restart()
             assert still_there(everyone) == []
             assert session.plan == newest
+            as_before = session.run(tap_both, tap_both).frame
+            assert set(as_before["name"]) == {name for name in "ab" if newest.compare in ("True", f"name == '{name}'")}
+            assert set(as_before["plan_version"]) == {newest.version}
             session.edit(compare="True")
             again = session.run(lambda: gl.tap("c", torch.ones(3)), lambda: gl.tap("c", torch.ones(3)))
             assert again.frame["status"].tolist() == ["compared"] * 2

@@ -78,6 +78,10 @@ def test_threads_of_both_sides_wait_for_each_other_and_none_is_told_to_give_up(w
 
         return go
 
+    # From then on nobody can say of a rank that waits that what others wait for cannot come from it.
+    for rank in (baseline, target):
+        rank.publish(key("early"), 0.0)
+        in_background(lambda rank=rank: rank.publish(key("early", occurrence=1), 0.0)).result(DEADLINE)  # type: ignore[misc]
     # Each side's first thread waits for what the other side's second one has yet to send.
     one = in_background(asks_first(baseline, "b1", "t2"))
     other = in_background(asks_first(target, "t1", "b2"))

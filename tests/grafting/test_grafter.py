@@ -107,6 +107,18 @@ def test_what_nobody_asks_for_is_unmatched_once_the_step_is_over() -> None:
     assert (row.step, row.direction, row.shape, row.rel_l2) == (0, "b2t", [2], None)
 
 
+def test_what_a_dead_rank_may_have_asked_for_is_not_said_to_be_asked_for_by_nobody() -> None:
+    world = GrafterWorld(compare="True")
+    world.baseline.tap("x", 1.0)
+    world.post.lost = "target[0] died"
+    world.end()
+    (row,) = world.rows
+    assert (row.status, row.error) == (
+        "unmatched",
+        "target[0] died, and can no longer say whether it had asked for this tap",
+    )
+
+
 def test_what_nobody_sent_is_missing_or_timed_out() -> None:
     world = GrafterWorld(b2t="True")
     assert world.target.tap("late", 2.0).tolist() == [2.0, 2.0]

@@ -601,6 +601,42 @@ def test_compiled_code_inside_of_a_capture_is_compiled_as_outside(session: gl.Se
     assert runs[0] == runs[1]
 
 
+def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
+    """Taps within each MLP, which is compiled inside of the runner's captured decodes."""
+    torch.compiler.reset()
+
+    def tapped(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with gl.tags(part="inside"):
+                return gl.tap("after", inner(gl.tap("before", x)) * 1.0)
+
+        return torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+
+    for block in engine.model.blocks:  # type: ignore[union-attr]
+        block.mlp.forward = tapped(block.mlp.forward)
+
+
+@pytest.mark.parametrize("b2t", [None, "name == 'after'"])
+def test_taps_of_compiled_code_inside_of_a_captured_decode_are_those_of_an_eager_model(
+    session: gl.Session, b2t: str | None
+) -> None:
+    session.edit(b2t=b2t)
+    uncompiled = partial(tap_inside_of_mlps, compiled=False)
+    runs = [
+        session.run(
+            baseline=partial(serve, "eager", prepare=uncompiled),
+            target=partial(serve, kind, fault=IN_MLP, prepare=prepare),
+        )
+        for kind, prepare in (("eager", uncompiled), ("decode", partial(tap_inside_of_mlps, compiled=True)))
+    ]
+    assert runs[0].target[0][0] == runs[1].target[0][0]
+    assert runs[1].target[0][1]["replays"] > 0
+    frame = runs[1].frame
+    assert set(frame.loc[frame["compiled"].eq(True), "name"]) == {"before", "after"}
+    assert set(frame.loc[frame["compiled"].eq(True), "phase"]) >= {"decode"}
+    pd.testing.assert_frame_equal(*(rows_of(run) for run in runs), rtol=1e-9, atol=1e-12)
+
+
 # ---- ranks that compute together ------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ class Post:
     unreadable: str = ""
     """Why no extras can be loaded; empty while they can."""
     is_full: bool = False
+    lost: str = ""
 
 
 class OneThreadExchange:
@@ -128,6 +129,9 @@ class OneThreadExchange:
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
         """Nobody waits here, but in tests that make somebody wait."""
         self.shared = (let_go, take_back)
+
+    def lost_peers(self) -> str:
+        return self._post.lost
 
     def where_peers_are(self) -> str:
         return ", ".join(f"{peer.label}: idle" for peer in self._others)
