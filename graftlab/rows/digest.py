@@ -40,7 +40,7 @@ KINDS = {
 }
 
 # So many rows wait for whoever asks; of more a thread of its own takes care, at half of its time at the most.
-_WAITING = 10_000
+_WAITING = 50_000
 _PIECE = 2000
 # Of so many the arrival of rows waits: what is not summed up yet is held in memory.
 _MOST_WAITING = 400_000

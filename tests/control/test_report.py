@@ -92,7 +92,7 @@ def test_values_of_tensors_are_only_in_it_when_asked_for(session: gl.Session, tm
     try:
         session.run(lambda: gl.tap("h", torch.ones(2, 2)), lambda: gl.tap("h", torch.ones(2, 2)))
         assert "<img" not in page(session, tmp_path)
-        assert 'alt="h: where the pair differs"' in page(session, tmp_path, tensors=True)
+        assert 'alt="h: where the pair differs.' in page(session, tmp_path, tensors=True)
     finally:
         session.edit(keep=None)
 
