@@ -247,11 +247,15 @@ class Post:
             os.eventfd_write(self._wake, 1)
 
     def receive(self, channel: RemoteChannel) -> list[bytes]:
-        self.pump()
         with self._lock:
+            self.pump()
             frames = list(channel.arrived)
             channel.arrived.clear()
             channel.closed |= channel.ended
+            # What has just come for another channel, which may have been read a moment before, is told by nothing else.
+            unread = any(each.arrived or (each.ended and not each.closed) for each in self._channels.values())
+            if unread and not self.over.is_set():
+                os.eventfd_write(self._wake, 1)
             return frames
 
     def pump(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -54,6 +55,28 @@ def heard(channel: RemoteChannel, count: int) -> list[bytes]:
 
     wait_until(enough, f"{count} frames")
     return frames
+
+
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[Post, Post]) -> None:
+    third = make_post(2)
+    try:
+        first, second = posts
+        from_second, to_first = joined((first, second))
+        from_third, also_to_first = joined((first, third))
+        to_first.send(b"one")
+        also_to_first.send(b"two")
+
+        def both_are_here() -> bool:
+            first.pump()
+            return bool(from_second.arrived and from_third.arrived)
+
+        wait_until(both_are_here, "both frames")
+        assert from_second.receive() == [b"one"]
+        assert select.select([first.fileno()], [], [], 0)[0], "nobody would look at the other channel"
+        assert from_third.receive() == [b"two"]
+        assert not select.select([first.fileno()], [], [], 0)[0], "whoever waits would never rest"
+    finally:
+        third.close()
 
 
 # ---- who is let in --------------------------------------------------------------------------------------------------
