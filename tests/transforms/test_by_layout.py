@@ -77,3 +77,19 @@ def test_where_shapes_do_not_fit_the_layout_that_the_values_fit_in_is_suggested(
     assert f"the values fit, with rel_l2 0, in the layout '{said}' of the received tensor" in suggested(
         [value], arranged(value)
     )
+
+
+def test_a_summand_is_measured_as_the_sum_and_refused_where_nobody_has_taken_it() -> None:
+    summand = torch.tensor([1.0, 2.0])
+    layout = rank_layout(summand, "partial(mesh='tp')", 2)
+    assert layout is not None
+    assert layout.is_partial
+    rest: dict[str, Any] = {"layout": layout, "recv_world_size": 2, "senders": [0], "send_world_size": 1}
+    given = GraftTransformInput({"name": "x"}, [torch.tensor([3.0, 3.0])], [None], summand, **rest)
+    outcome = _by_layout(dataclasses.replace(given, target_reduced=torch.tensor([2.0, 4.0])))
+    assert outcome.measured is not None
+    assert [each.tolist() for each in outcome.measured] == [[3.0, 3.0], [2.0, 4.0]]
+    with pytest.raises(LayoutError, match="this rank holds a summand alone"):
+        _by_layout(given)
+    with pytest.raises(LayoutError, match="the group is gone"):
+        _by_layout(dataclasses.replace(given, target_reduced="the group is gone"))
