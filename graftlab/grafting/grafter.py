@@ -57,6 +57,10 @@ def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
     return not pair[0].sends
 
 
+# How often a step that ends looks for the taps of other threads, in seconds.
+_LOOK = 0.1
+
+
 class Reporter(Protocol):
     """What a grafter tells whoever runs it, on the thread of the tap."""
 
@@ -350,8 +354,9 @@ class Grafter:
             self._warn_once(name, "it was reached inside of another tap, by a signal handler, say, and is skipped")
             return value
         with self._lock:
-            self._at_work.add(thread)
             try:
+                # In here, as the stop button may interrupt this anywhere.
+                self._at_work.add(thread)
                 taken = self._take(decision, name, value, extras, replace)
             finally:
                 self._at_work.discard(thread)
@@ -373,7 +378,9 @@ class Grafter:
 
     def _wait_for_taps(self) -> None:
         """Wait for the taps that other threads are in the middle of: they belong to the step that is to end."""
-        self._changed.wait_for(lambda: not self._at_work)
+        while self._at_work:
+            # An interrupt of a tap may keep it from telling that it has ended.
+            self._changed.wait(_LOOK)
 
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         began = time.perf_counter()

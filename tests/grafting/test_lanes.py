@@ -109,6 +109,24 @@ def test_calls_of_one_tap_by_two_threads_in_a_step_are_warned_of_and_tags_tell_t
     world.target.tap("x", 1.0, lane=1)
 
 
+def test_an_interrupt_at_the_very_start_of_a_tap_leaves_the_rank_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GrafterWorld(compare="True")
+    world.baseline.tap("x", 1.0)
+
+    class Interrupted(set[int]):
+        def add(self, thread: int) -> None:
+            super().add(thread)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.target.grafter, "_at_work", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            world.target.tap("x", 1.0)
+        assert world.target.grafter._at_work == set()
+    world.target.tap("x", 1.0)
+    assert [row.status for row in world.target.rows] == ["compared"]
+
+
 @pytest.mark.ranks
 def test_of_two_threads_one_waits_five_seconds_and_the_other_does_not(tmp_path: Path) -> None:
     done = tmp_path / "done"
