@@ -203,6 +203,7 @@ class Session(SessionCore):
         >>> session.replay(session.folder / "requests", generate, generate).summary["same_tokens"].tolist()
         [True]
         """
+        self._require_workers("run code on")
         from graftlab.control.replay import replay
 
         return replay(
@@ -248,6 +249,7 @@ class Session(SessionCore):
         >>> session.verdict(forward, forward, args=(x,)).text
         'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
+        self._require_workers("run code on")
         from graftlab.control.judging import judge
 
         self._verdict = judge(
@@ -337,6 +339,7 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
+        self._require_workers("run code on")
         from graftlab.control.matching_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
@@ -365,6 +368,7 @@ class Session(SessionCore):
         Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00.
         No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
         """
+        self._require_workers("run code on")
         from graftlab.control.compiling import compare_compiled
 
         return compare_compiled(self, function, args, dict(kwargs or {}), options, threshold)
@@ -398,6 +402,7 @@ class Session(SessionCore):
         Traceback (most recent call last):
         graftlab.errors.SessionError: check: the target has one rank, which has nobody to agree with; launch ...
         """
+        self._require_workers("run code on")
         from graftlab.control.checking import check
 
         return check(self, baseline, target, layouts=layouts, mesh=mesh, args=args, kwargs=kwargs)

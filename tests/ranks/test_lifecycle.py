@@ -465,7 +465,7 @@ def test_a_forked_child_of_a_rank_takes_no_part_and_does_not_hide_its_death() ->
         wait_until(lambda: "printed in the child" in session.log("baseline[0]"), "the fork")
         wait_until(lambda: "child=" in session.log("baseline[0]"), "the fork")
         child = int(re.search(r"child=(\d+)", session.log("baseline[0]"))[1])
-        assert session.status().state.tolist() == ["running", "waiting"]
+        wait_until(lambda: session.status().state.tolist() == ["running", "waiting"], "the target's wait")
         session.ranks[0].signal(signal.SIGKILL)
         with pytest.raises(gl.RunError, match=r"baseline\[0\] died: killed by SIGKILL"):
             run.wait(2.0)

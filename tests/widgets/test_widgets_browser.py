@@ -53,7 +53,8 @@ import json, ipywidgets
 frame = run.frame
 frame = frame[frame["plan_version"] == frame["plan_version"].max()]
 found = {
-    "version": int(frame["plan_version"].max()),
+    # Of steps that are over: the last one may have come in part.
+    "version": int(frame.loc[frame["step"] < frame["step"].max(), "plan_version"].max()),
     "grafted": sorted({f"{r['name']} {r['layer']:g}" for _, r in frame[frame["status"] == "grafted"].iterrows()}),
     "worst": float(frame.loc[frame["name"] == "hidden", "max_abs"].max()),
     "going on": not run.done,
