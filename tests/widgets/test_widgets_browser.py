@@ -51,10 +51,10 @@ run = session.start(call, call).wait_steps(3)
 ASK = """
 import json, ipywidgets
 frame = run.frame
+frame = frame[frame["step"] < frame["step"].max()]  # the last step may have come in part
 frame = frame[frame["plan_version"] == frame["plan_version"].max()]
 found = {
-    # Of steps that are over: the last one may have come in part.
-    "version": int(frame.loc[frame["step"] < frame["step"].max(), "plan_version"].max()),
+    "version": int(frame["plan_version"].max()),
     "grafted": sorted({f"{r['name']} {r['layer']:g}" for _, r in frame[frame["status"] == "grafted"].iterrows()}),
     "worst": float(frame.loc[frame["name"] == "hidden", "max_abs"].max()),
     "going on": not run.done,
