@@ -153,6 +153,7 @@ def more_rows(folder: Path, count: int) -> None:
     wait_until(lambda: rows_of(folder) >= before + count, "rows")
 
 
+@pytest.mark.soak
 def test_a_cable_that_is_out_for_five_seconds_costs_no_row(tmp_path: Path) -> None:
     with machines(2) as (first, second):
         jobs = two_that_count(first, second, tmp_path)
@@ -170,6 +171,7 @@ def test_a_cable_that_is_out_for_five_seconds_costs_no_row(tmp_path: Path) -> No
     assert set(compared) == set(range(compared.max() + 1))
 
 
+@pytest.mark.soak
 def test_a_cable_that_stays_out_ends_waits_and_the_jobs_go_on(tmp_path: Path) -> None:
     with machines(2) as (first, second):
         jobs = two_that_count(first, second, tmp_path, timeout=40)
@@ -185,6 +187,7 @@ def test_a_cable_that_stays_out_ends_waits_and_the_jobs_go_on(tmp_path: Path) ->
     assert "compared" in require_right_pairs(tmp_path)
 
 
+@pytest.mark.soak
 def test_slow_and_lossy_cables_pair_as_quick_ones_do(tmp_path: Path) -> None:
     with machines(2, delay=0.1, lost=0.03) as (first, second):
         jobs = two_that_count(first, second, tmp_path)
