@@ -211,7 +211,7 @@ class Receiver:
 
     def _has_to_yield_to_us(self, peer: Peer, asker_is_known: bool) -> bool:
         """What this rank says when asked by a peer that waits for it."""
-        if self._peers.lanes.several or not self._awaited:
+        if self._peers.lanes.several or len(self._awaited) != 1:
             return False
         [awaited] = self._awaited.values()
         if peer.has_answered(awaited):
