@@ -302,6 +302,7 @@ class Digest:
         pause = threading.Event()
         try:
             while self.behind > _PIECE:
+                self._store.let_readers_go_first()
                 began = time.monotonic()
                 self.catch_up(_PIECE)
                 # The interpreter is the hub's and the notebook's too.

@@ -199,6 +199,11 @@ class RowStore:
                 return self._columns.frame({name: column[chosen] for name, column in block.items()})
             return self._frame.of(block)
 
+    def let_readers_go_first(self) -> None:
+        """Return when no frame is being made: for threads whose work is less urgent than what somebody waits for."""
+        with self._reading:
+            pass
+
     def unwritten(self, since: int = 0) -> str | None:
         """In words, which rows from index ``since`` on are not on disk and why, after another try; None if all are."""
         with self._writing:
@@ -284,9 +289,7 @@ class RowStore:
         On the compactor's thread alone. Returns whether there is more to do. Raises OSError when the disk does not take
         it, and :class:`SessionError` when lines are not what was written.
         """
-        # A frame that is being made goes first.
-        with self._reading:
-            pass
+        self.let_readers_go_first()
         known, place, number = self._compacted
         lines = self._next_lines(place, _BLOCK)
         if len(lines) > _LAST_LINES:
