@@ -376,12 +376,14 @@ class Run:
         'first divergent: none of 2 compared rows is above the floor 1e-05, assumed for float32; ...'
         """
         from graftlab.verdict.renaming import suggested_rename
-        from graftlab.verdict.summary import differences_of_run
+        from graftlab.verdict.summary import differences_of_run, not_compared
 
         missed = [f"{name} matched no tap in this run: {text}" for name, text in self.unmatched.items()]
         digest = self._summed_up()
         if unread := self._digest.unread:
             missed.append(f"up to {unread} rows of this session cannot be read, and are in none of these sentences")
+        if lost := not_compared(digest.statuses):
+            missed.append(f"not compared: {lost}; the frame's column error says why")
         rename = suggested_rename(digest)
         return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 

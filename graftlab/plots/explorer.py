@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from graftlab.verdict.summary import not_compared
 from graftlab.verdict.tap_lines import SoFar
 
 SCRIPT = Path(__file__).with_suffix(".js")
@@ -61,9 +63,8 @@ def headline(found: SoFar) -> str:
     plans = sorted({row.plan_version for row in rows})
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     plan = f"plan {plans[0]}" if len(plans) == 1 else f"plans {plans[0]} to {plans[-1]}"
-    lost = [f"{sum(row.status == status for row in rows)} {status}" for status in ("missing", "timeout", "unmatched")]
-    rest = [each for each in lost if not each.startswith("0 ")]
-    unseen = f" Not compared: {', '.join(rest)}." if rest else ""
+    lost = not_compared(Counter(row.status for row in rows))
+    unseen = f" Not compared: {lost}." if lost else ""
     said = found.sentences[0] if found.sentences else "nothing was measured"
     earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
     return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{earlier}{unseen}"

@@ -43,7 +43,20 @@ class Facts(Protocol):
         """The names of the taps that these rows are of, with their own tags."""
 
 
-class FrameFacts:
+class _InOrder:
+    """Facts whose entries stand in execution order."""
+
+    def first(self, mask: Array) -> int:
+        return int(mask.argmax())
+
+    def last(self, mask: Array) -> int:
+        return int(np.flatnonzero(mask)[-1])
+
+    def is_before(self, one: int, other: int) -> bool:
+        return one < other
+
+
+class FrameFacts(_InOrder):
     """Of a frame whose rows are in execution order."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
@@ -55,15 +68,6 @@ class FrameFacts:
         self.dtypes = list(frame["dtype"].dropna().unique()) if "dtype" in frame.columns else []
         self.has_several_steps = "step" in frame.columns and frame["step"].nunique() > 1
 
-    def first(self, mask: Array) -> int:
-        return int(mask.argmax())
-
-    def last(self, mask: Array) -> int:
-        return int(np.flatnonzero(mask)[-1])
-
-    def is_before(self, one: int, other: int) -> bool:
-        return one < other
-
     def row(self, at: int) -> Mapping[str, Any]:
         return {str(name): value for name, value in self._frame.iloc[at].items()}
 
@@ -72,7 +76,7 @@ class FrameFacts:
         return {tap_name(name, tags) for name, tags in pairs}
 
 
-class RowsFacts:
+class RowsFacts(_InOrder):
     """Of rows in execution order, each of which counts whichever step it is of."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -82,15 +86,6 @@ class RowsFacts:
         self.differ: Array = np.array([row.nonfinite_differ or 0 for row in rows], dtype=np.int64)
         self.dtypes: list[Any] = sorted({row.dtype for row in rows if row.dtype is not None})
         self.has_several_steps = False
-
-    def first(self, mask: Array) -> int:
-        return int(mask.argmax())
-
-    def last(self, mask: Array) -> int:
-        return int(np.flatnonzero(mask)[-1])
-
-    def is_before(self, one: int, other: int) -> bool:
-        return one < other
 
     def row(self, at: int) -> Mapping[str, Any]:
         return self._rows[at]._asdict()

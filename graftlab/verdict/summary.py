@@ -17,6 +17,9 @@ from graftlab.verdict.facts import Facts, FrameFacts, RunFacts, tap_name
 from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
 
+# A forward that one side alone computes again is none: its original has a row.
+_ABSENT = ("missing", "timeout", "unmatched")
+
 
 def distances(frame: pd.DataFrame) -> Array:
     """``rel_l2`` of each row as it is to be compared with others: infinite where non-finite values differ.
@@ -72,6 +75,11 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
         row = facts.row(facts.first(without))
         said.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")
     return said
+
+
+def not_compared(statuses: Mapping[str, int]) -> str:
+    """How many rows of which statuses say that a tap had no counterpart to be compared with; blank where none does."""
+    return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
 
 
 def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:

@@ -49,6 +49,16 @@ def test_without_nans_the_largest_difference_is_named(session: gl.Session) -> No
     assert "largest rel_l2 0.00e+00 at hidden layer=0 on target[0]" in text
 
 
+def test_taps_without_a_counterpart_are_told_beside_an_agreement(session: gl.Session) -> None:
+    run = session.run(
+        lambda: gl.tap("a", torch.ones(3)), lambda: (gl.tap("a", torch.ones(3)), gl.tap("b", torch.ones(3)))
+    )
+    assert run.summary[0] == "not compared: 1 missing; the frame's column error says why"
+    assert "none of the 1 compared row" in run.summary[1]
+    assert "not compared: 1 missing" in run._repr_mimebundle_()["text/plain"]
+    assert "without this tap" in run.frame.set_index("name")["error"]["b"]
+
+
 def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -> None:
     session.edit(b2t="name == 'hiden'", keep="name == 'hidden'")
     try:
