@@ -12,6 +12,7 @@ from graftlab.control.plans import Plans
 from graftlab.control.run import Run
 from graftlab.control.runs import Runs
 from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import OwnWork, Work
 
@@ -43,6 +44,14 @@ class JoinedJobs:
             mine = self._plans.newest
             version = max(mine.version, plan.version + 1)
             self._plans.publish(replace(mine, version=version) if published else plan)
+
+    def outrank(self, plan: GraftPlan) -> None:
+        """Of a job that comes back with another plan than the session's, which was taken over from an earlier one:
+        the session's goes on, under a number by which this job takes it for the newer."""
+        with self._lock:
+            mine = self._plans.newest
+            if plan.version >= mine.version and to_wire(plan) != to_wire(mine):
+                self._plans.publish(replace(mine, version=plan.version + 1))
 
     def tell_plan(self, rank: RankHandle) -> None:
         """Send the newest plan to a rank that has come back."""

@@ -261,6 +261,8 @@ class Host:
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
                 self._session.joined.resume(join.membership.run, from_wire(join.membership.plan), published=published)
+            else:
+                self._session.joined.outrank(from_wire(join.membership.plan))
             if join.membership.lost_rows:
                 note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)

@@ -286,6 +286,11 @@ class Member:
                 return
             self._over.set()
             active.deactivate()
+            try:
+                # Or the other side would wait for each of this job's taps up to its time limit.
+                self._grafter.end_run()
+            except Exception as another:
+                logger.warning("%s could not tell the others that it takes no more taps: %s", self.place.label, another)
             self._line.send(Output(f"graftlab failed and takes no more taps here: {type(error).__name__}: {error}\n"))
             self._line.channel.drain(1.0)
             self._line.channel.close()

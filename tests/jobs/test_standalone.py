@@ -141,6 +141,19 @@ def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: 
     assert (gl.load_run(tmp_path)["status"] == "compared").sum() == 1
 
 
+def test_what_fails_in_graftlab_keeps_the_other_side_waiting_for_nothing(tmp_path: Path) -> None:
+    told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
+    failing = start("fails_inside.py", **variables("baseline", 1, 1, **told))
+    waits = start("trusted_model.py", 4, **variables("target", 1, 1, **told))
+    assert end(failing)[0] == 0
+    code, out, err = end(waits)
+    assert (code, out) == (0, "done True\n"), err
+    host_has_ended(tmp_path)
+    rows = gl.load_run(tmp_path)
+    assert rows["status"].tolist() == ["compared", "missing", "missing", "missing"]
+    assert rows["error"].str.contains(r"baseline\[0\] ended the run without this tap").sum() == 3
+
+
 def test_a_job_that_dies_cannot_come_back_into_a_run_that_has_begun(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
     stays = start("goes_on.py", tmp_path / "stop", 1.0, **variables("baseline", 1, 1, **told))

@@ -1,9 +1,9 @@
-"""A target's job in which graftlab itself fails at the second step, from a cause that nobody foresaw."""
+"""A job of either side in which graftlab itself fails at the second step, from a cause that nobody foresaw."""
 
 import torch
 
 import graftlab as gl
-from graftlab.grafting import arrival
+from graftlab.grafting import arrival, grafter
 
 
 def broken(*_: object) -> None:
@@ -12,7 +12,7 @@ def broken(*_: object) -> None:
 
 for number in range(4):
     if number == 1:
-        arrival.Arrivals.take = broken
+        arrival.Arrivals.take = grafter.Grafter._publish = broken
     gl.tap("hidden", torch.arange(12.0).reshape(2, 6) + number, layer=0)
     gl.step()
 print("done")
