@@ -13,6 +13,7 @@ import msgspec
 
 from graftlab.base.tags import Plain, TapKey
 from graftlab.base.wire import integer_from_bytes, integer_to_bytes, text_from_bytes, text_to_bytes
+from graftlab.exchange.whereabouts import WhereaboutsToTell
 
 
 class DeviceLocation(NamedTuple):
@@ -106,18 +107,12 @@ class Yield(Frame, frozen=True, tag=9):
 
 
 class IsAt(Frame, frozen=True, tag=11):
-    """Where the sender is, for ranks that cannot look into its memory; see :class:`.whereabouts.Whereabouts`.
+    """Where the sender is, for ranks that cannot look into its memory.
 
-    ``seconds`` is how long it has been there; ``heard`` how many tensors of the receiver of this had come by then.
+    ``heard`` is how many tensors of the receiver of this had come by then.
     """
 
-    state: str
-    step: int
-    plan_version: int
-    taps: int
-    seconds: float
-    tap: str
-    awaits: tuple[int, ...]
+    where: WhereaboutsToTell
     heard: int
 
 

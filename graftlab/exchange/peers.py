@@ -11,7 +11,7 @@ import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from graftlab.base.tags import TapKey
@@ -22,7 +22,7 @@ from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, P
 from graftlab.exchange.interrupts import merely_waits
 from graftlab.exchange.lanes import Lanes
 from graftlab.exchange.tcp import Carried, RemoteChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage, WhereaboutsToTell
 
 logger = logging.getLogger(__name__)
 
@@ -279,11 +279,10 @@ class Peers:
 
     def tell_where(self, look: Whereabouts) -> None:
         """Let the ranks of the other side that cannot see it know where this one is. Any thread may say so."""
-        seconds = time.monotonic() - look.since
+        where = WhereaboutsToTell.of(look)
         for peer in self.others:
             if peer.remote and peer.in_run and not peer.gone:
-                where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
-                peer.send(IsAt(*where, heard=peer.heard))
+                peer.send(IsAt(where, peer.heard))
 
     @property
     def all_gone(self) -> bool:
@@ -298,12 +297,11 @@ class Peers:
         peer.has_heard = frame.heard
         page = peer.page
         if isinstance(page, ToldPage):
-            old, since = page.look, time.monotonic() - frame.seconds
-            if (old.state, old.step, old.taps, old.awaits) == (frame.state, frame.step, frame.taps, frame.awaits):
+            old, new = page.look, frame.where.look()
+            if (old.state, old.step, old.taps, old.awaits) == (new.state, new.step, new.taps, new.awaits):
                 # The same wait: what tells of it is on its way now longer, now shorter.
-                since = old.since
-            where = (frame.state, frame.step, frame.plan_version, frame.taps, since, frame.tap, frame.awaits)
-            page.look = Whereabouts(*where)
+                new = replace(new, since=old.since)
+            page.look = new
 
     def lost(self) -> str:
         return "; ".join(f"{peer.label} {peer.gone}" for peer in self.others if peer.gone)

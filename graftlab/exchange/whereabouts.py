@@ -13,6 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from mmap import mmap
 
+import msgspec
+
 from graftlab.base.world import MAX_RANKS
 
 _COUNTER = struct.Struct("<Q")
@@ -49,6 +51,28 @@ class Whereabouts:
         if self.state == "waiting":
             return f"waiting {where} of step {self.step} for {seconds:.1f} s"
         return f"computing since {seconds:.1f} s, last seen {where} of step {self.step}"
+
+
+class WhereaboutsToTell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same on its way to another machine, whose clock is another: ``seconds`` is for how long it has been so."""
+
+    state: str
+    step: int
+    plan_version: int
+    taps: int
+    seconds: float
+    tap: str
+    awaits: tuple[int, ...]
+
+    @classmethod
+    def of(cls, look: Whereabouts) -> WhereaboutsToTell:
+        seconds = time.monotonic() - look.since
+        return cls(look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
+
+    def look(self) -> Whereabouts:
+        """What was told, by the clock of this machine."""
+        since = time.monotonic() - self.seconds
+        return Whereabouts(self.state, self.step, self.plan_version, self.taps, since, self.tap, self.awaits)
 
 
 class WhereaboutsPage:

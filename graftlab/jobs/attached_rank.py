@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,10 +64,7 @@ class AttachedRank(RankHandle):
         )
 
     def note_whereabouts(self, where: IsAt) -> None:
-        since = time.monotonic() - where.seconds
-        self._told = Whereabouts(
-            where.state, where.step, where.plan_version, where.taps, since, where.tap, where.awaits
-        )
+        self._told = where.where.look()
 
     def whereabouts(self) -> Whereabouts:
         return super().whereabouts() if self._told is None else self._told

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts
+from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsToTell
 from graftlab.ranks.line import Line
 from graftlab.ranks.messages import IsAt, TapSeen, pack
 from graftlab.rows.schema import Row
@@ -34,9 +33,7 @@ class JobLine(Line):
 
     def tell_where(self, look: Whereabouts) -> None:
         """For whoever cannot look into this process's memory."""
-        seconds = time.monotonic() - look.since
-        where = (look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
-        self.channel.send(pack(IsAt(*where)))
+        self.channel.send(pack(IsAt(WhereaboutsToTell.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self._taps.append(tags)

@@ -18,6 +18,7 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
+from graftlab.exchange.whereabouts import WhereaboutsToTell
 from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
@@ -141,15 +142,9 @@ class Linked(Message, frozen=True):
 
 
 class IsAt(Message, frozen=True):
-    """Where the rank is, and for how many seconds; see :class:`graftlab.exchange.whereabouts.Whereabouts`."""
+    """Where the rank is, for a notebook that cannot look into its memory."""
 
-    state: str
-    step: int
-    plan_version: int
-    taps: int
-    seconds: float
-    tap: str
-    awaits: tuple[int, ...]
+    where: WhereaboutsToTell
 
 
 class Output(Message, frozen=True):

@@ -31,6 +31,7 @@ from graftlab.exchange.frames import (
     decode,
     encode,
 )
+from graftlab.exchange.whereabouts import WhereaboutsToTell
 
 # Half a surrogate pair is no Unicode, and yet a str may have one.
 text = st.text(st.characters(exclude_categories=[]), max_size=8)
@@ -68,8 +69,12 @@ FRAMES = {
     Yield: st.builds(Yield, numbers),
     IsAt: st.builds(
         IsAt,
-        *(st.sampled_from(["idle", "running", "waiting"]), numbers, numbers, numbers, st.floats(0, 1e6)),
-        *(st.text(), st.lists(numbers).map(tuple), numbers),
+        st.builds(
+            WhereaboutsToTell,
+            *(st.sampled_from(["idle", "running", "waiting"]), numbers, numbers, numbers, st.floats(0, 1e6)),
+            *(st.text(), st.lists(numbers).map(tuple)),
+        ),
+        numbers,
     ),
 }
 any_frame = st.one_of(*FRAMES.values())
