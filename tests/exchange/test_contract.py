@@ -189,6 +189,7 @@ def test_memory_that_is_released_is_used_again(a_world: MakeWorld) -> None:
             receipt = world.target.receive(key(occurrence=number))
             offsets.add(receipt.contributions[0].tensor.data_ptr())
             receipt.release()
+            world.deliver()
         assert world.baseline.waits_so_far == 0
         assert world.baseline.bytes_in_use() <= 2 * MIB
         # Where bytes come over a network, it is the receiver's own memory that they come to.
