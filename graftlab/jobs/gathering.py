@@ -202,7 +202,9 @@ class Gathering:
             first_step = meeting if own is None else self._info.base + own
             self._settle(rank)
             if rank.generation > 1:
-                logger.info("%s is of generation %d, and begins at step %d", rank.label, rank.generation, first_step)
+                note = f"joined again as generation {rank.generation}, and began at step {first_step}"
+                rank.seat = replace(rank.seat, notes=(*rank.seat.notes, note))
+                logger.info("%s %s", rank.label, note)
             rank.channel.send(
                 pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), OwnWork()))
             )
