@@ -95,7 +95,7 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     wait_until(lambda: session.status()["step"][0] > last + 5, "the baseline's going on alone")
     # From a checkpoint that lies behind what the baseline has done since.
     resumed = variables("target", 1, 1, first_step=4, **told)
-    again = start("resumes.py", stop, 1.0, 4, 0, **resumed, PLANT_AT="100000")
+    again = start("resumes.py", stop, 1.0, 4, 0, **resumed, PLANT=str(tmp_path / "plant"))
     jobs.append(again)
     wait_until(lambda: len(measured(session.frame_of(1))) > 4, "pairs of the second generation")
     assert session.status()["generation"].tolist() == [1, 2]
