@@ -194,6 +194,7 @@ class Gathering:
         # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
         meeting = max(self._moved.values(), default=self._info.first_step)
         self._assembling = False
+        newcomers: dict[Side, int] = {}
         for rank in self._ranks:
             number = rank.place.world_rank
             if number in self._at_work:
@@ -208,11 +209,19 @@ class Gathering:
             rank.channel.send(
                 pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), OwnWork()))
             )
+            newcomers.setdefault(rank.place.side, first_step)
             # There may be a newer one than that with which all begin.
             self._joined.tell_plan(rank)
             self._at_work.add(number)
             self._current.add(number)
         self._has_begun = [True, True]
+        for side, first_step in newcomers.items():
+            if self.generation(side) > 1:
+                self._joined.remark(
+                    f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
+                    f"{first_step} here: only if both sides compute the same there do rows of this run compare like with "
+                    f"like; a job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
+                )
 
     def missing(self) -> str:
         """For whom those wait that have not begun, in words."""
