@@ -108,7 +108,7 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     assert (
         "the target was started again (generation 2), and its first step is step 4 here" in session.runs[1].summary[0]
     )
-    # What the baseline had behind it when they met is said to be missing, and is not waited for.
+    # What the baseline had behind it when they met is missing, and is not waited for.
     missed = frame[frame["status"] == "missing"]
     assert missed["step"].min() == 4
     assert missed["step"].max() < paired["step"].min()
