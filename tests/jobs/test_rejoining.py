@@ -117,7 +117,9 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     plan = session.edit(b2t="True")
     wait_until(lambda: len(session.adopted(plan.version)) == 2, "a plan in force on both")
     # What fails in graftlab's own thread there ends its part, and not the job.
-    (tmp_path / "plant").touch()
+    plant = tmp_path / "plant"
+    plant.touch()
+    wait_until(lambda: not plant.exists(), "the planting")
     session.edit(b2t=None)
     wait_until(lambda: "gone" in session.status()["state"][1], "the end of graftlab in the target")
     assert again.poll() is None
