@@ -9,6 +9,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -32,14 +33,19 @@ from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.waiting import Waiting
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk
+from graftlab.ranks.desk import Desk, packed
 from graftlab.ranks.messages import (
+    AgainstItself,
+    AskAgainstItself,
     Contacts,
     Departed,
     Failure,
+    ForAWhile,
     Hello,
     Linked,
+    Noted,
     Output,
+    RunAgainstItself,
     RunDone,
     RunRequest,
     RunSettled,
@@ -76,6 +82,8 @@ class Member:
             self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
         self._line = JobLine(self._entry.channel, self._entry.bell)
         self._run: RunInfo | None = None
+        # What is in force again when a notebook goes away that has changed the plan for a while.
+        self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
 
@@ -217,9 +225,24 @@ class Member:
 
     def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
         self._desk = Desk(self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone)
+        self._desk.takes.on(ForAWhile, self._on_plans_for_a_while)
+        self._desk.answers.on(RunAgainstItself, self._run_against_itself)
+        self._desk.answers.on(AskAgainstItself, self._against_itself)
         for frame in frames:
             self._desk.take(frame)
         self._desk.open()
+
+    # ---- for a verdict ------------------------------------------------------------------------------------------
+
+    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+        self._lasting = None if message.plan is None else from_wire(message.plan)
+
+    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+        self._grafter.run_against_itself(order)
+        return Noted()
+
+    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
+        return AgainstItself(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -312,9 +335,12 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             self._config.meeting,
         )
+        self._grafter.forget_itself()
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
         if nothing:
-            plan = self._grafter.plan
-            self._grafter.offer_plan(_nothing_of(plan))
+            self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         while not self._over.wait(_LOOK_FOR_ANOTHER):
             try:
                 if self._come_back(run):
@@ -326,7 +352,7 @@ class Member:
 
     def _come_back(self, run: RunInfo) -> bool:
         now = RunInfo(run.run, self._grafter.next_step, run.participants)
-        membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, self._linker is not None)
+        membership = Membership(now, to_wire(self._grafter.newest_plan), self._line.lost_rows, self._linker is not None)
         self._close_relay()
         entry = self._entrance.come_back(membership, self._segment)
         if entry is None:

@@ -78,19 +78,19 @@ class Desk:
         self._kept = kept
         self._end = end
         self._post_mortem = post_mortem
-        self._handle = Dispatch[[], None]()
-        self._handle.on(PlanUpdate, self._on_plan)
-        self._handle.on(RunRequest, self.jobs.put)
-        self._handle.on(Query, self._on_query)
-        self._handle.on(Interrupt, lambda message: interrupt(message.run))
-        self._handle.on(Shutdown, self._on_shutdown)
-        self._answer = Dispatch[[], Answer]()
-        self._answer.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
-        self._answer.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
-        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
-        self._answer.on(AskKeptPair, self._kept_pair)
-        self._answer.on(AskKeptInput, self._kept_input)
-        self._answer.on(AskKeptMap, self._kept_map)
+        self.takes = Dispatch[[], None]()
+        self.takes.on(PlanUpdate, self._on_plan)
+        self.takes.on(RunRequest, self.jobs.put)
+        self.takes.on(Query, self._on_query)
+        self.takes.on(Interrupt, lambda message: interrupt(message.run))
+        self.takes.on(Shutdown, self._on_shutdown)
+        self.answers = Dispatch[[], Answer]()
+        self.answers.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
+        self.answers.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
+        self.answers.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
+        self.answers.on(AskKeptPair, self._kept_pair)
+        self.answers.on(AskKeptInput, self._kept_input)
+        self.answers.on(AskKeptMap, self._kept_map)
 
     def open(self) -> None:
         threading.Thread(target=self._serve, name="graftlab-desk", daemon=True).start()
@@ -112,7 +112,7 @@ class Desk:
 
     def take(self, frame: bytes) -> None:
         """Do what one frame of the notebook says."""
-        self._handle(unpack_to_rank(frame))
+        self.takes(unpack_to_rank(frame))
 
     def _on_plan(self, update: PlanUpdate) -> None:
         self._grafter.offer_plan(from_wire(update.plan))
@@ -134,7 +134,7 @@ class Desk:
 
     def _reply(self, query: Query) -> None:
         try:
-            answer = self._answer(query.question)
+            answer = self.answers(query.question)
         except Exception as error:
             answer = Refused(str(error) if isinstance(error, GraftError) else f"{type(error).__name__}: {error}")
         self._line.send(Reply(query.number, answer))
@@ -159,5 +159,10 @@ def _both(pair: KeptPair) -> tuple[Any, Any]:
     return pair.baseline, pair.target
 
 
+def packed(value: Any) -> bytes | None:
+    """What a rank has, for a notebook that may trust it."""
+    return None if value is None else shipping.pack_result(value)
+
+
 def _packed(value: Any) -> Kept:
-    return Kept(None if value is None else shipping.pack_result(value))
+    return Kept(packed(value))
