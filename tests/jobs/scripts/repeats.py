@@ -26,5 +26,5 @@ while not stop.exists():
         x = x + gl.tap(f"layers.{layer}.act", torch.tanh(h) * (1.01 if wrong else 1.0))
     gl.tap("out", x)
     gl.step()
-    rest.wait(0.002)
+    rest.wait(0.02)
 print("went on", gl.here() is not None)

@@ -57,5 +57,5 @@ while not stop.exists():
     (model(batch) - batch.flip(-1)).square().mean().backward()
     optimizer.step()
     gl.step()
-    rest.wait(0.002)
+    rest.wait(0.02)
 print("trained", gl.here() is not None)
