@@ -23,10 +23,10 @@ from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.given import data_rows, differing_data, input_names
+from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
-from graftlab.verdict.of_jobs import data_of_jobs
+from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -77,6 +77,35 @@ def judge(
         raise SessionError(f"verdict: steps is how many steps of the jobs a run of the verdict has, not {steps!r}")
     with StepRuns(session, steps, graft_weights=graft_weights) as made_of_steps:
         return _Judging(made_of_steps).verdict(output, constant, threshold, explain)
+
+
+def judge_rows(
+    compared: pd.DataFrame, grafted: pd.DataFrame, *, floor: float | None, threshold: float, where: str
+) -> Verdict:
+    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`."""
+    if floor is not None and not floor > 0:
+        raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
+    if not threshold > 0:
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    said = account_of_rows(compared, grafted, given=floor, threshold=threshold, where=where)
+    computed = without_data(grafted)
+    frame = added_frame(computed, {}, compared=compared, constant=said.constant)
+    named = named_groups(frame, threshold)
+    following = consequences(frame, named, threshold)
+    named = [group for group in named if group not in following]
+    inputs = {*input_names(compared), *input_names(computed)}
+    findings = Findings(
+        labelled(frame, named, following, {}, threshold),
+        threshold,
+        grafted["rank"].nunique(),
+        [*unseen_of(grafted), *said.unseen],
+        remarks=said.of_named if named else (),
+        data=data_of_jobs(compared, grafted, threshold),
+        inputs=[group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs],
+        following=following,
+        of_jobs=said,
+    )
+    return Verdict(findings, 0)
 
 
 class _Judging:
@@ -139,7 +168,7 @@ class _Judging:
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
-        frame = _labelled(frame, named, following, causes, threshold)
+        frame = labelled(frame, named, following, causes, threshold)
         hints: dict[str, str] = {}
         if causes or (explain and of_jobs is not None):
             hints = self._hints(
@@ -395,13 +424,14 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     ]
 
 
-def _labelled(
+def labelled(
     frame: pd.DataFrame,
     named: Sequence[str],
     following: Sequence[str],
     causes: Mapping[str, Causes],
     threshold: float,
 ) -> pd.DataFrame:
+    """The frame of a verdict with the columns ``label`` and ``alone``."""
     labels = {**dict.fromkeys(named, "culprit"), **dict.fromkeys(following, "inherited")}
     alone: dict[str, float] = {}
     for each in causes.values():

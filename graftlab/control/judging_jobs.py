@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -108,7 +109,7 @@ class StepRuns(VerdictRuns):
             self._ask(rank, AskKeptTags(failed=False), KeptTags)
         frame = self.session.joined.rows_from(before)
         frame = frame[(frame["run"] == self._run.number) & frame["step"].between(first, first + self._steps - 1)]
-        if self.session.plan.version != version or not set(frame["plan_version"]) <= {version}:
+        if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise SessionError(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
         if b2t is not None:
@@ -207,7 +208,7 @@ class StepRuns(VerdictRuns):
             if packed is None:
                 raise SessionError(f"verdict: {rank.label} did not do what it was to do ({why}); its log says why")
             found.append(open_value(rank, packed))
-        if self.session.plan.version != version:
+        if self._is_edited(version):
             raise SessionError(EDITED)
         return found
 
@@ -237,10 +238,17 @@ class StepRuns(VerdictRuns):
         steps = self._run.steps
         patience = _Patience(self.session)
         bar = LongWait(title, "steps", lambda: self._run.steps - steps, where=self._run.where)
-        self._run.wait_until(lambda: self._has_ended() or there() or patience.is_over(), bar)
+        # Of two plans that are published between two steps the jobs never hear of the first.
+        edited = partial(self._is_edited, version)
+        self._run.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
+        if edited():
+            raise SessionError(EDITED)
         if not there():
             self._refuse(patience)
         return int(first())
+
+    def _is_edited(self, version: int) -> bool:
+        return self.session.plan.version != version
 
     def _has_ended(self) -> list[str]:
         return [rank.label for rank in self._run.participants if self._run.has_ended(rank)]

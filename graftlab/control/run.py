@@ -235,9 +235,11 @@ class Run:
 
     def wait_until(self, there: Callable[[], object], bar: LongWait) -> None:
         """Wait for what nobody signals, or for the end of the run; an interrupt ends the wait. Raises nothing else."""
-        with bar, self._changed:
+        with bar:
+            # Asked without the lock, which those need who have news.
             while not self.done and not there():
-                self._changed.wait(min(_LOOK, bar.next_look(None)))
+                with self._changed:
+                    self._changed.wait(min(_LOOK, bar.next_look(None)))
 
     def wait_ended(self, ranks: Sequence[RankHandle], deadline: float) -> None:
         """Wait until the part of these ranks is over, or for the deadline of the monotonic clock."""

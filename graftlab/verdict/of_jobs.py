@@ -46,7 +46,34 @@ def account(
             f"{_listed(target_moved)}. Code was not swapped to see what moves the output. State that the target alone "
             "carries on (weights, a cache, random numbers) may be all there is to what is named."
         )
-    unseen, of_named, last = [], [], []
+    unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold)
+    return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
+
+
+def account_of_rows(
+    compared: pd.DataFrame, grafted: pd.DataFrame, *, given: float | None, threshold: float, where: str
+) -> OfJobs:
+    """What to say where there are but the rows of a step in which every tap was grafted, and perhaps those of one in
+    which none was. ``where`` says which they are.
+    """
+    constant, word, words = _floor(grafted, given, repeats=False)
+    first = (
+        f"This is told by the rows of {where}. So {words}, code was not swapped to see what moves the output, and "
+        "whether the code repeats itself is not known."
+    )
+    unseen, of_named, _ = _given_to_both(compared, None, threshold)
+    if not len(compared):
+        unseen.append("what was inherited: in no step of this run was every tap compared and none grafted.")
+    return OfJobs(constant, word, (first,), tuple(unseen), tuple(of_named))
+
+
+def _given_to_both(
+    compared: pd.DataFrame, weights_grafted: int | None, threshold: float
+) -> tuple[list[str], list[str], list[str]]:
+    """What is not known of inputs and weights, what that means for whatever is named, and what became of the target."""
+    unseen: list[str] = []
+    of_named: list[str] = []
+    last: list[str] = []
     weights = [row for row in records(data_rows(compared)) if kind_of(row["tags"]) == "param"]
     if not input_names(compared):
         unseen.append("whether both jobs are given the same inputs, which no tap shows (gl.watch(inputs=True)).")
@@ -65,7 +92,7 @@ def account(
             "what the optimizers' steps make of the weights: it would have to be grafted, for good "
             "(graft_weights=True)."
         )
-    return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
+    return unseen, of_named, last
 
 
 def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[str]:
