@@ -124,7 +124,7 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
 ) -> None:
     session.run(tap, tap)
 
-    def full(options: object, folder: Path) -> None:
+    def full(*what: object) -> None:
         raise gl.LaunchError("planted")
 
     with monkeypatch.context() as patch:
