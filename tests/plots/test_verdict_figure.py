@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -
     ]
     boxes = [note.get_bbox_patch().get_window_extent() for note in notes]  # type: ignore[union-attr]
     assert all(box.y0 > ax.get_window_extent().y1 for box in boxes)
-    assert all(upper.y0 >= lower.y1 - 1 for lower, upper in zip(boxes, boxes[1:], strict=False))
+    assert all(upper.y0 >= lower.y1 - 1 for lower, upper in itertools.pairwise(boxes))
     steps = added_errors(taps({"label": "culprit"}, {"step": 1}))
     steps.canvas.draw()
     at = {text.get_text(): text.get_window_extent() for text in steps.axes[0].texts}

@@ -67,8 +67,8 @@ def test_what_was_grafted_is_not_divergent_again() -> None:
         "grafts replaced differences of up to rel_l2 5.00e-01 at b on target[0]",
     ]
     assert differences(rows[:3]) == [
-        "grafted 1 tap; first divergent after it: none; the only compared row, a on target[0], agrees to 1.0e-07, which "
-        f"is not above {FLOOR}",
+        "grafted 1 tap; first divergent after it: none; the only compared row, a on target[0], agrees to 1.0e-07, "
+        f"which is not above {FLOOR}",
         "largest rel_l2 1.00e-07 at a on target[0]",
         "grafts replaced differences of up to rel_l2 5.00e-01 at b on target[0]",
     ]
