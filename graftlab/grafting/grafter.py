@@ -103,6 +103,7 @@ class Grafter:
         # Older than any plan, so that the first one is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
+        self._reported_version = -1
         self._arrivals = Arrivals(kept, self._warn_once)
         self._seen = SeenTags(reporter.seen)
         self._run: RunInfo | None = None
@@ -179,6 +180,13 @@ class Grafter:
     def offer_plan(self, plan: GraftPlan) -> None:
         """A newer plan, in force from the next step. Any thread; never waits for a tap."""
         self._offered = plan
+
+    def begin_with(self, plan: GraftPlan) -> None:
+        """Be idle under a first plan, of which the notebook hears when it speaks of it."""
+        with self._lock:
+            self._plan = self._offered = plan
+            self._arrivals.adopt(plan)
+            self._write_page("idle")
 
     def adopt_offered_plan(self) -> None:
         """Put the newest plan in force, if no run is going on."""
@@ -287,6 +295,8 @@ class Grafter:
         if plan.version != self._plan.version:
             self._plan = plan
             self._arrivals.adopt(plan)
+        if plan.version != self._reported_version:
+            self._reported_version = plan.version
             self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
 
     def _begin_step(self, run: RunInfo) -> None:
