@@ -32,6 +32,7 @@ from graftlab.ranks.messages import (
     Interrupt,
     Kept,
     KeptTags,
+    M,
     PlanUpdate,
     PostMortem,
     Query,
@@ -58,7 +59,8 @@ class Desk:
     """What is for the main thread waits in ``jobs``. ``stop`` becomes readable when the rank shall end.
 
     ``interrupt`` is called with the number of a run that is not to go on, ``end`` once, when the notebook is gone, by
-    whatever death, or sends what cannot be read.
+    whatever death, or sends what cannot be read. ``fail`` is told what should not have happened on the desk's thread,
+    which ends with it; without ``fail`` that is an ``end`` too.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Desk:
         interrupt: Callable[[int], None],
         end: Callable[[], None],
         post_mortem: Callable[[str], str] = nothing_failed,
+        fail: Callable[[Exception], None] | None = None,
     ) -> None:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.stop, self._stop_write = os.pipe()
@@ -78,22 +81,42 @@ class Desk:
         self._kept = kept
         self._end = end
         self._post_mortem = post_mortem
-        self.takes = Dispatch[[], None]()
-        self.takes.on(PlanUpdate, self._on_plan)
-        self.takes.on(RunRequest, self.jobs.put)
-        self.takes.on(Query, self._on_query)
-        self.takes.on(Interrupt, lambda message: interrupt(message.run))
-        self.takes.on(Shutdown, self._on_shutdown)
-        self.answers = Dispatch[[], Answer]()
-        self.answers.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
-        self.answers.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
-        self.answers.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
-        self.answers.on(AskKeptPair, self._kept_pair)
-        self.answers.on(AskKeptInput, self._kept_input)
-        self.answers.on(AskKeptMap, self._kept_map)
+        self._fail = fail
+        self._handle = Dispatch[[], None]()
+        self._handle.on(PlanUpdate, self._on_plan)
+        self._handle.on(RunRequest, self.jobs.put)
+        self._handle.on(Query, self._on_query)
+        self._handle.on(Interrupt, lambda message: interrupt(message.run))
+        self._handle.on(Shutdown, self._on_shutdown)
+        self._answer = Dispatch[[], Answer]()
+        self._answer.on(AskStacks, lambda question: Stacks(stacks_of_other_threads()))
+        self._answer.on(AskPostMortem, lambda question: PostMortem(self._post_mortem(question.command)))
+        self._answer.on(AskKeptTags, lambda question: KeptTags(kept.tags(question.failed), kept.missing()))
+        self._answer.on(AskKeptPair, self._kept_pair)
+        self._answer.on(AskKeptInput, self._kept_input)
+        self._answer.on(AskKeptMap, self._kept_map)
+
+    def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
+        """Hand messages of this kind to somebody else, on the desk's thread."""
+        self._handle.on(kind, handler)
+
+    def on_question(self, kind: type[M], answer: Callable[[M], Answer]) -> None:
+        """Have somebody else answer questions of this kind, on the desk's thread."""
+        self._answer.on(kind, answer)
 
     def open(self) -> None:
-        threading.Thread(target=self._serve, name="graftlab-desk", daemon=True).start()
+        threading.Thread(target=self._serve_or_fail, name="graftlab-desk", daemon=True).start()
+
+    def _serve_or_fail(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.critical("the desk failed", exc_info=True)
+            if self._fail is None:
+                # Nobody would hear the notebook any more.
+                self._end()
+            else:
+                self._fail(error)
 
     def _serve(self) -> None:
         poller = select.poll()
@@ -112,7 +135,7 @@ class Desk:
 
     def take(self, frame: bytes) -> None:
         """Do what one frame of the notebook says."""
-        self.takes(unpack_to_rank(frame))
+        self._handle(unpack_to_rank(frame))
 
     def _on_plan(self, update: PlanUpdate) -> None:
         self._grafter.offer_plan(from_wire(update.plan))
@@ -134,7 +157,7 @@ class Desk:
 
     def _reply(self, query: Query) -> None:
         try:
-            answer = self.answers(query.question)
+            answer = self._answer(query.question)
         except Exception as error:
             answer = Refused(str(error) if isinstance(error, GraftError) else f"{type(error).__name__}: {error}")
         self._line.send(Reply(query.number, answer))
