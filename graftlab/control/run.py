@@ -71,6 +71,8 @@ class Run:
         self.number = number
         self.on_failure = on_failure
         self.is_stopping = False
+        # What a reader of the summary has to know first.
+        self.remarks: list[str] = []
         self._ranks = ranks
         self._frame = frame
         self._write = write
@@ -396,7 +398,7 @@ class Run:
         if lost := not_compared(digest.statuses):
             missed.append(f"not compared: {lost}; the frame's column error says why")
         rename = suggested_rename(digest)
-        return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
+        return [*self.remarks, *missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 
     def __repr__(self) -> str:
         if not self.done:

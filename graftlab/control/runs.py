@@ -116,6 +116,10 @@ class Runs:
         for run in self._runs[:-1]:
             run.note_settled(rank)
 
+    def remark(self, text: str) -> None:
+        """Have the newest run's summary say this first."""
+        self._runs[-1].remarks.append(text)
+
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
     ) -> Run:
