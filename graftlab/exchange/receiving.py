@@ -27,7 +27,7 @@ from graftlab.exchange.peers import Peer, Peers
 # because a sender writes what was released last again, while it is in the processor's cache: one place for tensors of 4 MiB
 # takes it half the time that eight in turn do.
 _RELEASE_COUNT = 64
-_RELEASE_BYTES = 1 << 20
+_RELEASE_BYTES = 2 << 20
 _RELEASE_SHARE = 8
 # How often a rank that waits looks whether the GPU has done with what was received, so that it can be released.
 _READ_POLL = 0.001
