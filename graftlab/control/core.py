@@ -109,7 +109,7 @@ class SessionCore:
             raise LaunchError(str(error)) from error
         try:
             describe_session(folder)
-            return cls(options, launch_ranks(options, folder), plan, rows, folder)
+            return cls(options, launch_ranks(options, folder, plan), plan, rows, folder)
         except BaseException:
             with contextlib.suppress(SessionError):
                 rows.close()
@@ -537,7 +537,7 @@ class SessionCore:
             self._require_workers("restart")
             self._runs.close("the session was restarted")
             self._end_ranks()
-            started = launch_ranks(self.options, self.folder)
+            started = launch_ranks(self.options, self.folder, self.plan)
             self._runs.reopen(self._ranks)
             # In place, because all parts of the session share this list.
             self._ranks[:] = started

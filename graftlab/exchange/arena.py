@@ -7,6 +7,7 @@ as large as the machine's memory but only written pages take memory, and first f
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -88,6 +89,13 @@ class Arena:
         if numel * dtype.itemsize != nbytes:
             raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {list(shape)}")
         return torch.as_strided(segment, shape, strides, offset // dtype.itemsize)
+
+    def close(self) -> None:
+        """Let go of the memory. Windows that somebody still holds keep it for as long."""
+        self._seen_as.clear()
+        del self._bytes
+        with contextlib.suppress(BufferError):
+            self.map.close()
 
 
 def _lies_as_it_is(tensor: torch.Tensor) -> bool:

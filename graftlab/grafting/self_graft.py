@@ -17,6 +17,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.diffs.measure import measure
 from graftlab.grafting.decisions import given_tags, recompute_status
+from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import Taker, ambient
@@ -105,6 +106,32 @@ def graft_self(
     return found
 
 
+@dataclass(frozen=True)
+class RoundedResults:
+    """What a function returns when rounding goes otherwise."""
+
+    moved: Any
+    """With each tap's value moved by one unit in its last place."""
+    exact: Any
+    """In float64; see :func:`in_float64`."""
+    error: str | None
+    """Why the function does not run in float64, if it does not."""
+
+
+def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults:
+    """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
+    record = _Recorder(budget)
+    _run(call, record)
+    moved = _run(call, _Grafter(record.taps, lambda name: "", seed, resets=False))
+    try:
+        with in_float64():
+            # A taker that records nothing: the grafter is not to have these taps.
+            return RoundedResults(moved, _run(call, _Recorder(0)), None)
+    except Exception as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        return RoundedResults(moved, None, ": ".join([type(error).__name__, *said[:1]]))
+
+
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
     record = _Recorder(budget)
@@ -114,9 +141,9 @@ def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     return repeat.differences()
 
 
-def _run(call: Call, taker: Taker) -> None:
+def _run(call: Call, taker: Taker) -> Any:
     with taken_by(taker):
-        call()
+        return call()
 
 
 Place = tuple[str, tuple[Any, ...], str, int]
@@ -141,6 +168,10 @@ class PlacedTaker:
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+        with as_it_is():
+            return self._shown(name, value, shown, tags, replace)
+
+    def _shown(self, name: str, value: Any, shown: Any, tags: Mapping[str, Any], replace: bool) -> Any:
         own = plain_tensor(shown)
         if isinstance(own, str):
             self.skipped[name] = None

@@ -197,8 +197,9 @@ class Proposal:
             count = f"x{len(group)}" if len(group) > 1 else ""
             note = "; ".join(dict.fromkeys(pair.note for pair in group if pair.note))
             layout = group[0].layout.text + (" (of the target)" if group[0].whole == "target" else "")
-            cells = (target, baseline, count, group[0].sureness, number(worst), layout, note)
-            lines.append(f"<tr>{''.join(cell(each) for each in cells)}</tr>")
+            names = map(cell, (target, baseline, count, group[0].sureness))
+            cells = (*names, cell(number(worst), "number"), cell(layout), cell(note))
+            lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("target", "baseline", "layers", "matched by", "rel_l2", "layout", "note")
         rich = f"<b>{html.escape(self.summary)}</b>{table(head, lines)}"
         if self.problems:

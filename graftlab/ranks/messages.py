@@ -119,10 +119,28 @@ class Contacts(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
-class Departed(Message, frozen=True):
-    """This rank is not there any more, and nothing has begun."""
+class Assemble(Message, frozen=True):
+    """All ranks are there: connect to each of them anew, and report :class:`Linked`.
 
-    world_rank: int
+    What is connected is called a world, by number. A rank that is at work goes on in the world that it has, until it
+    hears :class:`Assembled` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
+    """
+
+    world: int
+    info: RunInfo
+    plan: WirePlan
+
+
+class Assembled(Message, frozen=True):
+    """All ranks are connected in this world: move there at the end of the step."""
+
+    world: int
+
+
+class Missing(Message, frozen=True):
+    """What a rank that waits is waiting for, in words."""
+
+    what: str
 
 
 # ---- from a rank to the notebook ------------------------------------------------------------------------------------
@@ -135,10 +153,22 @@ class Hello(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """The rank has a connection to every other: those with which it shares memory, and those behind TCP."""
+    """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP."""
 
+    world: int
     memory: tuple[int, ...]
     tcp: tuple[int, ...]
+
+
+class Moved(Message, frozen=True):
+    """The rank, which was at work, goes on in this world, from this step on."""
+
+    world: int
+    step: int
+
+
+class AskMissing(Message, frozen=True):
+    """The rank will wait no longer, and wants to know for what it has waited: answered by :class:`Missing`."""
 
 
 class IsAt(Message, frozen=True):
@@ -316,9 +346,22 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
+ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
 FromRank = (
-    Hello | Contact | Linked | IsAt | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+    Hello
+    | Contact
+    | Linked
+    | Moved
+    | AskMissing
+    | IsAt
+    | Output
+    | LiveOutput
+    | Shown
+    | TapSeen
+    | PlanAdopted
+    | RunDone
+    | RunSettled
+    | Reply
 )
 
 _to_rank = wire.Decoder(ToRank)

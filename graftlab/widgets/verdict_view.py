@@ -21,7 +21,8 @@ class VerdictView(Panel):
             placeholder="an expression that both sides evaluate, such as model(x)",
             description="Verdict on",
             continuous_update=False,
-            layout={"width": "28em"},
+            layout={"width": "34em", "max_width": "100%"},
+            style={"description_width": "max-content"},
         )
         self._expression.add_class("graftlab-verdict-expression")
         tooltip = "Run both sides several times, and tell which computation is other"

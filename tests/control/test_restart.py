@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.control import core
 from graftlab.control.groups import collective_in
+from graftlab.control.plans import Plans
 
 pytestmark = pytest.mark.ranks
 
@@ -72,6 +72,19 @@ def test_a_restart_brings_back_ranks_and_plan_and_runs_nothing(session: gl.Sessi
     assert len(gl.load_run(session.folder)) == len(frame) == 4
 
 
+def test_ranks_are_under_the_plan_as_soon_as_they_are_there(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = session.edit(b2t="name == 'a'")
+    with monkeypatch.context() as patch:
+        # However late the notebook tells its ranks of plans.
+        patch.setattr(Plans, "publish_again", lambda self: None)
+        session.restart()
+        assert session.status()[["state", "plan_version"]].values.tolist() == [["idle", plan.version]] * 3
+    assert set(session.run(tap, tap).frame["status"]) == {"grafted"}
+    wait_until(lambda: len(session.adopted(plan.version)) == 3, "what the ranks say of the plan that they began with")
+
+
 def test_steps_of_a_run_that_a_restart_ended_are_not_used_again(session: gl.Session) -> None:
     def loop() -> None:
         while True:
@@ -124,7 +137,7 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
 ) -> None:
     session.run(tap, tap)
 
-    def full(options: object, folder: Path) -> None:
+    def full(*what: object) -> None:
         raise gl.LaunchError("planted")
 
     with monkeypatch.context() as patch:
