@@ -55,9 +55,9 @@ class CompiledComparison:
             return (
                 "The function returns no tensor and no number, so what it computes without taps could not be compared."
             )
-        apart = (
-            f"Compiled without taps its result is {self.untapped:.1e} from the eager one, with taps {self.tapped:.1e}."
-        )
+        if self.untapped == self.tapped == 0:
+            return "Compiled, its result is equal to the eager one, without taps and with them."
+        apart = f"Compiled without taps its result is {_far(self.untapped)}, with taps {_far(self.tapped)}."
         if self.fused is None:
             return apart
         return (
@@ -204,3 +204,7 @@ def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
     one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
     difference, size = float((one - other).norm()), float(one.norm())
     return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def _far(distance: float) -> str:
+    return f"{distance:.1e} from the eager one" if distance else "equal to the eager one"

@@ -339,7 +339,8 @@ export function mount(root, act = null) {
       cell.firstChild.textContent = COLUMNS.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
     }
     worst.disabled = sort.column === "badness";
-    const of = lines.length === state.label.length ? `${lines.length} taps` : `${lines.length} of ${state.label.length} taps`;
+    const all = state.label.length, taps = `${all.toLocaleString("en")} ${all === 1 ? "tap" : "taps"}`;
+    const of = lines.length === all ? taps : `${lines.length.toLocaleString("en")} of ${taps}`;
     count.textContent = [of, state.count].filter(Boolean).join("; ");
     fill();
   }

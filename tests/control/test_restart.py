@@ -56,7 +56,9 @@ def test_a_restart_brings_back_ranks_and_plan_and_runs_nothing(session: gl.Sessi
     assert "the group of the target is gone" in repr(session)
     assert session.status()["state"].tolist() == ["idle", "gone: killed by SIGKILL", "idle; its group is gone"]
     assert "target is gone (target[0] killed by SIGKILL)" in session._repr_mimebundle_()["text/html"]
-    with pytest.raises(gl.SessionClosedError, match=r"target\[0\] killed by SIGKILL .*session\.restart\(\)"):
+    with pytest.raises(
+        gl.SessionClosedError, match=r"target\[0\] is gone \(killed by SIGKILL\) .*session\.restart\(\)"
+    ):
         session.run(target="1")
     session.restart()
     assert still_there(before) == []
@@ -81,6 +83,7 @@ def test_ranks_are_under_the_plan_as_soon_as_they_are_there(
         patch.setattr(Plans, "publish_again", lambda self: None)
         session.restart()
         assert session.status()[["state", "plan_version"]].values.tolist() == [["idle", plan.version]] * 3
+        assert session.status()["step"].isna().all(), "no step has begun, and none is -1"
     assert set(session.run(tap, tap).frame["status"]) == {"grafted"}
     wait_until(lambda: len(session.adopted(plan.version)) == 3, "what the ranks say of the plan that they began with")
 
@@ -150,6 +153,7 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
     session.restart()
     assert session.run(target="1").target == [1, 1]
     session.close()
+    assert session.status()["state"].tolist() == ["closed"] * 3
     with pytest.raises(gl.SessionClosedError):
         session.restart()
 
