@@ -11,7 +11,6 @@ _NUMBERS = frozenset(
         "step",
         "plan",
         "plan_version",
-        "plan_version",
         "taps",
         "rel_l2",
         "max_abs",

@@ -33,6 +33,8 @@ class VerdictView(Panel):
         expression = self._expression.value.strip()
         if not expression:
             raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
+        # What was wrong with the one before says nothing of this one.
+        self.say("")
         update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
         self.in_background(self._judge_now, expression)
 

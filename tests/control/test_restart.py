@@ -117,7 +117,11 @@ def test_a_rank_in_a_collective_is_ended_when_its_peer_has_failed(session: gl.Se
         "target[0] was ended, because it waited in a collective ("
     )
     assert "dist.all_reduce(torch.ones(1))) when target[1] had failed" in text
-    assert "The process group of the target is gone (target[0] was ended" in text
+    assert text.count("it waited in a collective") == 1
+    assert "The process group of the target is gone: its collectives fail from now on" in text
+    with pytest.raises(gl.SessionClosedError, match=r"target\[0\] is gone \(was ended, because") as refused:
+        session.run(target="1")
+    assert "Its log" not in str(refused.value), "which says nothing of an end from outside"
     assert isinstance(told.value.__cause__, ZeroDivisionError)
     assert session.run(baseline="1").baseline == [1]
     session.restart()
