@@ -15,6 +15,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from kit.examples import factor, scaled
 
+# Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
+# threads of torch would spend their time waiting for each other. Tests of threads set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 settings.register_profile("graftlab", max_examples=scaled(100), deadline=None, derandomize="CI" in os.environ)
 settings.register_profile(

@@ -102,6 +102,7 @@ class Grafter:
         # Older than any plan, so that the first one is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
+        self._reported_version = -1
         self._arrivals = Arrivals(kept, self._warn_once)
         self._seen = SeenTags(reporter.seen)
         self._run: RunInfo | None = None
@@ -132,6 +133,11 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def newest_plan(self) -> GraftPlan:
+        """The plan that is in force from the next step on, unless a newer one comes."""
+        return self._offered if self._offered.version > self._plan.version else self._plan
 
     @property
     def moment(self) -> tuple[int, int] | None:
@@ -182,6 +188,13 @@ class Grafter:
     def offer_plan(self, plan: GraftPlan) -> None:
         """A newer plan, in force from the next step. Any thread; never waits for a tap."""
         self._offered = plan
+
+    def begin_with(self, plan: GraftPlan) -> None:
+        """Be idle under a first plan, of which the notebook hears when it speaks of it."""
+        with self._lock:
+            self._plan = self._offered = plan
+            self._arrivals.adopt(plan)
+            self._write_page("idle")
 
     def adopt_offered_plan(self) -> None:
         """Put the newest plan in force, if no run is going on."""
@@ -297,6 +310,8 @@ class Grafter:
         if plan.version != self._plan.version:
             self._plan = plan
             self._arrivals.adopt(plan)
+        if plan.version != self._reported_version:
+            self._reported_version = plan.version
             self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
 
     def _begin_step(self, run: RunInfo) -> None:

@@ -293,7 +293,7 @@ def _take_mark(channel: RemoteChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
     channel._post.pump()
     channel._post.rouse()
-    # Word of where the other end is may come behind it.
+    # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
     channel.arrived.remove(_MARK)

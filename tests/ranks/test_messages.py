@@ -20,6 +20,8 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import messages
 from graftlab.ranks.messages import (
+    AgainstItself,
+    AskAgainstItself,
     AskKeptInput,
     AskKeptMap,
     AskKeptPair,
@@ -36,6 +38,7 @@ from graftlab.ranks.messages import (
     Evaluate,
     Execute,
     Failure,
+    ForAWhile,
     FromRank,
     Hello,
     Interrupt,
@@ -46,6 +49,7 @@ from graftlab.ranks.messages import (
     LiveOutput,
     Missing,
     Moved,
+    Noted,
     Output,
     OwnWork,
     PlanAdopted,
@@ -54,6 +58,7 @@ from graftlab.ranks.messages import (
     Query,
     Refused,
     Reply,
+    RunAgainstItself,
     RunDone,
     RunRequest,
     RunSettled,
@@ -96,6 +101,11 @@ TO_RANK = [
     Query(5, AskKeptMap("attn", TAGS, (0, 2))),
     Query(6, AskKeptMap("attn", TAGS, None)),
     Query(7, AskPostMortem("p x")),
+    Query(8, RunAgainstItself(7, ("record", "repeat"), 2, {"attn": "bfloat16"}, ("out",), 1 << 30)),
+    Query(9, RunAgainstItself(-1)),
+    Query(10, AskAgainstItself()),
+    ForAWhile(PLAN),
+    ForAWhile(None),
     Interrupt(3),
     Shutdown(),
 ]
@@ -120,6 +130,9 @@ FROM_RANK = [
     Reply(3, Kept(b"\x80packed")),
     Reply(4, Kept(None)),
     Reply(6, PostMortem("41")),
+    Reply(8, Noted()),
+    Reply(10, AgainstItself(None)),
+    Reply(10, AgainstItself(b"\x80packed")),
     Reply(5, Refused("ValueError: no")),
 ]
 
