@@ -214,7 +214,8 @@ def test_a_rank_that_is_killed_on_another_machine_frees_the_others_and_joins_aga
         assert [end(jobs[index])[:2] for index in (0, 2)] == [(0, "counted True True\n")] * 2
         end(jobs[1])
     frame = gl.load_run(tmp_path / "run")
-    assert require_right_pairs(tmp_path) <= {"grafted", "missing", "unmatched"}
+    # A wait for one that has many steps to make up may reach its limit.
+    assert require_right_pairs(tmp_path) <= {"grafted", "missing", "unmatched", "timeout"}
     first_run = frame[(frame["run"] == 0) & (frame["status"] == "missing")]
     assert first_run["error"].iloc[-1] == "target[0] died, or the network between us failed"
     again = frame[frame["run"] == 1]
