@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kit import warm
 from kit.examples import factor, scaled
 
 # Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
@@ -85,7 +86,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_configure() -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
-    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+    start, popen, warm_start = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__, warm.start
 
     def guarded_start(self: Any) -> None:
         _require_marker(f"the process {self.name}")
@@ -97,6 +98,11 @@ def pytest_configure() -> None:
             _require_marker(f"{args}")
         popen(self, args, *more, **options)
 
+    def guarded_warm_start(arguments: Any, *more: Any, **options: Any) -> warm.Running:
+        _require_marker(f"{arguments}")
+        return warm_start(arguments, *more, **options)
+
+    warm.start = guarded_warm_start
     multiprocessing.process.BaseProcess.start = guarded_start  # type: ignore[method-assign]
     subprocess.Popen.__init__ = guarded_popen  # type: ignore[method-assign]
 
