@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import shutil
@@ -67,6 +68,19 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
     if os.geteuid() == 0:
         args.append("--no-sandbox")  # Chromium refuses to run as root with its sandbox
     return {**browser_type_launch_args, "executable_path": chromium, "args": args}
+
+
+# ---- what the garbage collector looks at ------------------------------------------------------------------------------
+# Torch and its like make a million objects that stay. Looked through again and again, they took a fifth of the time.
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 # ---- who starts processes -------------------------------------------------------------------------------------------
