@@ -70,7 +70,7 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
     return {**browser_type_launch_args, "executable_path": chromium, "args": args}
 
 
-# ---- what the garbage collector looks at ------------------------------------------------------------------------------
+# ---- what the garbage collector looks at -----------------------------------------------------------------------------
 # Torch and its like make a million objects that stay. Looked through again and again, they took a fifth of the time.
 
 

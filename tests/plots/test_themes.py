@@ -20,7 +20,6 @@ from graftlab.plots import themes
 from graftlab.plots.style import to_html, to_png
 from graftlab.rows.store import to_frame
 
-
 NUMBERS = range(5)
 
 
