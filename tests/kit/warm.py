@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -29,14 +31,27 @@ from typing import IO, Any, TypeAlias
 from kit.deadline import DEADLINE
 
 # Nothing of graftlab's: what it does when it is imported, and after a fork, is part of what is tested.
-_IMPORTED = ("torch", "torch.distributed", "torch.multiprocessing", "numpy", "pandas", "msgspec", "cloudpickle", "zmq")
+_IMPORTED = (
+    "torch",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "numpy",
+    "pandas",
+    "msgspec",
+    "cloudpickle",
+    "zmq",
+    "torch._dynamo",
+)
 _ROOTS = tuple(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
 # Python and OpenMP have read these before a fork could change them.
 _READ_AT_START = ("PYTHON", "OMP_")
 
 
 class Script:
-    """A running script, with the methods of ``subprocess.Popen``. All its streams are pipes of text."""
+    """A running script, with the methods of ``subprocess.Popen``. All its streams are pipes of text unless one is given.
+
+    ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
+    """
 
     def __init__(
         self,
@@ -45,6 +60,8 @@ class Script:
         cwd: str | Path | None = None,
         start_new_session: bool = False,
         stderr: int | IO[Any] = subprocess.PIPE,
+        network: str | None = None,
+        own_folder: tuple[str, str] | None = None,
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
@@ -58,6 +75,8 @@ class Script:
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
+            "network": network,
+            "own_folder": own_folder,
         }
         self.pid = _nursery().start(asked, theirs)
         tells.close()
@@ -190,6 +209,7 @@ def next_script(descriptor: int) -> dict[str, Any]:
     """Import everything; fork for each request, and return it in the child. Ends with the test's end of the socket."""
     for module in _IMPORTED:
         importlib.import_module(module)
+    gc.freeze()  # or each child would look through all that, and copy it
     asks = socket.socket(fileno=descriptor)
     poller = select.poll()
     poller.register(asks, select.POLLIN)
@@ -236,6 +256,8 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(asked["env"])
+    if asked["network"]:
+        _change_machine(asked["network"], *asked["own_folder"])
     os.chdir(asked["cwd"])
     what, *rest = asked["arguments"]
     if what == "-m":
@@ -255,3 +277,18 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
         # Without the lines of this file, which come first.
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)
+
+
+def _change_machine(network: str, place: str, folder: str) -> None:
+    """What ``ip netns exec`` and ``mount --bind`` do. Python has no names for these calls before 3.12."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_network, new_mounts, bind, recursive, slave = 1 << 30, 1 << 17, 1 << 12, 1 << 14, 1 << 19
+    with open(network) as namespace:
+        done = [
+            libc.setns(namespace.fileno(), new_network),
+            libc.unshare(new_mounts),
+            libc.mount(b"none", b"/", None, recursive | slave, None),
+            libc.mount(folder.encode(), place.encode(), None, bind, None),
+        ]
+    if any(done):
+        raise OSError(ctypes.get_errno(), f"cannot change to {network}: {done}")
