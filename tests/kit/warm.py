@@ -48,7 +48,7 @@ _READ_AT_START = ("PYTHON", "OMP_")
 
 
 class Script:
-    """A running script, with the methods of ``subprocess.Popen``. All its streams are pipes of text unless one is given.
+    """A running script, with the methods of ``subprocess.Popen``. Its streams are pipes of text unless one is given.
 
     ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
     """
