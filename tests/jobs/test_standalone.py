@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
+from kit import warm
 from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 def ranks_of(
     script: str, role: str, mine: int, baseline: int, target: int, *arguments: object, **settings: object
-) -> list[subprocess.Popen[str]]:
+) -> list[warm.Running]:
     jobs = []
     for rank in range(mine):
         ranked = {"RANK": str(rank), "WORLD_SIZE": str(mine)} if mine > 1 else {}
