@@ -134,9 +134,6 @@ class JobGrafter(Grafter):
 
     def run_against_itself(self, order: RunAgainstItself) -> None:
         """Begin when the plan of this version is in force. On the desk's thread."""
-        if not order.passes:
-            self.forget_itself()
-            return
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("nothing is recorded here to run against")

@@ -308,6 +308,8 @@ class Member:
 
     def _on_plans_for_a_while(self, message: ForAWhile) -> None:
         self._lasting = None if message.plan is None else from_wire(message.plan)
+        if message.plan is None:
+            self._grafter.forget_itself()
 
     def _run_against_itself(self, order: RunAgainstItself) -> Noted:
         self._grafter.run_against_itself(order)

@@ -94,7 +94,7 @@ def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
         job.run_against_itself(RunAgainstItself(2, ("repeat",)))
     job.run_against_itself(RunAgainstItself(2, ("record",)))
     job.run_against_itself(RunAgainstItself(3, ("repeat",)))
-    job.run_against_itself(RunAgainstItself(-1))
+    job.forget_itself()
     with pytest.raises(SessionError, match="nothing is recorded"):
         job.run_against_itself(RunAgainstItself(4, ("graft",)))
 
