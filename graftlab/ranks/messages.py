@@ -88,7 +88,8 @@ class PlanUpdate(Message, frozen=True):
 class ForAWhile(Message, frozen=True):
     """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
 
-    With None there is no such plan any more, and what was recorded meanwhile is to be forgotten.
+    Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, and what was recorded
+    meanwhile is to be forgotten.
     """
 
     plan: WirePlan | None

@@ -89,6 +89,17 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
     assert len(sent) == 4
 
 
+def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job: JobGrafter) -> None:
+    exchange: Any = job._exchange
+    step(job)
+    assert exchange.awaited == []
+    job.keeps_step = True
+    step(job)
+    step(job)
+    # In step 2 all others have to have ended step 1 before it ends.
+    assert exchange.awaited == [0, 1]
+
+
 def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
     with pytest.raises(SessionError, match="nothing is recorded here to run against"):
         job.run_against_itself(RunAgainstItself(2, ("repeat",)))
