@@ -370,7 +370,9 @@ class Session(SessionCore):
         the same state, and each call must be repeatable. A :meth:`verdict`, with the taps in the graph, says which
         computation differs. Since a tap keeps the compiler from fusing across it, the results without any tap are
         compared too. If they differ only without taps, the tap that makes the difference is found by leaving taps out
-        of the graph, which compiles the function a few more times.
+        of the graph, which compiles the function a few more times. Fused code rounds less often, so how far rounding
+        alone takes the eager result is measured, with the taps moved by one unit in the last place and in float64, and
+        is part of every floor.
 
         Raises what :meth:`verdict` raises.
 

@@ -57,6 +57,10 @@ class JoinedJobs:
         """The rank takes part in no run but the newest any more."""
         self._runs.note_moved(rank)
 
+    def remark(self, text: str) -> None:
+        """Have the summary of the run say this first."""
+        self._runs.remark(text)
+
     def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
         """Take over a run of jobs that another session held, under their plan, or under the one ``published`` here."""
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
+from graftlab.base.words import counted
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.rank_output import Piece, RankOutput
@@ -71,6 +72,8 @@ class Run:
         self.number = number
         self.on_failure = on_failure
         self.is_stopping = False
+        # What a reader of the summary has to know first.
+        self.remarks: list[str] = []
         self._ranks = ranks
         self._frame = frame
         self._write = write
@@ -345,8 +348,9 @@ class Run:
                 f"that is, and session.restart() ends it"
             )
         for side, why in self._lost_groups().items():
+            reason = "" if any(why in part for part in parts) else f" ({why})"
             parts.append(
-                f"The process group of the {side} is gone ({why}): its collectives fail from now on. "
+                f"The process group of the {side} is gone{reason}: its collectives fail from now on. "
                 f"session.restart(), or %graft restart, brings the same ranks and plan back, and runs nothing again"
             )
         raise RunError(
@@ -396,13 +400,13 @@ class Run:
         if lost := not_compared(digest.statuses):
             missed.append(f"not compared: {lost}; the frame's column error says why")
         rename = suggested_rename(digest)
-        return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
+        return [*self.remarks, *missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 
     def __repr__(self) -> str:
         if not self.done:
             return f"<Run {self.number}: going on; {self.where()}>"
-        failed = ", ".join(self.failures)
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {self._summed_up().row_count} rows>"
+        failed, rows = ", ".join(self.failures), counted(self._summed_up().row_count, "row")
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {rows}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         lines = self.summary if self.done else []
@@ -415,5 +419,5 @@ class Run:
         failed = ", ".join(self.failures)
         state = f"failed on {html.escape(failed)}" if failed else "done"
         counts = self._summed_up().statuses.most_common()
-        facts = ", ".join(f"{count} {status}" for status, count in counts) or "no taps"
+        facts = ", ".join(f"{count:,} {status}" for status, count in counts) or "no taps"
         return "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])

@@ -93,16 +93,17 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
+    # First, as what is moved in place may be an argument, and stay so.
+    if exact is not None:
+        twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
+        _run(exact, twin)
+        found.exact = twin.rows
     perturbed = SelfGrafter(record.taps, dtype_of, seed)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
     _run(call, drift)
     found.outputs = drift.rows
-    if exact is not None:
-        twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
-        _run(exact, twin)
-        found.exact = twin.rows
     return found
 
 
@@ -122,14 +123,16 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
     """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
     record = Recorder(budget)
     _run(call, record)
-    moved = _run(call, SelfGrafter(record.taps, lambda name: "", seed, resets=False))
+    exact, failed = None, None
     try:
+        # Before anything is moved, as that may be an argument. The taker records nothing, and keeps the grafter out.
         with in_float64():
-            # A taker that records nothing: the grafter is not to have these taps.
-            return RoundedResults(moved, _run(call, Recorder(0)), None)
+            exact = _run(call, Recorder(0))
     except Exception as error:
         said = [line for line in str(error).splitlines() if line.strip()]
-        return RoundedResults(moved, None, ": ".join([type(error).__name__, *said[:1]]))
+        failed = ": ".join([type(error).__name__, *said[:1]])
+    moved = _run(call, SelfGrafter(record.taps, lambda name: "", seed, resets=False))
+    return RoundedResults(moved, exact, failed)
 
 
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:

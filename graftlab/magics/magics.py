@@ -75,7 +75,9 @@ class GraftMagics(Magics):
     def _open(self) -> Session:
         session = self.open_session()
         if session is None:
-            raise UsageError("%graft: no session is open; `%graft up -b 1 -t 2` starts one")
+            last = self.session
+            rows = f". The rows of the one that was closed are in session.frame, and in {last.folder}" if last else ""
+            raise UsageError(f"%graft: no session is open; `%graft up -b 1 -t 2` starts one{rows}")
         return session
 
     def _cell(self, where: str, cell: str) -> None:

@@ -207,7 +207,11 @@ class RowStore:
             block = self._read[0].block
             self._shown = len(block["step"])
             if run is not None:
-                chosen = np.flatnonzero(block["run"] == run)
+                chosen: Any = np.flatnonzero(block["run"] == run)
+                if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
+                    # Usually, because steps count on over runs.
+                    chosen = slice(chosen[0], chosen[-1] + 1)
+                    return self._columns.frame({name: column[chosen].copy() for name, column in block.items()})
                 return self._columns.frame({name: column[chosen] for name, column in block.items()})
             return self._frame.of(block)
 

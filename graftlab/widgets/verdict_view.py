@@ -18,7 +18,7 @@ class VerdictView(Panel):
         super().__init__(host.session, host=host)
         # What is typed arrives when the field is left, which a click on the button does.
         self._expression = widgets.Text(
-            placeholder="an expression that both sides evaluate, such as model(x)",
+            placeholder="an expression, such as model(x)",
             description="Verdict on",
             continuous_update=False,
             layout={"width": "34em", "max_width": "100%"},
@@ -42,6 +42,8 @@ class VerdictView(Panel):
             return
         if not expression:
             raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
+        # What was wrong with the one before says nothing of this one.
+        self.say("")
         update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
         self.in_background(self._judge_now, expression)
 
