@@ -76,6 +76,10 @@ def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recordin
     assert "shared memory" in said
     assert re.search(r"logits before: 0\.1\b", said)
     assert re.search(r"logits after: +0\.0\b", said)
+    assert "The jobs do not repeat a step: " in said
+    assert re.search(
+        r"hidden is computed otherwise in layer 1 of 0-2 \(added 0\.1, \S+ x the assumed floor, float32\)", said
+    )
     assert "<Session 1+1: 2 ranks alive" in said
     assert "exit codes: [0, 0]" in said
     table = said[said.rindex("first divergent tap") :]

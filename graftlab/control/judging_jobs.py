@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -66,7 +65,6 @@ class StepRuns(VerdictRuns):
         self._zero = 0
         self._repeats = True
         self._target_moved: list[str] = []
-        self._recorded = False
 
     def __enter__(self) -> Self:
         self._tell(ForAWhile(to_wire(self.before)))
@@ -74,13 +72,8 @@ class StepRuns(VerdictRuns):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__(*_)
-        if self.session.closed:
-            return
-        self._tell(ForAWhile(None))
-        for rank in self.session.ranks if self._recorded else ():
-            # A rank that is gone has forgotten it.
-            with contextlib.suppress(SessionError):
-                self._ask(rank, RunAgainstItself(-1), Noted)
+        if not self.session.closed:
+            self._tell(ForAWhile(None))
 
     def _tell(self, message: ForAWhile) -> None:
         for rank in self.session.ranks:
@@ -187,7 +180,6 @@ class StepRuns(VerdictRuns):
         dtypes: Mapping[str, str] | None = None,
     ) -> list[SelfGraft]:
         """What these ranks do to themselves, while all others take no tap."""
-        self._recorded = True
         version = self.session.plan.version + 1
         for rank in self.session.ranks:
             order = RunAgainstItself(

@@ -170,3 +170,9 @@ class Announcements(Protocol):
 
 class LiveExchange(Exchange[Memo], Announcements, Protocol[Memo]):
     """What joins ranks that run at the same time: their tensors, and their leader's word."""
+
+    def await_past(self, step: int) -> bool:
+        """Wait until no participant is in this step or before it any more; False when one is after the time limit.
+
+        Who only sends waits for nobody else, and may be as many steps ahead as its buffer holds.
+        """

@@ -179,6 +179,18 @@ class SharedMemoryExchange(Generic[Memo]):
                     self._peers.pump(remaining)
         return [peer.announced.pop(heard) for heard in sorted(peer.announced) if heard <= step]
 
+    def await_past(self, step: int) -> bool:
+        peers = self._peers.by_rank
+        self._peers.pump(0)
+        if not all(peer.is_past(step) for peer in peers.values()):
+            with self._peers.wait([rank for rank, peer in peers.items() if not peer.is_past(step)]) as wait:
+                while not all(peer.is_past(step) for peer in peers.values()):
+                    remaining = wait.remaining()
+                    if remaining <= 0:
+                        return False
+                    self._peers.pump(remaining)
+        return True
+
 
 def _on_announced(peer: Peer, frame: Announced) -> None:
     peer.announced[frame.step] = frame.message

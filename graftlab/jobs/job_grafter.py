@@ -44,6 +44,9 @@ class JobGrafter(Grafter):
     """
 
     on_failure: Callable[[Exception], None]
+    # Whether no rank is to be more than a step ahead: one that only sends gets as far ahead as its buffer holds, and
+    # whoever waits for a plan to be in force everywhere would wait for all of that.
+    keeps_step = False
     # What runs against itself here, last ordered, and under the plan of which version.
     _itself: SelfGraftInSteps | None = None
     _itself_under = -1
@@ -67,6 +70,8 @@ class JobGrafter(Grafter):
     def step(self) -> None:
         """See :func:`graftlab.step`."""
         try:
+            if self.keeps_step:
+                self._await_others()
             if not self._move():
                 super().step()
             self._turn_to_itself()
@@ -134,9 +139,6 @@ class JobGrafter(Grafter):
 
     def run_against_itself(self, order: RunAgainstItself) -> None:
         """Begin when the plan of this version is in force. On the desk's thread."""
-        if not order.passes:
-            self.forget_itself()
-            return
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("nothing is recorded here to run against")
@@ -159,6 +161,12 @@ class JobGrafter(Grafter):
     def forget_itself(self) -> None:
         """Let go of what was recorded."""
         self._itself, self._itself_under = None, -1
+
+    def _await_others(self) -> None:
+        """Before a step ends: wait for whoever is more than one behind."""
+        with self._lock:
+            if self._run is not None and threading.get_ident() not in self._at_work:
+                self._exchange.await_past(self._step - 1)
 
     def _turn_to_itself(self) -> None:
         """Before the first tap of a step: give its taps to what runs against itself, or take them again."""

@@ -308,6 +308,9 @@ class Member:
 
     def _on_plans_for_a_while(self, message: ForAWhile) -> None:
         self._lasting = None if message.plan is None else from_wire(message.plan)
+        self._grafter.keeps_step = message.plan is not None
+        if message.plan is None:
+            self._grafter.forget_itself()
 
     def _run_against_itself(self, order: RunAgainstItself) -> Noted:
         self._grafter.run_against_itself(order)
@@ -407,6 +410,7 @@ class Member:
             self._config.meeting,
         )
         self._grafter.forget_itself()
+        self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None
         if lasting is not None:
             self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))

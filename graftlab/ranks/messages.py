@@ -88,7 +88,8 @@ class PlanUpdate(Message, frozen=True):
 class ForAWhile(Message, frozen=True):
     """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
 
-    With None there is no such plan any more.
+    Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, and what was recorded
+    meanwhile is to be forgotten.
     """
 
     plan: WirePlan | None
@@ -349,12 +350,12 @@ class AskKeptMap(AskKept, frozen=True):
 class RunAgainstItself(Message, frozen=True):
     """Take these passes of a self-graft, each of so many steps, once the plan of this version is in force.
 
-    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Without passes, forget what was recorded.
-    Answered by :class:`Noted`. For jobs, whose code nobody can call again.
+    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by :class:`Noted`. For jobs, whose
+    code nobody can call again.
     """
 
     version: int
-    passes: tuple[Literal["record", "repeat", "graft", "drift", "rest"], ...] = ()
+    passes: tuple[Literal["record", "repeat", "graft", "drift", "rest"], ...]
     steps: Annotated[int, msgspec.Meta(ge=1)] = 1
     dtypes: dict[str, str] = {}
     keep: tuple[str, ...] = ()

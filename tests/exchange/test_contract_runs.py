@@ -151,6 +151,26 @@ def test_a_leader_that_begins_later_keeps_nobody_waiting_for_what_it_never_says(
     assert world.target.waits_so_far == 0
 
 
+def test_a_rank_can_wait_until_no_other_is_in_a_step_any_more_and_not_for_ever(a_world: MakeWorld) -> None:
+    with a_world(1, 2) as world:
+        world.begin()
+        ahead = world.baseline.exchange
+        _, first, second = world.mailboxes
+        waiting = in_background(lambda: ahead.await_past(1))
+        world.baseline.until_it_waits()
+        first.exchange.end_step(0)
+        first.exchange.end_step(1)
+        second.exchange.end_step(1)
+        assert waiting.result(DEADLINE)
+        ahead.timeout = 0.05
+        assert not ahead.await_past(2)
+        first.exchange.end_step(2)
+        # One that has ended its run is in no step.
+        second.exchange.end_run()
+        ahead.timeout = DEADLINE
+        assert ahead.await_past(2)
+
+
 def ends_the_run(leader: Mailbox) -> None:
     leader.exchange.end_run()
 

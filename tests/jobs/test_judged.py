@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kit import warm
 from kit.deadline import DEADLINE
 from kit.job_scripts import end, start, variables
 from kit.support import wait_until
@@ -18,7 +18,7 @@ from graftlab.plan.plan import FILTERS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-Jobs = list[subprocess.Popen[str]]
+Jobs = list[warm.Running]
 
 
 @pytest.fixture

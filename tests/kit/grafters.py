@@ -58,6 +58,7 @@ class OneThreadExchange:
         self.place = place
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self.declined: list[TapKey] = []
+        self.awaited: list[int] = []
         self.released = 0
         self._post = post
         self._me = place.world_rank
@@ -125,6 +126,11 @@ class OneThreadExchange:
         if (rank, step) in self._post.announced:
             return [self._post.announced[rank, step]]
         return [] if self._post.ended_step[rank] == NEVER else None
+
+    def await_past(self, step: int) -> bool:
+        """A time limit is over at once; the steps that were waited for are in ``awaited``."""
+        self.awaited.append(step)
+        return all(self._post.ended_step[peer.world_rank] >= step for peer in self._peers)
 
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
         """Nobody waits here, but in tests that make somebody wait."""

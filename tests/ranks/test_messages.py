@@ -102,7 +102,6 @@ TO_RANK = [
     Query(6, AskKeptMap("attn", TAGS, None)),
     Query(7, AskPostMortem("p x")),
     Query(8, RunAgainstItself(7, ("record", "repeat"), 2, {"attn": "bfloat16"}, ("out",), 1 << 30)),
-    Query(9, RunAgainstItself(-1)),
     Query(10, AskAgainstItself()),
     ForAWhile(PLAN),
     ForAWhile(None),
