@@ -66,8 +66,8 @@ LETS_GO_FROM = 1 << 16
 THREADS_FROM = 1 << 18
 
 
-# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one argument,
-# which costs least.
+# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one
+# argument, which costs least.
 _ASKED = struct.Struct("=QQqqqq")
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
 """What :meth:`Kernel.measure` copies over what, when it has been measured."""
