@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kit import warm
 from kit.examples import factor, scaled
 
 # Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
@@ -68,6 +70,19 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
     return {**browser_type_launch_args, "executable_path": chromium, "args": args}
 
 
+# ---- what the garbage collector looks at -----------------------------------------------------------------------------
+# Torch and its like make a million objects that stay. Looked through again and again, they took a fifth of the time.
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 # ---- who starts processes -------------------------------------------------------------------------------------------
 
 MAY_START_PROCESSES = ("ranks", "browser", "soak")
@@ -85,7 +100,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_configure() -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
-    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+    start, popen, warm_start = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__, warm.start
 
     def guarded_start(self: Any) -> None:
         _require_marker(f"the process {self.name}")
@@ -97,6 +112,11 @@ def pytest_configure() -> None:
             _require_marker(f"{args}")
         popen(self, args, *more, **options)
 
+    def guarded_warm_start(arguments: Any, *more: Any, **options: Any) -> warm.Running:
+        _require_marker(f"{arguments}")
+        return warm_start(arguments, *more, **options)
+
+    warm.start = guarded_warm_start
     multiprocessing.process.BaseProcess.start = guarded_start  # type: ignore[method-assign]
     subprocess.Popen.__init__ = guarded_popen  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ _NUMBERS = frozenset(
     {
         "step",
         "plan",
+        "plan_version",
         "taps",
         "rel_l2",
         "max_abs",

@@ -85,10 +85,11 @@ class Runs:
         ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
         for rank in ranks:
             if not rank.alive:
+                # Of a rank that the session ended itself the log says nothing of the end.
+                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 raise SessionClosedError(
-                    f"{rank.label} {rank.how_it_ended()} and cannot run anything; session.restart(), or "
-                    f"%graft restart, brings the same ranks and plan back. "
-                    f"Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                    f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
+                    f"%graft restart, brings the same ranks and plan back.{end}"
                 )
         run = self._make(ranks, on_failure, code)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -115,6 +116,10 @@ class Runs:
         """The rank takes part in no run but the newest any more."""
         for run in self._runs[:-1]:
             run.note_settled(rank)
+
+    def remark(self, text: str) -> None:
+        """Have the newest run's summary say this first."""
+        self._runs[-1].remarks.append(text)
 
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None

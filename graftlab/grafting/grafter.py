@@ -135,6 +135,11 @@ class Grafter:
         return self._plan
 
     @property
+    def newest_plan(self) -> GraftPlan:
+        """The plan that is in force from the next step on, unless a newer one comes."""
+        return self._offered if self._offered.version > self._plan.version else self._plan
+
+    @property
     def moment(self) -> tuple[int, int] | None:
         """The run and the step that go on; None between runs."""
         run = self._run

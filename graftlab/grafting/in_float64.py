@@ -7,12 +7,15 @@ mistake. How far eager code is from itself in float64 tells how much of a differ
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftlab.taps.backward import is_backward
 
 _WIDE = {
     torch.bfloat16: torch.float64,
@@ -64,23 +67,38 @@ class _Widens(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.is_mutable:
             return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
         is_view = any(each.alias_info is not None for each in schema.returns)
-        if is_view or func in _MOVES or torch.Tag.nondeterministic_seeded in func.tags or not _holds_narrow(args):
+        # What autograd rounds to the dtype of a weight has to have it.
+        moves = func in _MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
+        if is_view or moves or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
-        try:
-            return func(*_wide(args), **_wide(kwargs))
-        except RuntimeError:
-            # It has no float64, as some fused attention.
-            return func(*args, **kwargs)
+        if _PACKED.search(schema.name) is None:
+            dtypes = [each.dtype for each in _tensors(args)]
+            asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+            if _FLOATING.isdisjoint(dtypes) or _WIDE.keys().isdisjoint([*dtypes, *asked]):
+                return func(*args, **kwargs)
+            with contextlib.suppress(RuntimeError):  # has no float64, as some fused attention
+                return func(*_wide(args), **_wide(kwargs))
+        return func(*_fitting(args, narrow := _narrow(args)), **_fitting(kwargs, narrow))
 
 
 # They compute nothing, and have much to copy.
 _MOVES = {torch.ops.aten.embedding.default}
+# Some of these read float64 for what they expect instead, without a check.
+_PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
 
 
-def _holds_narrow(value: Any) -> bool:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.dtype in _WIDE
-    return isinstance(value, (list, tuple)) and any(map(_holds_narrow, value))
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _narrow(args: Any) -> torch.dtype | None:
+    """The dtype in which the tensors meet that are not wide yet; None where there are no floating numbers."""
+    found = [each.dtype for each in _tensors(args) if each.dtype in _FLOATING]
+    return next((dtype for dtype in found if dtype in _WIDE), torch.float32 if found else None)
 
 
 def _wide(value: Any) -> Any:
@@ -100,9 +118,8 @@ def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype |
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            values = given.get(argument.name)
-            for value in values if isinstance(values, (list, tuple)) else [values]:
-                if isinstance(value, torch.Tensor) and value.dtype in _FLOATING:
+            for value in _tensors(given.get(argument.name)):
+                if value.dtype in _FLOATING:
                     return value.dtype
     return None
 

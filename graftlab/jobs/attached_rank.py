@@ -6,7 +6,6 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from graftlab.base.world import Place
@@ -71,7 +70,8 @@ class AttachedRank(RankHandle):
 
     def whereabouts(self) -> Whereabouts:
         look = super().whereabouts() if self._told is None else self._told
-        return replace(look, state="idle") if self.alive and look.state == "starting" else look
+        # A page on which nothing has been written yet says nothing of steps either.
+        return Whereabouts("idle" if self.alive else "starting") if look.state == "starting" else look
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""

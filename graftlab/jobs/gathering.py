@@ -194,6 +194,7 @@ class Gathering:
         # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
         meeting = max(self._moved.values(), default=self._info.first_step)
         self._assembling = False
+        newcomers: dict[Side, int] = {}
         for rank in self._ranks:
             number = rank.place.world_rank
             if number in self._at_work:
@@ -202,15 +203,25 @@ class Gathering:
             first_step = meeting if own is None else self._info.base + own
             self._settle(rank)
             if rank.generation > 1:
-                logger.info("%s is of generation %d, and begins at step %d", rank.label, rank.generation, first_step)
+                note = f"joined again as generation {rank.generation}, and began at step {first_step}"
+                rank.seat = replace(rank.seat, notes=(*rank.seat.notes, note))
+                logger.info("%s %s", rank.label, note)
             rank.channel.send(
                 pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), OwnWork()))
             )
+            newcomers.setdefault(rank.place.side, first_step)
             # There may be a newer one than that with which all begin.
             self._joined.tell_plan(rank)
             self._at_work.add(number)
             self._current.add(number)
         self._has_begun = [True, True]
+        for side, first_step in newcomers.items():
+            if self.generation(side) > 1:
+                self._joined.remark(
+                    f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
+                    f"{first_step} here: only if both sides compute the same there does this run compare like with like; "
+                    f"a job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
+                )
 
     def missing(self) -> str:
         """For whom those wait that have not begun, in words."""

@@ -1,20 +1,24 @@
-"""The grafter of a job: whatever fails in it, the job goes on; and it can go on with other peers."""
+"""The grafter of a job: whatever fails in it, the job goes on; with other peers, or against itself in its own steps."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graftlab.base.world import RunInfo
-from graftlab.errors import GraftError
+from graftlab.errors import GraftError, SessionError
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting.arrival import Unasked
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.messages import RunAgainstItself
+from graftlab.taps.calls import Taker
 from graftlab.taps.untraced import outside_compiled_code
 
 
@@ -40,6 +44,9 @@ class JobGrafter(Grafter):
     """
 
     on_failure: Callable[[Exception], None]
+    # What runs against itself here, last ordered, and under the plan of which version.
+    _itself: SelfGraftInSteps | None = None
+    _itself_under = -1
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -62,6 +69,7 @@ class JobGrafter(Grafter):
         try:
             if not self._move():
                 super().step()
+            self._turn_to_itself()
         except GraftError:
             raise
         except Exception as error:
@@ -121,3 +129,58 @@ class JobGrafter(Grafter):
             offer.on_moved(run)
             self._fall_in(run)
             return True
+
+    # ---- against itself -----------------------------------------------------------------------------------------
+
+    def run_against_itself(self, order: RunAgainstItself) -> None:
+        """Begin when the plan of this version is in force. On the desk's thread."""
+        if not order.passes:
+            self.forget_itself()
+            return
+        before = self._itself
+        if before is None and not {"record", "rest"} & {*order.passes[:1]}:
+            raise SessionError("nothing is recorded here to run against")
+        self._itself = SelfGraftInSteps(
+            order.passes,
+            order.steps,
+            budget=order.budget,
+            dtypes=order.dtypes,
+            keep=order.keep,
+            paired_names=self._paired_names,
+            before=before,
+        )
+        self._itself_under = order.version
+
+    def against_itself(self) -> SelfGraft | None:
+        """What it came to, once the last pass has ended."""
+        itself = self._itself
+        return itself.found if itself is not None and itself.is_over else None
+
+    def forget_itself(self) -> None:
+        """Let go of what was recorded."""
+        self._itself, self._itself_under = None, -1
+
+    def _turn_to_itself(self) -> None:
+        """Before the first tap of a step: give its taps to what runs against itself, or take them again."""
+        itself = self._itself
+        if itself is None or self.plan.version != self._itself_under:
+            self.__dict__.pop("tap", None)
+            return
+        # In the place of the method, so that no other step pays for a look whether this is such a one.
+        self.__dict__["tap"] = self._guarded(itself.taker_at(self._step))
+
+    def _guarded(self, taker: Taker) -> Callable[..., Any]:
+        @outside_compiled_code
+        def tap(name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+            try:
+                return taker.tap(name, value, extras, tags, replace)
+            except GraftError:
+                raise
+            except Exception as error:
+                self.on_failure(error)
+                return value
+
+        return tap
+
+    def _paired_names(self, name: str) -> list[str]:
+        return [pairing.name for pairing in self.plan.pairings(self.place.side, name, {})]

@@ -34,18 +34,23 @@ from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.place import own_device, place_of
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk
+from graftlab.ranks.desk import Desk, packed
 from graftlab.ranks.messages import (
+    AgainstItself,
+    AskAgainstItself,
     AskMissing,
     Assemble,
     Assembled,
     Contacts,
     Failure,
+    ForAWhile,
     Hello,
     Linked,
     Missing,
     Moved,
+    Noted,
     Output,
+    RunAgainstItself,
     RunDone,
     RunRequest,
     RunSettled,
@@ -77,6 +82,8 @@ class Member:
         self.folder = Path(self._entry.joined.folder)
         self._line = JobLine(self._entry.channel, self._entry.bell)
         self._run: RunInfo | None = None
+        # What is in force again when a notebook goes away that has changed the plan for a while.
+        self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
         # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
@@ -290,9 +297,24 @@ class Member:
         self._desk.on(Assemble, self._assemble)
         self._desk.on(Assembled, self._assemble)
         self._desk.on(Contacts, self._assemble)
+        self._desk.on(ForAWhile, self._on_plans_for_a_while)
+        self._desk.on_question(RunAgainstItself, self._run_against_itself)
+        self._desk.on_question(AskAgainstItself, self._against_itself)
         for frame in frames:
             self._desk.take(frame)
         self._desk.open()
+
+    # ---- for a verdict ------------------------------------------------------------------------------------------
+
+    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+        self._lasting = None if message.plan is None else from_wire(message.plan)
+
+    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+        self._grafter.run_against_itself(order)
+        return Noted()
+
+    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
+        return AgainstItself(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -384,9 +406,12 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             self._config.meeting,
         )
+        self._grafter.forget_itself()
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
         if nothing:
-            plan = self._grafter.plan
-            self._grafter.offer_plan(_nothing_of(plan))
+            self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         self._drop_assembly()
         while not self._over.wait(_LOOK_FOR_ANOTHER):
             try:
@@ -403,7 +428,7 @@ class Member:
         assert run is not None
         assert world is not None
         now = replace(run, first_step=self._grafter.next_step)
-        membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, world.linker is not None)
+        membership = Membership(now, to_wire(self._grafter.newest_plan), self._line.lost_rows, world.linker is not None)
         self._close_relay()
         entry = self._entrance.come_back(membership, world.segment)
         if entry is None:

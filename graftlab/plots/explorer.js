@@ -39,6 +39,8 @@ const STYLE = `
 .gle :focus-visible { outline: 2px solid var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2)); outline-offset: 1px }
 .gle input.floor { width: 7em } .gle input.find { width: 18em }
 .gle .quiet { opacity: .75 }
+.gle .refused { color: color-mix(in srgb, #e5484d 80%, currentColor) }
+.gle [aria-invalid=true] { border-color: #e5484d }
 .gle .key span { margin-right: .8em; white-space: nowrap }
 .gle .plot { position: relative }
 .gle .tip {
@@ -120,11 +122,15 @@ export function mount(root, act = null) {
   }
   const caption = element("label", "", "Floor ");
   const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);
-  tools.append(caption);
+  const refused = element("span", "refused", "a number from 0 on, such as 1e-5; empty: assumed from the dtypes");
+  refused.setAttribute("role", "alert");
+  tools.append(caption, refused);
+  function refuse(yes) { refused.hidden = !yes; floor.setAttribute("aria-invalid", String(yes)); }
+  refuse(false);
   floor.addEventListener("change", () => {
     const given = floor.value.trim() === "" ? null : Number(floor.value);
-    if (given !== null && !(given >= 0)) { floor.setAttribute("aria-invalid", "true"); return; }
-    floor.removeAttribute("aria-invalid");
+    refuse(given !== null && !(given >= 0));
+    if (!refused.hidden) return;
     if (act) act("floor", given); else if (given !== null) { state.floor = given; draw(); }
   });
   const layers = element("input", "layers"); layers.type = "checkbox";
@@ -163,7 +169,8 @@ export function mount(root, act = null) {
     state = next;
     headline.textContent = state.headline ?? "";
     canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
-    if (document.activeElement !== floor) floor.value = plainly(state.floor);
+    // What was refused stays until it is mended.
+    if (document.activeElement !== floor && refused.hidden) floor.value = plainly(state.floor);
     arrange();
     if (wasWhole || range[1] > points.length || before === 0) range = [0, Math.max(points.length, 1)];
     list(); tell(); draw();
@@ -339,7 +346,8 @@ export function mount(root, act = null) {
       cell.firstChild.textContent = COLUMNS.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
     }
     worst.disabled = sort.column === "badness";
-    const of = lines.length === state.label.length ? `${lines.length} taps` : `${lines.length} of ${state.label.length} taps`;
+    const all = state.label.length, taps = `${all.toLocaleString("en")} ${all === 1 ? "tap" : "taps"}`;
+    const of = lines.length === all ? taps : `${lines.length.toLocaleString("en")} of ${taps}`;
     count.textContent = [of, state.count].filter(Boolean).join("; ");
     fill();
   }

@@ -22,6 +22,8 @@ from matplotlib.text import Text
 _PAPER, _INK = "#111111", "#e0e0e0"
 # Blue letters are lost on dark paper; points and lines are not.
 _BLUE, _SKY = to_rgba("#0072B2"), "#56B4E9"
+# Pixels to the inch below which names cannot be read: a narrow page scrolls the figure then, and shrinks it no more.
+_LEGIBLE = 68
 AS_IT_IS = "as it is"
 """The gid of text that stands on a colour of its own, and not on paper."""
 
@@ -30,7 +32,7 @@ _BLACK, _WHITE = to_rgba("black"), to_rgba("white")
 # JupyterLab's theme, VS Code's, and where neither is, the system's. A page that drops styles shows the first picture.
 STYLE = """<style>
 .graftlab-figure { overflow-x: auto }
-.graftlab-figure img { max-width: max(100%, 720px) }
+.graftlab-figure img { max-width: 100% }
 body[data-jp-theme-light="false"] .graftlab-on-light, .vscode-dark .graftlab-on-light,
 .vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-light { display: none }
 body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-dark,
@@ -45,9 +47,10 @@ body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-d
 def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
     """The figure as markup: drawn twice, with what it shows in words. See :data:`STYLE` for what it needs."""
     said = html.escape(alt or in_words(figure), quote=True)
-    light = _img(_render(figure, dpi), said, "graftlab-on-light", "")
+    least = f' style="min-width: {_LEGIBLE * figure.get_size_inches()[0]:.0f}px"'
+    light = _img(_render(figure, dpi), said, "graftlab-on-light", least)
     with on_dark(figure):
-        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", " hidden")
+        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", f" hidden{least}")
     return f'<div class="graftlab-figure">{light}{dark}</div>'
 
 

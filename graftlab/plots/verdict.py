@@ -6,9 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from graftlab.plots import style
 from graftlab.plots.scales import value_axis
+from graftlab.verdict.facts import tap_name
 from graftlab.verdict.order import require
 
 _MARKED = {"culprit": style.VERMILLION, "minor": style.ORANGE, "cancels": style.PURPLE}
@@ -29,7 +31,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
 
     >>> figure = session.verdict(forward, forward, args=(x,)).plot()
     """
-    require(frame, "name", "step", "order", "added", "ratio", "floor", "error", "error_ratio", "label", "group")
+    require(frame, "name", "tags", "step", "order", "added", "ratio", "floor", "error", "error_ratio", "label", "group")
     taps = _worst_of_ranks(frame)
     count = len(taps)
     figure, ax = style.new_axes(ax, style.width_for(count), 5.4)
@@ -66,8 +68,10 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
     _name_groups(ax, taps, x, np.where(np.isnan(added), scale.top, scale.place(added)))
     _mark_steps(ax, taps)
     ax.set_xlim(-0.8, count - 0.2)
-    names = [style.plain(style.shorten(str(n))) for n in taps["name"].iloc[::every]]
-    ax.set_xticks(x[::every], names, rotation=90, fontsize=style.DENSE)
+    names = [tap_name(style.shorten(str(name)), tags) for name, tags in zip(taps["name"], taps["tags"], strict=True)]
+    ax.set_xticks(
+        x[::every], [style.plain(style.shorten(each, 48)) for each in names[::every]], rotation=90, fontsize=style.DENSE
+    )
     style.legend(
         ax,
         [
@@ -75,6 +79,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
             *(style.key(label, color, "D") for label, color in _MARKED.items() if (taps["label"] == label).any()),
             style.key("error without grafts", style.BLUE, "o", hollow=True),
             style.key(f"{threshold:g} x the floor", style.GREY, line="--"),
+            Patch(color=style.GREY, alpha=0.25, linewidth=0, label="the floor"),
         ],
     )
     return figure

@@ -100,6 +100,10 @@ class Desk:
         """Hand messages of this kind to somebody else, on the desk's thread."""
         self._handle.on(kind, handler)
 
+    def on_question(self, kind: type[M], answer: Callable[[M], Answer]) -> None:
+        """Have somebody else answer questions of this kind, on the desk's thread."""
+        self._answer.on(kind, answer)
+
     def open(self) -> None:
         threading.Thread(target=self._serve_or_fail, name="graftlab-desk", daemon=True).start()
 
@@ -178,5 +182,10 @@ def _both(pair: KeptPair) -> tuple[Any, Any]:
     return pair.baseline, pair.target
 
 
+def packed(value: Any) -> bytes | None:
+    """What a rank has, for a notebook that may trust it."""
+    return None if value is None else shipping.pack_result(value)
+
+
 def _packed(value: Any) -> Kept:
-    return Kept(None if value is None else shipping.pack_result(value))
+    return Kept(packed(value))

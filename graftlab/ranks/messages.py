@@ -11,7 +11,7 @@ a frame tells the two apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -83,6 +83,15 @@ class PlanUpdate(Message, frozen=True):
     """A newer plan, in force from the next step on."""
 
     plan: WirePlan
+
+
+class ForAWhile(Message, frozen=True):
+    """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
+
+    With None there is no such plan any more.
+    """
+
+    plan: WirePlan | None
 
 
 class Interrupt(Message, frozen=True):
@@ -275,13 +284,23 @@ class PostMortem(Message, frozen=True):
     text: str
 
 
+class Noted(Message, frozen=True):
+    """It will be done."""
+
+
+class AgainstItself(Message, frozen=True):
+    """A :class:`graftlab.grafting.self_graft.SelfGraft`; None as long as its last step has not ended."""
+
+    packed: Pickled | None
+
+
 class Refused(Message, frozen=True):
     """Why there is no answer."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | PostMortem | Refused
+Answer = Stacks | KeptTags | Kept | PostMortem | Noted | AgainstItself | Refused
 
 
 class AskStacks(Message, frozen=True):
@@ -327,7 +346,35 @@ class AskKeptMap(AskKept, frozen=True):
     dims: tuple[int, int] | None
 
 
-Question = AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
+class RunAgainstItself(Message, frozen=True):
+    """Take these passes of a self-graft, each of so many steps, once the plan of this version is in force.
+
+    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Without passes, forget what was recorded.
+    Answered by :class:`Noted`. For jobs, whose code nobody can call again.
+    """
+
+    version: int
+    passes: tuple[Literal["record", "repeat", "graft", "drift", "rest"], ...] = ()
+    steps: Annotated[int, msgspec.Meta(ge=1)] = 1
+    dtypes: dict[str, str] = {}
+    keep: tuple[str, ...] = ()
+    budget: int = 0
+
+
+class AskAgainstItself(Message, frozen=True):
+    """What did these passes come to? Answered by :class:`AgainstItself`."""
+
+
+Question = (
+    AskStacks
+    | AskPostMortem
+    | AskKeptTags
+    | AskKeptPair
+    | AskKeptInput
+    | AskKeptMap
+    | RunAgainstItself
+    | AskAgainstItself
+)
 
 
 class Query(Message, frozen=True):
@@ -346,7 +393,7 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
+ToRank = RunRequest | PlanUpdate | ForAWhile | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
 FromRank = (
     Hello
     | Contact

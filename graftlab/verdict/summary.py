@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from graftlab.base.words import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest
@@ -128,7 +129,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
     start, which = "", "first divergent"
     if grafted.any():
         taps = len(facts.names(grafted))
-        start = f"grafted {taps} {'tap' if taps == 1 else 'taps'}; "
+        start = f"grafted {counted(taps, 'tap')}; "
         is_after = at is None or facts.is_before(facts.first(grafted), at)
         them = "it" if taps == 1 else "them"
         which = f"first divergent after {them}" if is_after else f"first divergent, before {them}"
@@ -148,7 +149,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
     row = facts.row(at)
     if facts.differ[at] > 0:
         others = int((compared & (facts.differ > 0)).sum()) - 1
-        more = f", and in {others:,} {'row' if others == 1 else 'rows'} more" if others else ""
+        more = f", and in {counted(others, 'row')} more" if others else ""
         how = f"{_nonfinite(row)}{more}"
     else:
         how = _how_far(row, floor)
@@ -229,8 +230,7 @@ def _differing(frame: pd.DataFrame) -> Array:
 
 
 def _rows(mask: Array) -> str:
-    count = int(mask.sum())
-    return "1 row" if count == 1 else f"{count:,} rows"
+    return counted(int(mask.sum()), "row")
 
 
 def _place(row: Mapping[str, Any]) -> str:

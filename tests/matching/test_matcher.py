@@ -462,3 +462,13 @@ def test_rules_are_read_back_as_pairs() -> None:
     assert (pair.layout.text, pair.whole, pair.by_value) == ("x y -> y x", "target", True)
     with pytest.raises(GraftError):
         pairs_of([{"baseline": "a", "target": "b", "layout": "x y -> y"}])
+
+
+def test_notes_of_a_group_that_differ_by_numbers_alone_are_shown_once() -> None:
+    pairs = tuple(
+        Pair(f"a.{n}.h", f"b.{n}.h", sureness="rule", rel=0.5, note=f"as in 2 other layers; here they differ by 0.{n}")
+        for n in range(1, 5)
+    )
+    shown = Proposal(pairs, {}, {}, ())._repr_mimebundle_()["text/html"]
+    assert shown.count("differ by") == 1
+    assert "here they differ by 0.1 (and alike, with other numbers, in 3 layers more)" in shown

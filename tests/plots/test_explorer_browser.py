@@ -93,3 +93,17 @@ def test_columns_that_say_nothing_are_folded(page: Page) -> None:
     many = page.evaluate(titles)
     assert {"nonfinite", "note"} <= set(many)
     assert page.locator("tr[data-tap]").first.locator("td").count() == len(many)
+
+
+def test_a_floor_that_is_no_number_is_refused_in_words_until_it_is_mended(page: Page) -> None:
+    mount(page, row(0, "a", 1e-3))
+    floor, refused = page.locator("input.floor"), page.locator(".refused")
+    assert not refused.is_visible()
+    floor.fill("one")
+    floor.press("Enter")
+    assert refused.inner_text().startswith("a number from 0 on")
+    assert floor.get_attribute("aria-invalid") == "true"
+    floor.fill("0.5")
+    floor.press("Enter")
+    assert not refused.is_visible()
+    assert floor.get_attribute("aria-invalid") == "false"

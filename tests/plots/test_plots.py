@@ -419,6 +419,10 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
         found = plots.first_divergent(frame(*silent, culprit, row("y", 1.0)))
         assert found is not None
         assert found["name"] == "x"
+    rows = frame(row("a", 0.5, "grafted"), row("b", 0.25))
+    assert [text for text in texts(plots.divergence(rows, noise_floor=1e-5)) if "first divergent" in text] == [
+        "first divergent: b  (rel_l2 0.25)"
+    ], "what was grafted is not divergent again"
     grafted = plots.first_divergent(frame(row("a", 0.5, "grafted")))
     assert grafted is not None
     assert grafted["status"] == "grafted"

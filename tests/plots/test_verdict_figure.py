@@ -16,7 +16,16 @@ from graftlab.plots.verdict import added_errors
 
 
 def taps(*lines: dict[str, Any]) -> pd.DataFrame:
-    usual = {"step": 0, "added": 1e-8, "ratio": 0.1, "floor": 1e-7, "error": 1e-7, "error_ratio": 1.0, "label": "clean"}
+    usual: dict[str, Any] = {
+        "tags": {},
+        "step": 0,
+        "added": 1e-8,
+        "ratio": 0.1,
+        "floor": 1e-7,
+        "error": 1e-7,
+        "error_ratio": 1.0,
+        "label": "clean",
+    }
     frame = pd.DataFrame([{"name": f"t{at}", "order": at, **usual, **line} for at, line in enumerate(lines)])
     return frame.assign(group=frame["name"])
 
@@ -65,6 +74,11 @@ def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -
     steps.canvas.draw()
     at = {text.get_text(): text.get_window_extent() for text in steps.axes[0].texts}
     assert not at["step 0"].overlaps(at["culprit: t0"])
+
+
+def test_taps_of_one_name_are_told_apart_by_their_tags() -> None:
+    figure = added_errors(taps(*({"name": "gelu", "tags": {"layer": layer}} for layer in range(3))))
+    assert [each.get_text() for each in figure.axes[0].get_xticklabels()] == [f"gelu layer={n}" for n in range(3)]
 
 
 def test_a_page_need_not_shrink_it_until_its_names_are_unreadable() -> None:
