@@ -48,7 +48,7 @@ def tagged(**tags: Any) -> Row:
 
 
 def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
-    pd.testing.assert_frame_equal(one, other)
+    pd.testing.assert_frame_equal(one, other, check_frame_type=False)  # load_run gives one that can report
 
 
 @pytest.fixture
