@@ -66,8 +66,8 @@ LETS_GO_FROM = 1 << 16
 THREADS_FROM = 1 << 18
 
 
-# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one argument,
-# which costs least.
+# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one
+# argument, which costs least.
 _ASKED = struct.Struct("=QQqqqq")
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
 """What :meth:`Kernel.measure` copies over what, when it has been measured."""
@@ -108,9 +108,7 @@ class Kernel:
     sum_lines: Callable[[bytes, int, int, int], int]
     """The checksums of lines, without the GIL: see `rows/checksums.py`."""
 
-    def measure(
-        self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER
-    ) -> DiffStats:
+    def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
 
         ``copied``: then one of them is given the other one's, each block while it is in the cache. Only where

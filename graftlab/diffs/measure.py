@@ -44,10 +44,10 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
 
 
 def measure_and_overwrite(baseline: torch.Tensor, target: torch.Tensor, *, own: torch.Tensor) -> DiffStats | None:
-    """As :func:`measure`; then ``own``, one of the two, holds the other one's elements, past autograd's version counter.
+    """As :func:`measure`; then ``own``, one of the two, holds the other one's elements.
 
-    In one pass, which reads both tensors from memory once. None, with nothing done, where that is not possible: both
-    must be plain, contiguous and of one dtype, whose squares float64 can hold.
+    In one pass, which reads both tensors from memory once, and past autograd's version counter. None, with nothing
+    done, where that is not possible: both must be plain, contiguous and of one dtype whose squares float64 can hold.
     """
     compiled = kernel.load()
     dtype = baseline.dtype

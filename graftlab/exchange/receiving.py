@@ -23,9 +23,9 @@ from graftlab.exchange.frames import (
 )
 from graftlab.exchange.peers import Peer, Peers
 
-# Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few bytes,
-# because a sender writes what was released last again, while it is in the processor's cache: one place for tensors of 4 MiB
-# takes it half the time that eight in turn do.
+# Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
+# bytes, because a sender writes there again while the cache holds it: to copy 4 MiB into one place takes it half as
+# long as into eight in turn.
 _RELEASE_COUNT = 64
 _RELEASE_BYTES = 2 << 20
 _RELEASE_SHARE = 8

@@ -33,8 +33,8 @@ from graftlab.exchange.tcp import RemoteChannel
 
 logger = logging.getLogger(__name__)
 
-# So many tensors on their way, or bytes that were sent since, are a reason to look whether some have been released: what
-# was is still in the processor's cache.
+# So many tensors on their way, or bytes that were sent since the last look, are a reason to look whether some have been
+# released: their memory is still in the processor's cache.
 _MANY = 256
 _MUCH = 1 << 20
 # How often a sender without room looks whether a receiver waits for it.

@@ -21,8 +21,8 @@ from graftlab.rows.schema import COLUMNS
 
 ROWS_FILE = "rows.jsonl"
 
-# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that no other
-# thread of the kernel waits long for its turn.
+# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that no
+# other thread of the kernel waits long for its turn.
 _PIECE = 4 << 20
 # How often a folder is read again because its session put lines into blocks meanwhile.
 _TRIES = 100

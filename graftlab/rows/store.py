@@ -351,7 +351,7 @@ class RowStore:
         return self._count - upto >= ahead.SOME and upto - self._shown < ahead.MOST
 
     def _read_ahead(self) -> bool:
-        """Read some rows that nobody has asked for yet; returns whether there are more. On a thread of its own alone."""
+        """Read some rows that nobody has asked for yet; returns whether there are more. On that thread alone."""
         self.let_readers_go_first()
         with self._reading:
             if self._is_worth_reading():
