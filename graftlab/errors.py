@@ -146,7 +146,7 @@ class DumpError(GraftError):
 
 
 class GraphError(GraftError, ValueError):
-    """A slot, a registry or a runner of captured graphs cannot be made, or used, as asked."""
+    """A slot, a registry, a runner of captured graphs or a compiled program cannot be made, or used, as asked."""
 
 
 class BufferFullError(GraftError):

@@ -91,7 +91,7 @@ class SessionCore:
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
-        self.joined = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock)
+        self.joined = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
         open_sessions.add(self)
         self._plans.publish(plan)
         for rank in self._ranks:

@@ -45,6 +45,7 @@ def ranks_frame(
             {
                 "side": rank.place.side,
                 "rank": rank.place.rank,
+                "generation": rank.generation,
                 "pid": rank.pid,
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
@@ -76,7 +77,7 @@ def ranks_table(
         if look.awaits and rank.alive:
             state += " for " + ", ".join(ranks[other].label for other in look.awaits)
         cells = [
-            cell(rank.label),
+            cell(rank.label if rank.generation == 1 else f"{rank.label}, generation {rank.generation}"),
             cell(rank.pid),
             cell(rank.seat.device),
             cell(state, kind),

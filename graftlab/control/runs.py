@@ -106,6 +106,21 @@ class Runs:
         self._first_run, self._next_step = info.run, info.first_step
         return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
 
+    def assemble(self) -> RunInfo:
+        """A run of all ranks, each of which does its own work. What some of them still do is of the run before."""
+        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in self._ranks))
+        run = self._make(list(self._ranks), "continue")
+        return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
+
+    def note_moved(self, rank: RankHandle) -> None:
+        """The rank takes part in no run but the newest any more."""
+        for run in self._runs[:-1]:
+            run.note_settled(rank)
+
+    def remark(self, text: str) -> None:
+        """Have the newest run's summary say this first."""
+        self._runs[-1].remarks.append(text)
+
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
     ) -> Run:
@@ -167,7 +182,8 @@ class Runs:
         self._runs[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankHandle) -> None:
-        for run in self._runs[-1:]:
+        self._next_step = max(self._next_step, rank.whereabouts().step + 1)
+        for run in self._runs:
             if rank in run.participants and not run.done:
                 if self._closing is not None:
                     run.note_death(rank, self._closing)

@@ -210,7 +210,8 @@ class GraftMagics(Magics):
         return run.wait()
 
     def _verdict(self, arguments: argparse.Namespace) -> Any:
-        verdict = self._open().verdict(arguments.expression, arguments.expression)
+        judged = arguments.expression or None
+        verdict = self._open().verdict(judged, judged)
         self._assign(arguments.out, verdict)
         return verdict
 
