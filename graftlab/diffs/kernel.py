@@ -108,9 +108,7 @@ class Kernel:
     sum_lines: Callable[[bytes, int, int, int], int]
     """The checksums of lines, without the GIL: see `rows/checksums.py`."""
 
-    def measure(
-        self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER
-    ) -> DiffStats:
+    def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
 
         ``copied``: then one of them is given the other one's, each block while it is in the cache. Only where
