@@ -24,7 +24,7 @@ def test_a_place_that_is_empty_has_no_height_and_hides_nothing_else(browser: Bro
     context = browser.new_context()
     try:
         page = context.new_page()
-        page.set_content(CELL.format(gone) + CELL.format(gone + text) + CELL.format(text))
+        page.set_content("".join(map(CELL.format, (gone, gone + text, text))))
         alone, beside, other = page.locator(".jp-Cell-outputWrapper").all()
         assert not alone.is_visible()
         assert beside.is_visible()
