@@ -9,10 +9,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-# An output without text has the height of a line all the same.
-_NOTHING = (
-    '<span class="graftlab-gone"></span><style>.jp-OutputArea-child:has(.graftlab-gone) { display: none }</style>'
-)
+# An output without text has the height of a line all the same, and so has the part of a cell that holds no other one.
+_NOTHING = """<span class="graftlab-gone"></span><style>
+.jp-OutputArea-child:has(.graftlab-gone) { display: none }
+.jp-Cell-outputWrapper:has(.jp-OutputArea-child:only-child .graftlab-gone) { display: none }
+</style>"""
 _STYLE = "margin:0;font-size:var(--jp-code-font-size,13px);white-space:pre-wrap"
 
 

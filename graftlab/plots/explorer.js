@@ -38,20 +38,20 @@ const STYLE = `
 .gle button:disabled { opacity: .5; cursor: default }
 .gle :focus-visible { outline: 2px solid var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2)); outline-offset: 1px }
 .gle input.floor { width: 7em } .gle input.find { width: 18em }
-.gle .quiet { opacity: .75 }
+.gle .quiet { color: color-mix(in srgb, currentColor 78%, transparent) }
 .gle .refused { color: color-mix(in srgb, #e5484d 80%, currentColor) }
 .gle [aria-invalid=true] { border-color: #e5484d }
 .gle .key span { margin-right: .8em; white-space: nowrap }
 .gle .plot { position: relative }
 .gle .tip {
   position: absolute; pointer-events: none; display: none; max-width: 60ch; padding: 3px 8px; z-index: 2; border-radius: 3px;
-  background: var(--jp-layout-color1, var(--vscode-editorHoverWidget-background, Canvas)); white-space: pre-line;
+  background: var(--gle-paper); white-space: pre-line;
   border: 1px solid color-mix(in srgb, currentColor 40%, transparent); overflow-wrap: anywhere;
 }
 .gle .chosen { border-left: 3px solid var(--jp-brand-color1, #1976d2); padding: 2px 8px; margin: 4px 0; overflow-wrap: anywhere }
 .gle .lines { max-height: 330px; overflow: auto; border: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
 .gle table { border-collapse: collapse; width: 100%; font-size: 12px }
-.gle thead th { position: sticky; top: 0; z-index: 1; background: var(--jp-layout-color1, var(--vscode-editor-background, Canvas)); padding: 0 }
+.gle thead th { position: sticky; top: 0; z-index: 1; background: var(--gle-paper); padding: 0 }
 .gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left; white-space: nowrap }
 .gle th.number button, .gle td.number { text-align: right; font-variant-numeric: tabular-nums }
 .gle tbody tr { height: ${ROW}px; cursor: pointer }
@@ -227,7 +227,17 @@ export function mount(root, act = null) {
   const xOf = (n) => LEFT + ((n + 0.5 - range[0]) / (range[1] - range[0])) * across();
   const nOf = (x) => range[0] + ((x - LEFT) / across()) * (range[1] - range[0]);
 
+  // What lies over something else needs the colour of the page below, which no variable says everywhere.
+  function paper() {
+    for (let each = root; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (!/^(transparent|rgba\(.*, 0\))$/.test(colour)) return colour;
+    }
+    return "Canvas";
+  }
+
   function draw() {
+    root.style.setProperty("--gle-paper", paper());
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
     if (!width) return;
     canvas.width = width * ratio; canvas.height = HEIGHT * ratio;

@@ -36,8 +36,8 @@ def divergence(
     """How far the two sides are apart at every tap, in execution order: read it from the left.
 
     A healthy pair stays near or below the noise floor, slowly rising. The place to look at is the first tap
-    that jumps above it and was not grafted; it is annotated as the first divergent one, and everything after it may only
-    inherit its error.
+    that jumps above it and was not grafted; it is annotated as the first divergent one, and everything to its
+    right may only inherit its error.
 
     - x: one place a tap (and step), in the order in which they ran, labelled by name and by those tags that
       tell taps of one name apart; past 60 taps only some labels are written.

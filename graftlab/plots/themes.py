@@ -23,7 +23,7 @@ _PAPER, _INK = "#111111", "#e0e0e0"
 # Blue letters are lost on dark paper; points and lines are not.
 _BLUE, _SKY = to_rgba("#0072B2"), "#56B4E9"
 # Pixels to the inch below which names cannot be read: a narrow page scrolls the figure then, and shrinks it no more.
-_LEGIBLE = 68
+_LEGIBLE = 54
 AS_IT_IS = "as it is"
 """The gid of text that stands on a colour of its own, and not on paper."""
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 PANEL_STYLE = """
 .graftlab-panel {
   --gl-ink: var(--jp-ui-font-color1, var(--vscode-foreground, currentColor));
-  --gl-pale: color-mix(in srgb, currentColor 65%, transparent);
+  --gl-pale: color-mix(in srgb, currentColor 75%, transparent);
   --gl-faint: var(--jp-ui-font-color2, var(--vscode-descriptionForeground, var(--gl-pale)));
   --gl-rule: var(--jp-border-color1, var(--vscode-widget-border, color-mix(in srgb, currentColor 30%, transparent)));
   --gl-fill: color-mix(in srgb, var(--gl-ink) 8%, transparent);
   --gl-bad: color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #e5484d)) 85%, var(--gl-ink));
   --gl-good: color-mix(in srgb, var(--jp-success-color1, #2f9e44) 70%, var(--gl-ink));
-  --gl-warn: color-mix(in srgb, var(--jp-warn-color1, #e8890c) 70%, var(--gl-ink));
+  --gl-warn: color-mix(in srgb, var(--jp-warn-color1, #e8890c) 60%, var(--gl-ink));
   --gl-accent: var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2));
   --gl-code: var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));
   max-width: 1100px; overflow: visible;

@@ -107,3 +107,14 @@ def test_a_floor_that_is_no_number_is_refused_in_words_until_it_is_mended(page: 
     floor.press("Enter")
     assert not refused.is_visible()
     assert floor.get_attribute("aria-invalid") == "false"
+
+
+@pytest.mark.parametrize(
+    ("paper", "ink"), [("rgb(30, 30, 30)", "rgb(204, 204, 204)"), ("rgb(255, 255, 255)", "rgb(51, 51, 51)")]
+)
+def test_what_lies_over_the_table_has_the_colour_of_the_page_where_no_theme_gives_one(
+    page: Page, paper: str, ink: str
+) -> None:
+    mount(page, row(0, "a", 1e-3), style=f"body {{ background: {paper}; color: {ink} }}")
+    assert page.locator("th").first.evaluate("each => getComputedStyle(each).backgroundColor") == paper
+    assert page.locator(".tip").evaluate("each => getComputedStyle(each).backgroundColor") == paper

@@ -149,6 +149,9 @@ def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Scree
 
     screen.write(t2b, "")
     screen.write(b2t, "name == 'hidden' and layer == 1")
+    # The lines below both have their height by then, so that the button stays under the pointer.
+    expect(b2t.locator(".graftlab-below")).to_contain_text("1 of 5")
+    expect(t2b.locator(".graftlab-below")).to_contain_text("matches nothing")
     expect(apply).to_be_enabled()
     apply.click()
     expect(page.locator(".graftlab-adopted")).to_contain_text("Plan 2")

@@ -1,0 +1,34 @@
+"""What a place of live text leaves behind in JupyterLab, on a page that has its elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
+
+from graftlab.base import live
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+CELL = '<div class="jp-Cell-outputWrapper" style="padding:9px">{}</div>'
+CHILD = '<div class="jp-OutputArea-child" style="padding:9px">{}</div>'
+
+
+def test_a_place_that_is_empty_has_no_height_and_hides_nothing_else(browser: Browser) -> None:
+    gone, text = CHILD.format(live._NOTHING), CHILD.format("text")
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.set_content("".join(map(CELL.format, (gone, gone + text, text))))
+        alone, beside, other = page.locator(".jp-Cell-outputWrapper").all()
+        assert not alone.is_visible()
+        assert beside.is_visible()
+        assert [each.is_visible() for each in beside.locator(".jp-OutputArea-child").all()] == [False, True]
+        assert other.is_visible()
+    finally:
+        context.close()
