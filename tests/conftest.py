@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import shutil
@@ -13,7 +14,13 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kit import warm
 from kit.examples import factor, scaled
+
+# Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
+# threads of torch would spend their time waiting for each other. Tests of threads set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 settings.register_profile("graftlab", max_examples=scaled(100), deadline=None, derandomize="CI" in os.environ)
@@ -63,6 +70,19 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
     return {**browser_type_launch_args, "executable_path": chromium, "args": args}
 
 
+# ---- what the garbage collector looks at -----------------------------------------------------------------------------
+# Torch and its like make a million objects that stay. Looked through again and again, they took a fifth of the time.
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 # ---- who starts processes -------------------------------------------------------------------------------------------
 
 MAY_START_PROCESSES = ("ranks", "browser", "soak")
@@ -80,7 +100,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_configure() -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
-    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+    start, popen, warm_start = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__, warm.start
 
     def guarded_start(self: Any) -> None:
         _require_marker(f"the process {self.name}")
@@ -92,6 +112,11 @@ def pytest_configure() -> None:
             _require_marker(f"{args}")
         popen(self, args, *more, **options)
 
+    def guarded_warm_start(arguments: Any, *more: Any, **options: Any) -> warm.Running:
+        _require_marker(f"{arguments}")
+        return warm_start(arguments, *more, **options)
+
+    warm.start = guarded_warm_start
     multiprocessing.process.BaseProcess.start = guarded_start  # type: ignore[method-assign]
     subprocess.Popen.__init__ = guarded_popen  # type: ignore[method-assign]
 

@@ -64,12 +64,10 @@ class CompiledComparison:
             return (
                 "The function returns no tensor and no number, so what it computes without taps could not be compared."
             )
-        said = [
-            f"Compiled without taps its result is {self.untapped:.1e} from the eager one, with taps {self.tapped:.1e}."
-        ]
-        if self.untapped or self.tapped:
-            said += [self._of_rounding(), *self._of_float64()]
-        return " ".join(said)
+        if self.untapped == self.tapped == 0:
+            return "Compiled, its result is equal to the eager one, without taps and with them."
+        apart = f"Compiled without taps its result is {_far(self.untapped)}, with taps {_far(self.tapped)}."
+        return " ".join([apart, self._of_rounding(), *self._of_float64()])
 
     def _of_rounding(self) -> str:
         limit, floor = _PARTED * self.floor, f"rounding alone takes the eager result {self.floor:.1e} away"
@@ -264,3 +262,7 @@ def _rounded_here(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
 def _in_float64_here(function: Callee, *args: Any, **kwargs: Any) -> Any:
     with in_float64():
         return call_here(function, args, kwargs)()
+
+
+def _far(distance: float) -> str:
+    return f"{distance:.1e} from the eager one" if distance else "equal to the eager one"

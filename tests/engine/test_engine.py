@@ -98,10 +98,11 @@ def everything_free(engine: Engine) -> bool:
     ],
     ids=["one at a time", "large batches", "little cache", "prompts in pieces"],
 )
-def test_a_hundred_requests_get_the_tokens_of_decoding_without_a_cache(
-    limits: dict[str, int], window: int | None
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.soak)])
+def test_many_requests_get_the_tokens_of_decoding_without_a_cache(
+    limits: dict[str, int], count: int, window: int | None
 ) -> None:
-    requests, engine, rng = workload(100), Engine(model(window), **limits), random.Random(1)
+    requests, engine, rng = workload(count), Engine(model(window), **limits), random.Random(1)
     rng.shuffle(requests)
     arriving, finished = list(requests), {}
     while arriving or engine.live:

@@ -10,8 +10,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import warm
 from kit.bodies import bodies
 from kit.examples import examples
 from kit.support import DEADLINE, wait_until
@@ -77,13 +76,11 @@ class Process:
         if "--token" not in options and "GRAFTLAB_ENGINE_TOKEN" not in environment and not made_token:
             options = ["--no-token", *options]
         with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "graftlab.engine.serve", "--port", "0", "--threads", "1", *options],
+            self._process = warm.start(
+                ["-m", "graftlab.engine.serve", "--port", "0", "--threads", "1", *options],
+                {**os.environ, **environment},
                 cwd=ROOT,
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
             )
         # One of them is ended by a signal that leaves a core.
         resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
@@ -339,12 +336,12 @@ def test_a_server_that_cannot_start_says_why_in_one_line() -> None:
             (["--port", str(taken.getsockname()[1])], "Address already in use"),
             (["--port", "0", "--device", "nonsense"], "nonsense"),
         ):
-            command = [sys.executable, "-m", "graftlab.engine.serve", *options]
-            failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
+            failed = warm.start(["-m", "graftlab.engine.serve", *options], os.environ, cwd=ROOT)
+            out, err = failed.communicate(timeout=DEADLINE)
             assert failed.returncode == 1
-            assert failed.stdout == ""
-            assert reason in failed.stderr
-            assert "Traceback" not in failed.stderr
+            assert out == ""
+            assert reason in err
+            assert "Traceback" not in err
 
 
 # ---- a server in this process, whose forwards wait ------------------------------------------------------------------

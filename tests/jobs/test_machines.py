@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from kit import warm
 from kit.job_scripts import SCRIPTS, end, variables
 from kit.machines import Machine, machines
 from kit.support import wait_until
@@ -18,7 +17,7 @@ from graftlab.exchange.keys import new_token, write_token
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-PYTHON, PORT = sys.executable, 29500
+PORT = 29500
 
 
 def told(first: Machine, folder: Path, **settings: object) -> dict[str, object]:
@@ -30,10 +29,10 @@ def told(first: Machine, folder: Path, **settings: object) -> dict[str, object]:
 
 
 def script(name: str, *arguments: object) -> list[str]:
-    return [PYTHON, str(SCRIPTS / name), *map(str, arguments)]
+    return [str(SCRIPTS / name), *map(str, arguments)]
 
 
-def all_end_well(jobs: list[subprocess.Popen[str]]) -> list[str]:
+def all_end_well(jobs: list[warm.Running]) -> list[str]:
     ends = [end(job) for job in jobs]
     assert [code for code, _, _ in ends] == [0] * len(jobs), ends
     return [out for _, out, _ in ends]
@@ -64,16 +63,17 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
     assert logs.count("grafted b2t at tap 'hidden' step 1") == 1
 
 
+@pytest.mark.soak
 def test_a_side_that_torchrun_starts_on_two_nodes_joins_one_on_a_third(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with machines(3) as (first, second, third):
         settings = told(first, tmp_path, watch="True")
         baseline = variables("baseline", 1, 2, **settings, run_dir=run)
-        jobs = [first.start(PYTHON, "-m", "graftlab", "attach", str(SCRIPTS / "train.py"), **baseline)]
+        jobs = [first.start("-m", "graftlab", "attach", str(SCRIPTS / "train.py"), **baseline)]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{second.address}:29400", "--rdzv-id", "target"]
         for machine in (second, third):
             target = variables("target", 1, 2, **settings, run_dir=tmp_path / machine.name)
-            torchrun = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
             # The name of the host, by which it would find that out, is the same on all of these machines.
             torchrun += ["--rdzv-conf", f"is_host={int(machine is second)}"]
             torchrun += ["--local-addr", machine.address, "-m", "graftlab", "attach", str(SCRIPTS / "train.py")]
@@ -124,7 +124,7 @@ def test_a_notebook_steers_jobs_on_other_machines_goes_away_and_another_takes_th
 # ---- networks that fail ---------------------------------------------------------------------------------------------
 
 
-def two_that_count(first: Machine, second: Machine, folder: Path, **settings: object) -> list[subprocess.Popen[str]]:
+def two_that_count(first: Machine, second: Machine, folder: Path, **settings: object) -> list[warm.Running]:
     jobs = []
     for machine, role, scale in ((first, "baseline", 2.0), (second, "target", 1.0)):
         given = told(first, folder, **settings)

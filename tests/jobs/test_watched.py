@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kit import warm
 from kit.job_scripts import SCRIPTS, end, environment, start, variables
 
 import graftlab as gl
@@ -14,15 +13,9 @@ import graftlab as gl
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
-def torchrun(ranks: int, *command: str, **extra: str) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen(
-        [*launcher, *command],
-        env=environment(extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def torchrun(ranks: int, *command: str, **extra: str) -> warm.Running:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return warm.start([*launcher, *command], environment(extra))
 
 
 def test_an_unmodified_script_under_torchrun_on_two_ranks_against_one(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from kit import warm
 from kit.deadline import DEADLINE
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "jobs" / "scripts"
@@ -30,23 +30,17 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
     return {**kept, "GRAFTLAB_HOME": os.environ["GRAFTLAB_HOME"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
-def start(script: str, *arguments: object, command: tuple[str, ...] = (), **extra: str) -> subprocess.Popen[str]:
+def start(script: str, *arguments: object, command: tuple[str, ...] = (), **extra: str) -> warm.Running:
     """Start a script of ``tests/jobs/scripts``; ``command`` stands before its path."""
-    return subprocess.Popen(
-        [sys.executable, *command, str(SCRIPTS / script), *map(str, arguments)],
-        env=environment(extra),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return warm.start([*command, SCRIPTS / script, *arguments], environment(extra))
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(process: warm.Running) -> tuple[int, str, str]:
     """Its exit code, and what it printed to either stream."""
     try:
         out, err = process.communicate(timeout=4 * DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
+    assert process.returncode is not None
     return process.returncode, out, err

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from kit import warm
 from kit.job_scripts import environment
 
 _numbers = itertools.count()
-
-_OWN_TMP = 'mount --bind "$1" "$0" && shift && exec "$@"'
 
 
 class Machine:
@@ -34,16 +33,10 @@ class Machine:
         self._plug = plug
         self._tmp = tmp
 
-    def start(self, *command: str, **extra: str) -> subprocess.Popen[str]:
-        """Run a command there, with this environment beside the test's."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.name, "sh", "-c", _OWN_TMP, str(_tmp()), self._tmp, *command],
-            env=environment(extra),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *arguments: object, **extra: str) -> warm.Running:
+        """Run Python with these arguments there, with this environment beside the test's."""
+        network = f"/run/netns/{self.name}"
+        return warm.start(arguments, environment(extra), network=network, own_folder=(str(_tmp()), self._tmp))
 
     def unplug(self) -> None:
         """Its cable is out."""

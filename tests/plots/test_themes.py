@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,32 +20,35 @@ from graftlab.plots import themes
 from graftlab.plots.style import to_html, to_png
 from graftlab.rows.store import to_frame
 
+NUMBERS = range(5)
 
-def figures() -> list[Figure]:
+
+def figure_of(number: int) -> Figure:
     rows = to_frame([row("a"), row("b", 2, rel_l2=1e-3), row("c", 3, rel_l2=0.0, nonfinite_differ=2)])
     x, y = torch.randn(6, 8), torch.randn(6, 8)
-    return [
-        gl.plots.divergence(rows, noise_floor=1e-5),
-        gl.plots.over_steps(rows),
-        gl.plots.ranks(rows, "b"),
-        gl.plots.heatmap(x, y),
-        gl.plots.histogram(x, y),
-    ]
+    make: Callable[[], Figure] = [
+        lambda: gl.plots.divergence(rows, noise_floor=1e-5),
+        lambda: gl.plots.over_steps(rows),
+        lambda: gl.plots.ranks(rows, "b"),
+        lambda: gl.plots.heatmap(x, y),
+        lambda: gl.plots.histogram(x, y),
+    ][number]
+    return make()
 
 
 def pixels(png: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return np.asarray(image.imread(io.BytesIO(png))[..., :3], dtype=np.float64)
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_on_dark_paper_the_paper_is_dark_nothing_black_is_left_on_it_and_all_is_undone(number: int) -> None:
-    figure = figures()[number]
+    figure = figure_of(number)
     # The layout settles with the first drawing.
-    to_png(figure)
-    before = to_png(figure)
+    to_png(figure, dpi=40)
+    before = to_png(figure, dpi=40)
     with themes.on_dark(figure):
-        dark = pixels(to_png(figure))
-    assert to_png(figure) == before
+        dark = pixels(to_png(figure, dpi=40))
+    assert to_png(figure, dpi=40) == before
     assert np.median(dark[:4].max(axis=-1)) < 0.1, "the rim is paper"
     for text in figure.findobj(Text):
         assert text.get_color() not in ("white", themes._INK), "as it was"
@@ -68,8 +72,29 @@ def test_data_keep_their_colours() -> None:
     assert light[line, column].tolist() == dark[line, column].tolist()
 
 
+def test_numbers_in_coloured_cells_stay_as_they_are() -> None:
+    figure = gl.plots.ranks(to_frame([row("b", rel_l2=1e-3), row("b", step=1, rel_l2=0.5)]), "b")
+    cells = [text for text in figure.axes[0].texts if text.get_text() in ("0.001", "0.5")]
+    light = [text.get_color() for text in cells]
+    assert sorted(light) == ["black", "white"], "what is readable on each cell's colour"
+    with themes.on_dark(figure):
+        assert [text.get_color() for text in cells] == light
+
+
+def test_on_dark_paper_black_points_are_filled_as_before_and_blue_letters_are_light() -> None:
+    rows = to_frame([row("a", rel_l2=1e-3)])
+    figure = gl.plots.divergence({"one": rows, "two": rows}, noise_floor=1e-5)
+    (points,) = [each for each in figure.axes[0].collections if each.get_gid() == "two: compared"]
+    (said,) = [text for text in figure.axes[0].texts if text.get_text().startswith("one, first divergent")]
+    assert np.asarray(points.get_facecolor()).tolist() == [[0, 0, 0, 1]]
+    with themes.on_dark(figure):
+        assert np.asarray(points.get_facecolor()).min() > 0.8, "a hollow point would say that the two sides are equal"
+        assert said.get_color() == "#56B4E9"
+    assert said.get_color() == "#0072B2"
+
+
 def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> None:
-    figure = figures()[0]
+    figure = figure_of(0)
     markup = to_html(figure)
     light, dark = re.findall("<img[^>]*>", markup)
     assert "graftlab-on-light" in light
@@ -81,9 +106,9 @@ def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> Non
     assert "&lt;b&gt;" in to_html(gl.plots.histogram(torch.ones(2), torch.ones(2), title='<b>"x"'))
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_every_figure_can_be_told_in_words(number: int) -> None:
-    said = themes.in_words(figures()[number])
+    said = themes.in_words(figure_of(number))
     assert "x: " in said
     assert "y: " in said
 

@@ -1,0 +1,294 @@
+"""Python processes that have imported torch before they begin.
+
+An interpreter takes seconds of the processor to import torch, and tests start hundreds. So each worker of pytest has
+one that does nothing else, and a script runs in a fork of it, as ``__main__``, with a command line, an environment, a
+folder and streams of its own. It is a process like any other: it is killed, watched and waited for as one that was
+started by its path. What a test promises of how Python starts needs ``subprocess.Popen``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from kit.deadline import DEADLINE
+
+# Nothing of graftlab's: what it does when it is imported, and after a fork, is part of what is tested.
+_IMPORTED = (
+    "torch",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "numpy",
+    "pandas",
+    "msgspec",
+    "cloudpickle",
+    "zmq",
+    "torch._dynamo",
+)
+_ROOTS = tuple(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
+# Python and OpenMP have read these before a fork could change them.
+_READ_AT_START = ("PYTHON", "OMP_")
+
+
+class Script:
+    """A running script, with the methods of ``subprocess.Popen``. Its streams are pipes of text unless one is given.
+
+    ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        env: Mapping[str, str],
+        cwd: str | Path | None = None,
+        start_new_session: bool = False,
+        stderr: int | IO[Any] = subprocess.PIPE,
+        network: str | None = None,
+        own_folder: tuple[str, str] | None = None,
+    ) -> None:
+        self.args = [str(argument) for argument in arguments]
+        self.returncode: int | None = None
+        pipes = [os.pipe() for _ in range(3)]
+        told, tells = socket.socketpair()
+        theirs = [pipes[0][0], pipes[1][1], pipes[2][1], tells.fileno()]
+        if stderr != subprocess.PIPE:
+            theirs[2] = stderr if isinstance(stderr, int) else stderr.fileno()
+        asked = {
+            "arguments": self.args,
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "session": start_new_session,
+            "network": network,
+            "own_folder": own_folder,
+        }
+        self.pid = _nursery().start(asked, theirs)
+        tells.close()
+        for descriptor in (pipes[0][0], pipes[1][1], pipes[2][1]):
+            os.close(descriptor)
+        self.stdin: IO[str] = os.fdopen(pipes[0][1], "w")
+        self.stdout: IO[str] = os.fdopen(pipes[1][0])
+        self.stderr: IO[str] = os.fdopen(pipes[2][0])
+        self._told = told
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for stream in (self.stdout, self.stderr, self.stdin):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._told.settimeout(timeout)
+            try:
+                self.returncode = int(self._told.recv(16))
+            except (TimeoutError, BlockingIOError):
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout) from None
+            self._told.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Send ``input``, and read both streams to their ends. May be called again after it ran out of time."""
+        with contextlib.suppress(BrokenPipeError):
+            if not self.stdin.closed:
+                self.stdin.write(input or "")
+                self.stdin.close()
+        for reader in self._readers:
+            reader.join(timeout)
+            if reader.is_alive():
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(timeout)
+        return self._read[self.stdout], self._read[self.stderr]
+
+    @functools.cached_property
+    def _readers(self) -> list[threading.Thread]:
+        def read(stream: IO[str]) -> None:
+            self._read[stream] = stream.read()
+            stream.close()
+
+        readers = [threading.Thread(target=read, args=(each,), daemon=True) for each in (self.stdout, self.stderr)]
+        for reader in readers:
+            reader.start()
+        return readers
+
+    @functools.cached_property
+    def _read(self) -> dict[IO[str], str]:
+        return {}
+
+
+Running: TypeAlias = Script | subprocess.Popen[str]
+
+
+def start(arguments: Sequence[object], env: Mapping[str, str], **how: Any) -> Running:
+    """Start ``python ARGUMENTS``: warm, or cold where the environment says what Python reads when it starts."""
+    wanted = {name: value for name, value in env.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"}
+    if wanted == {name: value for name, value in os.environ.items() if name in wanted}:
+        return Script(arguments, env, **how)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], env=dict(env), text=True, **pipes)
+
+
+# ---- the process that is forked -------------------------------------------------------------------------------------
+
+
+class _Nursery:
+    """The test's end of the process that has imported everything."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        path = os.pathsep.join([*_ROOTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from kit import warm; warm.run_as_main(warm.next_script({theirs.fileno()}))"],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self._end)
+
+    def start(self, asked: Mapping[str, Any], descriptors: list[int]) -> int:
+        with self._lock:
+            self._socket.settimeout(DEADLINE)
+            request = json.dumps(asked).encode()
+            socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], descriptors)
+            self._socket.sendall(request)
+            answer = self._socket.recv(16)
+            assert answer, "the process that scripts are forked from is gone"
+            return int(answer)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.wait(DEADLINE)
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    return _Nursery()
+
+
+def next_script(descriptor: int) -> dict[str, Any]:
+    """Import everything; fork for each request, and return it in the child. Ends with the test's end of the socket."""
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()  # or each child would look through all that, and copy it
+    asks = socket.socket(fileno=descriptor)
+    poller = select.poll()
+    poller.register(asks, select.POLLIN)
+    running: dict[int, tuple[int, int]] = {}
+    while True:
+        for ready, _ in poller.poll():
+            if ready in running:
+                pid, tells = running.pop(ready)
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    os.write(tells, str(os.waitstatus_to_exitcode(status)).encode())
+                poller.unregister(ready)
+                os.close(ready)
+                os.close(tells)
+                continue
+            size, descriptors, *_ = socket.recv_fds(asks, 8, 4)
+            if not size:
+                sys.exit()
+            request = b""
+            while len(request) < int.from_bytes(size, "little"):
+                request += asks.recv(1 << 16)
+            asked: dict[str, Any] = json.loads(request)
+            if (pid := os.fork()) == 0:
+                for pidfd, (_, tells) in running.items():
+                    os.close(pidfd)
+                    os.close(tells)
+                asks.close()
+                os.close(descriptors[3])
+                for stream, given in enumerate(descriptors[:3]):
+                    os.dup2(given, stream)
+                    os.close(given)
+                return asked
+            for given in descriptors[:3]:
+                os.close(given)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = pid, descriptors[3]
+            poller.register(pidfd, select.POLLIN)
+            asks.sendall(str(pid).encode())
+
+
+def run_as_main(asked: Mapping[str, Any]) -> None:
+    """Do what ``python ARGUMENTS`` does."""
+    if asked["session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    if asked["network"]:
+        _change_machine(asked["network"], *asked["own_folder"])
+    os.chdir(asked["cwd"])
+    what, *rest = asked["arguments"]
+    if what == "-m":
+        module, *sys.argv[1:] = rest
+        sys.path[0] = asked["cwd"]
+    else:
+        sys.argv[:] = [what, *rest]
+        sys.path[0] = str(Path(what).resolve().parent)
+    try:
+        if what == "-m":
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            main.__dict__.update(__file__=what, __builtins__=__builtins__)
+            exec(compile(Path(what).read_bytes(), what, "exec"), main.__dict__)
+    except Exception as error:
+        # Without the lines of this file, which come first.
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        sys.exit(1)
+
+
+def _change_machine(network: str, place: str, folder: str) -> None:
+    """What ``ip netns exec`` and ``mount --bind`` do. Python has no names for these calls before 3.12."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_network, new_mounts, bind, recursive, slave = 1 << 30, 1 << 17, 1 << 12, 1 << 14, 1 << 19
+    with open(network) as namespace:
+        done = [
+            libc.setns(namespace.fileno(), new_network),
+            libc.unshare(new_mounts),
+            libc.mount(b"none", b"/", None, recursive | slave, None),
+            libc.mount(folder.encode(), place.encode(), None, bind, None),
+        ]
+    if any(done):
+        raise OSError(ctypes.get_errno(), f"cannot change to {network}: {done}")
