@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import random
 import re
@@ -23,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosmic_ray.commands import init
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkItem
 from coverage import CoverageData
@@ -49,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
         found = faults(options.rooms)
-        drawn = random.Random(options.seed).sample(found, min(options.count, len(found)))
+        random.Random(options.seed).shuffle(found)
+        drawn = list(itertools.islice(filter(is_python, found), options.count))
         say(f"{len(drawn)} of {len(found)} faults in {', '.join(options.rooms)}, seed {options.seed}")
         rooms = sorted({room_of(item) for item in drawn})
         # Once more, for a test that fails on a busy machine alone.
@@ -76,6 +79,18 @@ def faults(rooms: Sequence[str]) -> list[WorkItem]:
         # An annotation is no code here, and most uses of | are in one.
         items = [item for item in database.work_items if "BitOr" not in item.mutations[0].operator_name]
     return sorted(items, key=lambda item: (str(item.mutations[0].module_path), repr(item.mutations)))
+
+
+def is_python(item: WorkItem) -> bool:
+    """Whether a fault leaves Python; ``**kwargs`` with another operator does not, and says nothing of the tests."""
+    (mutation,) = item.mutations
+    operator = get_operator(mutation.operator_name)(**(mutation.operator_args or {}))
+    code = mutate_code(mutation.module_path.read_text(), operator, mutation.occurrence)
+    try:
+        compile(code or "", str(mutation.module_path), "exec")
+    except SyntaxError:
+        return False
+    return code is not None
 
 
 def room_of(item: WorkItem) -> str:

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Of the extras' form: that the tap has none.
 _NO_EXTRAS: list[str] = []
-# Of other objects a tracer can tell whether they can be called.
-_NO_FUNCTIONS = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
 # In the place of a tensor among extras.
 _TENSOR = "*"
 
@@ -100,7 +98,7 @@ def tap(
         raise TagError(f"layout of gl.tap({name!r}): in compiled code a layout is given as text")
     if _choice is not None and not _is_chosen(name, tuple(as_text(f"gl.tap({name!r})", tags)), _choice):
         return value
-    is_computed = not isinstance(value, _NO_FUNCTIONS) and callable(value)
+    is_computed = _is_function(value)
     shown = value() if is_computed else value
     if not isinstance(shown, torch.Tensor):
         torch.ops.graftlab.skip_(clock, name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
@@ -115,13 +113,16 @@ def tap(
     if hasattr(alias, "to_local"):
         torch.ops.graftlab.skip_(clock, name, "a DTensor is shown without its placements; give layout= to the tap")
         local = alias.to_local()
-    tensors, form = _taken_apart(
-        name, extras if isinstance(extras, _NO_FUNCTIONS) or not callable(extras) else extras()
-    )
+    tensors, form = _taken_apart(name, extras() if _is_function(extras) else extras)
     torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "")
     if grad and shown.requires_grad:
         shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
     return value if is_computed else shown
+
+
+def _is_function(value: Any) -> bool:
+    # No tracer can ask a dict whether it can be called, and that of torch 2.6 no function for its class.
+    return not hasattr(value, "keys") and callable(value)
 
 
 def compile_taps(choice: str | None) -> None:

@@ -558,3 +558,10 @@ def test_arbitrary_text_is_a_filter_or_a_filter_error(expression: str, tags: Map
         return
     assert 0 <= refused.position <= len(expression)
     assert refused.message
+
+
+@pytest.mark.parametrize("blanks", [1, 4, 5, 40])
+def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int) -> None:
+    with pytest.raises(FilterError) as refused:
+        compile_filter(" " * blanks + "x.y")
+    assert refused.value.position == blanks

@@ -666,3 +666,10 @@ def test_a_record_that_cannot_be_told_is_an_error_and_the_others_come_with_it(
     with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:
         loaded(tmp_path, (REQUEST, RESPONSE, 1.0, 2.0), record)
     assert raised.value.requests == [RecordedRequest(REQUEST, RESPONSE, 1.0, 2.0)]
+
+
+def test_times_of_no_unit_are_read_too() -> None:
+    for value in (np.array(["NaT"], "m8"), np.array([3], "m8"), np.array(["NaT"], "M8"), np.array([3], "m8[5ms]")):
+        found = read(value)
+        assert found.dtype == value.dtype
+        assert found.tolist() == value.tolist()

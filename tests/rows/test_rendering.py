@@ -73,3 +73,14 @@ def test_it_is_a_pandas_frame_and_what_is_no_frame_of_rows_any_more_looks_like_o
     assert frame.groupby("name")["rel_l2"].max().to_dict() == {"h": 0.5}
     pd.testing.assert_frame_equal(pickle.loads(pickle.dumps(frame)), frame)
     assert "no rows" in frame.iloc[:0]._repr_html_()
+
+
+def test_columns_that_are_folded_are_counted_and_named() -> None:
+    from graftlab.rows.rendering import _folded
+
+    frame = pd.DataFrame({"x": [1, 2], "c": [5, 5], "d": [6, 6], "e": [None, None], "o": [1, 2]})
+    assert _folded(frame, {"x"}) == (
+        "<details><summary>4 columns more</summary><div>the same in all: c=5, d=6</div><div>empty: e</div>"
+        "<div>and: o</div></details>"
+    )
+    assert _folded(frame[["x"]], {"x"}) == ""

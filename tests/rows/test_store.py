@@ -688,3 +688,15 @@ def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path
     (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
     with pytest.raises(gl.SessionError, match=rf"rows.jsonl: row 1 has {re.escape(repr(value))} as its {column}, "):
         gl.load_run(tmp_path)
+
+
+def test_rows_with_the_same_tags_and_step_share_one_dict_of_them() -> None:
+    import numpy as np
+
+    from graftlab.rows.columns import _with_steps
+
+    values = [{"a": 1}, {"a": 2}]
+    made = _with_steps((values, np.array([0, 0, 1, 1])), np.array([3, 3, 3, 4]))
+    assert made.tolist() == [{"a": 1, "step": 3}, {"a": 1, "step": 3}, {"a": 2, "step": 3}, {"a": 2, "step": 4}]
+    assert made[0] is made[1]
+    assert values == [{"a": 1}, {"a": 2}]
