@@ -60,7 +60,7 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no fast test notices
-	$(install) -q 'cosmic-ray>=8.7,<9'
+	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.6'
 	$(run) tests/mutants.py $(MUTANTS_ARGS)
 
 bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")

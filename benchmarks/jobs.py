@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -118,34 +119,49 @@ def _recording(setup: Setup, tensors: int) -> list[Line]:
     values = [torch.randn(_TENSOR // 4) for _ in range(tensors)]
     total = _TENSOR * tensors
     folder = Path(tempfile.mkdtemp(dir=setup.folder))
-    began = time.perf_counter()
-    _write(folder / "plain", values)
-    plain = total / (time.perf_counter() - began)
-    began = time.perf_counter()
-    with gl.record(folder / "recorded"):
-        for number, value in enumerate(values):
-            gl.tap("x", value, number=number)
-    _sync(folder / "recorded")
-    written = total / (time.perf_counter() - began)
-    began = time.perf_counter()
-    _read(folder / "plain")
-    plain_read = total / (time.perf_counter() - began)
-    began = time.perf_counter()
-    for _ in gl.Recording(folder / "recorded").taps(0):
-        continue
-    read = total / (time.perf_counter() - began)
+    rates: dict[str, list[float]] = {"write": [], "record": [], "read": [], "read back": []}
+
+    def timed(what: str, function: Callable[..., None], *arguments: object) -> None:
+        began = time.perf_counter()
+        function(*arguments)
+        rates[what].append(total / (time.perf_counter() - began))
+
+    # In turn, and each time anew: the system's memory for files that are new costs more than that of files before.
+    for number in range(setup.repeats(_ROUNDS, quick=1)):
+        plain, recorded = folder / f"plain-{number}", folder / f"recorded-{number}"
+        timed("write", _write, plain, values)
+        timed("read", _read, plain)
+        plain.unlink()
+        timed("record", _record, recorded, values)
+        timed("read back", _read_recording, recorded)
+        shutil.rmtree(recorded)
     note = "limit: as many bytes in one plain file, synced"
+    limit = {what: Spread.of(found).median for what, found in rates.items()}
     return [
-        Line("jobs", f"record {quantity(total, 'B')}", "B/s", Spread.of([written]), limit=plain, note=note),
+        Line(
+            "jobs", f"record {quantity(total, 'B')}", "B/s", Spread.of(rates["record"]), limit=limit["write"], note=note
+        ),
         Line(
             "jobs",
             f"read a recording of {quantity(total, 'B')}",
             "B/s",
-            Spread.of([read]),
-            limit=plain_read,
+            Spread.of(rates["read back"]),
+            limit=limit["read"],
             note="limit: one plain file; both from the system's cache, and the recording's sums are checked",
         ),
     ]
+
+
+def _record(folder: Path, values: list[torch.Tensor]) -> None:
+    with gl.record(folder):
+        for number, value in enumerate(values):
+            gl.tap("x", value, number=number)
+    _sync(folder)
+
+
+def _read_recording(folder: Path) -> None:
+    for _ in gl.Recording(folder).taps(0):
+        continue
 
 
 def _write(path: Path, values: list[torch.Tensor]) -> None:

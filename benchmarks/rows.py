@@ -92,9 +92,12 @@ def _send_rows_of(count: int, run: int) -> Callable[[], None]:
         grafter = active.grafter()
         assert grafter is not None
         rest: list[Any]
-        _, step, _, *rest = a_row()
+        _, step, _, name, tags, *rest = a_row()
+        # As in a session, whose steps count on over its runs.
+        step += run
+        tags = {**tags, "step": step}
         for order in range(count):
-            grafter._reporter.row(Row(run, step, order, *rest))
+            grafter._reporter.row(Row(run, step, order, name, tags, *rest))
 
     return send_rows
 

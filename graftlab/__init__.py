@@ -42,6 +42,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 if TYPE_CHECKING:
     from graftlab import plots, transforms
     from graftlab.config import GraftConfig
+    from graftlab.control.loaded_run import load_run
     from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.jobs.joining import attach
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
     from graftlab.recordings.recording import Recording
-    from graftlab.rows.loading import load_run
     from graftlab.session import Session, launch, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
@@ -77,7 +77,7 @@ _LAZY = {
     "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
     "listen": "graftlab.session",
-    "load_run": "graftlab.rows.loading",
+    "load_run": "graftlab.control.loaded_run",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",

@@ -72,6 +72,9 @@ class GraftConfig:
     that both can work out. Without it they meet in ``run_dir``, where the rows go. ``group_name`` tells meetings at one
     address apart. ``timeout``, in seconds, bounds the wait for the others and each wait of a tap is at most half of it.
 
+    ``first_step`` is for a job that resumes from a checkpoint: how many of its steps it has behind it, so that its next
+    one pairs with the same step of the other side; without it both sides pair from where they meet.
+
     ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
     each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
     the plan, or compare ``"nothing"``, until another listens at that address.
@@ -104,6 +107,7 @@ class GraftConfig:
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
+    first_step: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -136,6 +140,8 @@ class GraftConfig:
         for name in ("buffer_budget", "keep_budget"):
             if getattr(self, name) < 0:
                 raise _refusal(name, getattr(self, name), "a number of bytes")
+        if self.first_step is not None and self.first_step < 0:
+            raise _refusal("first_step", self.first_step, "how many steps this job has behind it, from 0 on")
         if self.port is not None and not 0 < self.port < 65536:
             raise _refusal("port", self.port, "a number from 1 to 65535")
         if not self.group_name or "/" in self.group_name or self.group_name.startswith("."):
@@ -322,6 +328,7 @@ _KINDS: dict[str, type] = {
     "timeout": float,
     "buffer_budget": int,
     "keep_budget": int,
+    "first_step": int,
 }
 _KINDS = {each.name: _KINDS.get(each.name, str) for each in fields(GraftConfig)}
 _TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}

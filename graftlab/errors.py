@@ -146,7 +146,7 @@ class DumpError(GraftError):
 
 
 class GraphError(GraftError, ValueError):
-    """A slot, a registry or a runner of captured graphs cannot be made, or used, as asked."""
+    """A slot, a registry, a runner of captured graphs or a compiled program cannot be made, or used, as asked."""
 
 
 class BufferFullError(GraftError):
@@ -196,10 +196,9 @@ class GraftWarning(UserWarning):
 def warn(message: str) -> None:
     """Show a :class:`GraftWarning` that points at the user's own line, however far up it is."""
     level, frame = 1, sys._getframe()
-    # torch's own frames lie in between where modules call hooks, and in compiled code, whose frames may have no module.
-    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").partition(".")[0] in (
-        "graftlab",
-        "torch",
-    ):
+    # torch's own frames lie in between where modules call hooks, and in compiled code, whose frames may have no module;
+    # those of dataclasses where a plan is made of another, and IPython's where a magic does.
+    between = ("graftlab", "torch", "dataclasses", "IPython")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, GraftWarning, stacklevel=level)

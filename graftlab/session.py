@@ -219,8 +219,8 @@ class Session(SessionCore):
 
     def verdict(
         self,
-        baseline: Callee,
-        target: Callee,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
         output: str | None = None,
         floor: float | Literal["auto"] = "auto",
         exact: Callee | None = None,
@@ -229,6 +229,8 @@ class Session(SessionCore):
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        steps: int = 1,
+        graft_weights: bool = False,
     ) -> Verdict:
         """Which computation differs on the target, whether it is the cause, and which taps only inherit the error.
 
@@ -244,12 +246,18 @@ class Session(SessionCore):
         also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and
         restored afterwards; its transform and its renaming stay in force.
 
-        Raises what :meth:`run` raises, and :class:`SessionError` where no tap is named ``output``.
+        The jobs of a session that listens are judged in what they do anyway: give no functions. Each run of the verdict
+        is then ``steps`` whole steps of theirs, which begin at a multiple of that number. Where the baseline shows the
+        same in each, the floor is measured and code is swapped, as above. Where it does not, as in training, a floor is
+        assumed by the dtypes unless ``floor`` is given, nothing is swapped, and the text says so first. Weights and the
+        state of optimizers are left alone, unless ``graft_weights`` gives the target the baseline's, for good.
+
+        Raises what :meth:`run` raises, and :class:`SessionError` where no tap is named ``output``, or a job ends before
+        the verdict is there.
 
         >>> session.verdict(forward, forward, args=(x,)).text
         'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
-        self._require_workers("run code on")
         from graftlab.control.judging import judge
 
         self._verdict = judge(
@@ -263,6 +271,8 @@ class Session(SessionCore):
             explain=explain,
             args=args,
             kwargs=kwargs,
+            steps=steps,
+            graft_weights=graft_weights,
         )
         return self._verdict
 
@@ -360,7 +370,9 @@ class Session(SessionCore):
         the same state, and each call must be repeatable. A :meth:`verdict`, with the taps in the graph, says which
         computation differs. Since a tap keeps the compiler from fusing across it, the results without any tap are
         compared too. If they differ only without taps, the tap that makes the difference is found by leaving taps out
-        of the graph, which compiles the function a few more times.
+        of the graph, which compiles the function a few more times. Fused code rounds less often, so how far rounding
+        alone takes the eager result is measured, with the taps moved by one unit in the last place and in float64, and
+        is part of every floor.
 
         Raises what :meth:`verdict` raises.
 

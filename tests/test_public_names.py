@@ -45,7 +45,7 @@ WITHOUT_AN_EXAMPLE = {
 NOT_FOR_USERS = {
     "launched",
     *("note_death", "note_done", "note_output", "note_settled", "stop_the_others"),
-    *("has_ended", "in_vain", "give_up_waiting"),
+    *("has_ended", "in_vain", "give_up_waiting", "wait_until", "raise_failures"),
 }
 
 

@@ -56,6 +56,8 @@ def test_a_long_session_loses_no_row_mixes_no_plans_and_does_not_grow() -> None:
     done = {"taps": 0, "steps": 0, "edits": 0, "interrupts": 0, "kills": 0}
     began = time.monotonic()
     with gl.launch(RANKS, RANKS) as session:
+        # Both ways: a rank that waits for the first time opens what it waits with.
+        session.edit(b2t="layer == 0", t2b="layer == 1")
         for _ in range(5):
             session.run(forward, forward)
         start = held(session)

@@ -6,7 +6,26 @@ import html
 import math
 
 # Titles of columns whose cells are numbers.
-_NUMBERS = frozenset({"step", "plan", "taps", "rel_l2", "max_abs", "non-finite"})
+_NUMBERS = frozenset(
+    {
+        "step",
+        "plan",
+        "plan_version",
+        "taps",
+        "rel_l2",
+        "max_abs",
+        "non-finite",
+        "rel_diff",
+        "cosine",
+        "added",
+        "floor",
+        "ratio",
+        "alone",
+        "order",
+    }
+)
+# JupyterLab's own sheet has all text of tables lean to the right, and breaks numbers at their minus.
+_LEFT, _RIGHT = "text-align:left", "text-align:right;white-space:nowrap"
 
 
 def bundle(plain: str, rich: str) -> dict[str, str]:
@@ -15,12 +34,25 @@ def bundle(plain: str, rich: str) -> dict[str, str]:
 
 
 def table(head: tuple[str, ...], lines: list[str]) -> str:
-    titles = "".join(f'<th class="{"number" if title in _NUMBERS else ""}">{title}</th>' for title in head)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    """A table of these lines; without any title it has no head."""
+    titles = "".join(_cell("th", title, "number" if title in _NUMBERS else "") for title in head)
+    above = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""
+    return f"<table>{above}<tbody>{''.join(lines)}</tbody></table>"
 
 
 def cell(value: object, kind: str = "") -> str:
-    return f'<td class="{kind}">{html.escape(str(value))}</td>'
+    """A cell of that kind; numbers stand at the right edge and are never broken."""
+    return _cell("td", html.escape(str(value)), kind)
+
+
+def marked_up(markup: str) -> str:
+    """A cell of text that is markup already."""
+    return _cell("td", markup, "")
+
+
+def _cell(tag: str, markup: str, kind: str) -> str:
+    style = _RIGHT if "number" in kind.split() else _LEFT
+    return f'<{tag} class="{kind}" style="{style}">{markup}</{tag}>'
 
 
 def number(value: float | None) -> str:

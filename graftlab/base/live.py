@@ -9,6 +9,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+# An output without text has the height of a line all the same.
+_NOTHING = (
+    '<span class="graftlab-gone"></span><style>.jp-OutputArea-child:has(.graftlab-gone) { display: none }</style>'
+)
 _STYLE = "margin:0;font-size:var(--jp-code-font-size,13px);white-space:pre-wrap"
 
 
@@ -31,13 +35,13 @@ class LivePlace:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Show this; the empty text leaves the place empty."""
+        """Show this; the empty text leaves the place empty, and without a height."""
         publish = publisher()
         if publish is None or text == self._shown:
             return
         is_new = self._id is None
         self._id = self._id or f"graftlab-{uuid.uuid4().hex}"
         self._shown = text
-        markup = f'<pre class="graftlab-live" style="{_STYLE}">{html.escape(text)}</pre>' if text else ""
+        markup = f'<pre class="graftlab-live" style="{_STYLE}">{html.escape(text)}</pre>' if text else _NOTHING
         transient = {"display_id": self._id}
         publish({"text/plain": text, "text/html": markup}, transient=transient, update=not is_new)

@@ -41,11 +41,17 @@ class Place:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a rank needs to know of a run: who takes part (world ranks), and where the step numbers begin."""
+    """What a rank needs to know of a run: who takes part (world ranks), and where its own step numbers begin.
+
+    ``generations`` says how often the baseline and the target have been started so far. A job that resumes at its own
+    step k begins at step ``base + k``.
+    """
 
     run: int
     first_step: int
     participants: tuple[int, ...]
+    generations: tuple[int, int] = (1, 1)
+    base: int = 0
 
     @property
     def leader(self) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pandas as pd
 
 from graftlab.base.html import bundle
+from graftlab.base.words import counted
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
 from graftlab.control.joined_jobs import JoinedJobs
@@ -90,7 +91,7 @@ class SessionCore:
         # Whoever speaks for ranks in their stead reports here too.
         self.reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, self.reports)
-        self.joined = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock)
+        self.joined = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
         open_sessions.add(self)
         self._plans.publish(plan)
         for rank in self._ranks:
@@ -109,7 +110,7 @@ class SessionCore:
             raise LaunchError(str(error)) from error
         try:
             describe_session(folder)
-            return cls(options, launch_ranks(options, folder), plan, rows, folder)
+            return cls(options, launch_ranks(options, folder, plan), plan, rows, folder)
         except BaseException:
             with contextlib.suppress(SessionError):
                 rows.close()
@@ -420,7 +421,7 @@ class SessionCore:
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
         """
-        return ranks_frame(self._ranks, self.failing, self.lost_groups)
+        return ranks_frame(self._ranks, self.closed, self.failing, self.lost_groups)
 
     @property
     def failing(self) -> dict[str, str]:
@@ -537,7 +538,7 @@ class SessionCore:
             self._require_workers("restart")
             self._runs.close("the session was restarted")
             self._end_ranks()
-            started = launch_ranks(self.options, self.folder)
+            started = launch_ranks(self.options, self.folder, self.plan)
             self._runs.reopen(self._ranks)
             # In place, because all parts of the session share this list.
             self._ranks[:] = started
@@ -560,11 +561,11 @@ class SessionCore:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{sum(rank.alive for rank in self._ranks)} ranks alive"
+        state = "closed" if self._closed else f"{counted(sum(rank.alive for rank in self._ranks), 'rank')} alive"
         state += "".join(f", the group of the {side} is gone" for side in self.lost_groups if not self._closed)
         return (
-            f"<Session {self.options.baseline}+{self.options.target}: {state}, {len(self.runs)} runs, "
-            f"{len(self._rows)} rows, plan {self.plan.version}, {self.folder}>"
+            f"<Session {self.options.baseline}+{self.options.target}: {state}, {counted(len(self.runs), 'run')}, "
+            f"{counted(len(self._rows), 'row')}, plan {self.plan.version}, {self.folder}>"
         )
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -595,5 +596,6 @@ def _html(session: SessionCore) -> str:
         if not session.closed
     )
     title = f"session of {session.options.baseline} + {session.options.target} ranks"
-    facts = f"{len(session.runs)} runs, {session.row_count:,} rows, plan {session.plan.version}, {session.folder}"
+    done = f"{counted(len(session.runs), 'run')}, {counted(session.row_count, 'row')}"
+    facts = f"{done}, plan {session.plan.version}, {session.folder}"
     return f"<b>{title}</b> {html.escape(facts)}{lost}{strip}"

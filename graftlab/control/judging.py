@@ -1,43 +1,32 @@
-"""The runs of a verdict: without grafts, with every tap grafted, the baseline against itself, and the swaps."""
+"""A verdict: without grafts, with every tap grafted, the baseline against itself, the swaps, and what it comes to."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 import torch
 
-from graftlab.base.progress import LongWait
 from graftlab.base.tags import own_tags
-from graftlab.control.floors import floor_key, known_floor, remember_floor
-from graftlab.control.run import Run
+from graftlab.control.judging_jobs import StepRuns
+from graftlab.control.judging_runs import CalledRuns, VerdictRuns
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, call_here
+from graftlab.control.works import Callee
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import Added, SelfGraft, differences_of_repeat, graft_self
-from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import (
-    added_frame,
-    coarser_dtype,
-    lonely_filter,
-    named_groups,
-    records,
-    roundoff,
-    unseen_of,
-)
+from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
 from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
-from graftlab.verdict.groups import DATA, KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
+from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -46,8 +35,8 @@ if TYPE_CHECKING:
 
 def judge(
     session: SessionCore,
-    baseline: Callee,
-    target: Callee,
+    baseline: Callee | None = None,
+    target: Callee | None = None,
     *,
     output: str | None = None,
     floor: float | Literal["auto"] = "auto",
@@ -56,6 +45,8 @@ def judge(
     explain: bool = True,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    steps: int = 1,
+    graft_weights: bool = False,
 ) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
     if floor != "auto" and not (isinstance(floor, (int, float)) and floor > 0):
@@ -63,49 +54,91 @@ def judge(
     if not threshold > 0:
         raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
     constant = None if floor == "auto" else float(floor)
-    judging = _Judging(session, baseline, target, tuple(args), dict(kwargs or {}))
-    with judging.plan_given_back():
-        return judging.verdict(output, constant, exact, threshold, explain)
+    if all(rank.takes_work for rank in session.ranks):
+        if baseline is None or target is None:
+            raise SessionError(
+                "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "
+                "listens for are judged in what they do anyway"
+            )
+        if steps != 1 or graft_weights:
+            raise SessionError(
+                "verdict: steps= and graft_weights= are for jobs that a session listens for. A function that is called "
+                "for each run makes all of its steps, and begins from the same weights"
+            )
+        made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
+        with made:
+            return _Judging(made).verdict(output, constant, threshold, explain)
+    if any(given is not None for given in (baseline, target, exact)) or args or kwargs:
+        raise SessionError(
+            "verdict: these ranks are jobs of their own, and cannot be given code to run: baseline=, target=, exact=, "
+            "args= and kwargs= are for a session that was launched. session.verdict() judges what the jobs do"
+        )
+    if not (isinstance(steps, int) and steps > 0):
+        raise SessionError(f"verdict: steps is how many steps of the jobs a run of the verdict has, not {steps!r}")
+    with StepRuns(session, steps, graft_weights=graft_weights) as made_of_steps:
+        return _Judging(made_of_steps).verdict(output, constant, threshold, explain)
+
+
+def judge_rows(
+    compared: pd.DataFrame, grafted: pd.DataFrame, *, floor: float | None, threshold: float, where: str
+) -> Verdict:
+    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`."""
+    if floor is not None and not floor > 0:
+        raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
+    if not threshold > 0:
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    said = account_of_rows(compared, grafted, given=floor, threshold=threshold, where=where)
+    computed = without_data(grafted)
+    frame = added_frame(computed, {}, compared=compared, constant=said.constant)
+    named = named_groups(frame, threshold)
+    following = consequences(frame, named, threshold)
+    named = [group for group in named if group not in following]
+    inputs = {*input_names(compared), *input_names(computed)}
+    findings = Findings(
+        labelled(frame, named, following, {}, threshold),
+        threshold,
+        grafted["rank"].nunique(),
+        [*unseen_of(grafted), *said.unseen],
+        remarks=said.of_named if named else (),
+        data=data_of_jobs(compared, grafted, threshold),
+        inputs=[group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs],
+        following=following,
+        of_jobs=said,
+    )
+    return Verdict(findings, 0)
 
 
 class _Judging:
-    """One verdict on its way: counts its runs, and knows the plan that was in force."""
+    """One verdict on its way, from its runs to what they came to."""
 
-    def __init__(
-        self, session: SessionCore, baseline: Callee, target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.session = session
-        self.runs = 0
-        self._callees = (baseline, target)
-        self._args, self._kwargs = args, kwargs
-        self._before = session.plan
-        self._ours: int | None = None
+    def __init__(self, runs: VerdictRuns) -> None:
+        self.session = runs.session
+        self._runs = runs
+        self._before = runs.before
         self._lonely: str | None = None
+        # The first step of the run in which every tap was grafted.
+        self._zero = 0
         self._not_swapped: dict[str, None] = {}
 
-    def plan_given_back(self) -> _PlanGivenBack:
-        return _PlanGivenBack(self)
-
-    def give_plan_back(self) -> None:
-        # Somebody else's newer plan is theirs.
-        if self._ours is not None and self.session.plan.version == self._ours:
-            before = {name: getattr(self._before, name) for name in FILTERS}
-            self.session.edit(**before, transform=self._before.transform)
-
-    def verdict(
-        self, output: str | None, constant: float | None, exact: Callee | None, threshold: float, explain: bool
-    ) -> Verdict:
-        compared = self._both("without grafts", b2t=None, t2b=None, compare="True")
-        grafted = self._both("what each tap adds", b2t="True", t2b=None)
+    def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
+        compared = self._runs.both("without grafts", compare="True")
+        grafted = self._runs.both("what each tap adds", b2t="True")
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
         outputs = self._outputs(rows, output)
-        selves = self._self_graft(rows, exact, list(outputs))
-        unseen = _unseen(compared, grafted, selves)
+        self._zero = 0 if grafted.empty else int(grafted["step"].min())
+        selves = self._runs.baseline_against_itself(rows, list(outputs))
+        unseen = _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
+        of_jobs = self._runs.of_jobs(compared, grafted, not_repeated, constant, threshold)
+        data = differing_data(compared, threshold)
+        if of_jobs is not None:
+            constant = of_jobs.constant
+            unseen += of_jobs.unseen
+            data = data_of_jobs(compared, grafted, threshold)
         frame = added_frame(
             grafted,
             self._floors(selves),
@@ -115,10 +148,11 @@ class _Judging:
         named = named_groups(frame, threshold)
         following = consequences(frame, named, threshold)
         named = [group for group in named if group not in following]
-        target_not_repeated = self._target_repeats() if explain and named else []
+        explain = explain and bool(named)
+        target_not_repeated = self._runs.target_against_itself() if explain else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
-        if explain and named and not not_repeated:
+        if explain and not not_repeated and (of_jobs is None or not target_not_repeated):
             names = self._names_by_group(rows, selves)
             for where in outputs:
                 rank = place_in_blame(where)
@@ -128,10 +162,15 @@ class _Judging:
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
             remarks += self._unexplained(named, causes)
+            if changed := self._runs.baseline_changed():
+                # Whatever the swaps came to was measured against something else.
+                remarks, causes = [_changed(changed)], {}
+        if of_jobs is not None and named:
+            remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
-        frame = _labelled(frame, named, following, causes, threshold)
+        frame = labelled(frame, named, following, causes, threshold)
         hints: dict[str, str] = {}
-        if causes:
+        if causes or (explain and of_jobs is not None):
             hints = self._hints(
                 frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
             )
@@ -141,83 +180,18 @@ class _Judging:
                 threshold,
                 self.session.options.target,
                 unseen,
-                not_repeated,
+                not_repeated if of_jobs is None else (),
                 causes,
                 hints,
                 remarks,
-                differing_data(compared, threshold),
+                data,
                 inputs,
                 following,
-                target_not_repeated,
+                target_not_repeated if of_jobs is None else (),
+                of_jobs,
             ),
-            self.runs,
+            self._runs.count,
         )
-
-    # ---- runs ---------------------------------------------------------------------------------------------------
-
-    def _both(
-        self, why: str, *, b2t: str | None, t2b: str | None, compare: str | None = None, keep: str | None = None
-    ) -> pd.DataFrame:
-        left_alone = " and ".join(f"not {each}" for each in (DATA, self._lonely) if each)
-        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
-        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
-        transforms = [replace(spec, where=spec.where or "True") for spec in self._before.transforms]
-        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transforms).version
-        self._ours = version
-        run = self._run(why, *self._callees)
-        frame = run.frame
-        if len(frame) and set(frame["plan_version"]) != {version}:
-            raise SessionError(
-                "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is "
-                "there"
-            )
-        return frame
-
-    def _run(self, why: str, baseline: Callee | None, target: Callee | None, **call: Any) -> Run:
-        self.runs += 1
-        before = self.session.row_count
-        call = call or {"args": self._args, "kwargs": self._kwargs}
-        run = self.session.start(baseline, target, **call)
-        title = f"verdict, run {self.runs}: {why}"
-        try:
-            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before))
-        except KeyboardInterrupt:
-            # Of no use to anybody without the verdict that waits for it.
-            self.session.interrupt()
-            raise
-
-    def _self_graft(self, rows: pd.DataFrame, exact: Callee | None, keep: Sequence[str]) -> list[SelfGraft]:
-        dtypes: dict[str, str] = {}
-        for row in records(rows):
-            name = row["name"]
-            dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
-        key = floor_key(
-            self.session, self._before, rows, (self._callees[0], exact), self._args, self._kwargs, list(keep)
-        )
-        known = known_floor(self.session, key)
-        if known is not None:
-            return known
-        call = partial(
-            _graft_self_here,
-            self._callees[0],
-            exact,
-            self._args,
-            self._kwargs,
-            dtypes,
-            self._before,
-            self.session.options.keep_budget,
-            list(keep),
-        )
-        run = self._run("the baseline against itself", call, None, args=())
-        measured = list(run.baseline)
-        remember_floor(self.session, key, measured)
-        return measured
-
-    def _target_repeats(self) -> list[str]:
-        """Taps at which the target differs from itself, on any of its ranks."""
-        call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
-        found = self._run("the target against itself", None, call, args=()).target
-        return list(dict.fromkeys(tap for each in found for tap in each))
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
@@ -254,7 +228,8 @@ class _Judging:
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
                 group = group_of(row["name"], row["tags"])
-                found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"]}
+                step = int(row["step"]) - self._zero
+                found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"], "step": step}
         return found
 
     def _names_by_group(
@@ -302,14 +277,14 @@ class _Judging:
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere it is other'}"
-            frame = self._both(why, b2t=b2t, t2b=t2b, keep=at_output)
+            frame = self._runs.both(why, b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely)
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self._not_swapped.update(dict.fromkeys(waited["name"]))
                 return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if where in groups and where not in kept else 1
-            return self._distance(wanted, name, where, side) / floor
+            return self._distance(wanted, name, output["step"], where, side) / floor
 
         return find_causes(groups, effect, threshold)
 
@@ -324,13 +299,13 @@ class _Judging:
             theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
         return ours, theirs
 
-    def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, where: str, side: int) -> float:
+    def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, step: int, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
         off = whole = 0.0
         kind = kind_of_group(where)
         tags = {"kind": kind} if kind else {}
         for rank, recorded in enumerate(wanted):
-            pair = self.session.tensors(name, rank=rank, **tags)
+            pair = self._runs.pair(name, rank, step, tags)
             if recorded is None or pair[side].shape != recorded.shape:
                 return math.nan
             one, other = recorded.double(), pair[side].double()
@@ -351,7 +326,7 @@ class _Judging:
         keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return {}
-        self._both("how the values differ", b2t="True", t2b=None, keep=keep)
+        self._runs.both("how the values differ", b2t="True", keep=keep, leaving=self._lonely)
         hints = {}
         for group, row in worst.items():
             try:
@@ -367,7 +342,7 @@ class _Judging:
 
     def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-        return self.session.tensors(row["name"], rank=int(row["rank"]), **tags)
+        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
 
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
         # The update of a weight, and what it is made from, has no part in the output of this step.
@@ -407,25 +382,22 @@ def _judged_at(group: str) -> int:
     return max(place_in_blame(group), place_in_blame(""))
 
 
-class _PlanGivenBack:
-    """Restores the filters that were in force, whatever happened."""
-
-    def __init__(self, judging: _Judging) -> None:
-        self._judging = judging
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        if not self._judging.session.closed:
-            self._judging.give_plan_back()
+def _changed(taps: Sequence[str]) -> str:
+    return (
+        f"After its code was swapped the baseline no longer showed what it had shown before, at {', '.join(taps[:3])}: "
+        "what the swaps came to is left out."
+    )
 
 
-def _unseen(compared: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]) -> list[str]:
+def _unseen(
+    compared: pd.DataFrame, to_be_grafted: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]
+) -> list[str]:
     data = data_rows(compared)
     said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
-    compared = without_data(compared)
     measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
-    lost = [n for n in dict.fromkeys(compared.loc[compared["status"].isin(MEASURED), "name"]) if n not in measured]
+    lost = [
+        n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
+    ]
     if lost:
         said.append(f"{', '.join(lost[:4])} were measured without grafts, and not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
@@ -452,13 +424,14 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     ]
 
 
-def _labelled(
+def labelled(
     frame: pd.DataFrame,
     named: Sequence[str],
     following: Sequence[str],
     causes: Mapping[str, Causes],
     threshold: float,
 ) -> pd.DataFrame:
+    """The frame of a verdict with the columns ``label`` and ``alone``."""
     labels = {**dict.fromkeys(named, "culprit"), **dict.fromkeys(following, "inherited")}
     alone: dict[str, float] = {}
     for each in causes.values():
@@ -472,30 +445,3 @@ def _labelled(
         later = (frame.index > first) & ~over & (frame["error_ratio"] > threshold)
         frame.loc[later, "label"] = "inherited"
     return frame
-
-
-# ---- on the baseline's ranks ----------------------------------------------------------------------------------------
-
-
-def _graft_self_here(
-    baseline: Callee,
-    exact: Callee | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtypes: dict[str, str],
-    plan: GraftPlan,
-    budget: int,
-    keep: list[str],
-) -> SelfGraft:
-    return graft_self(
-        call_here(baseline, args, kwargs),
-        dtypes,
-        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
-        budget=budget,
-        exact=None if exact is None else call_here(exact, args, kwargs),
-        keep=keep,
-    )
-
-
-def _repeat_here(target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
-    return differences_of_repeat(call_here(target, args, kwargs), budget=budget)

@@ -90,9 +90,8 @@ class PairsOnRanks:
                 return process, packed
         kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
-        raise SessionError(
-            f"no pair of tensors is kept for {wanted}; kept are {list(kept) or 'none'}. {self._advise(name, tags)}"
-        )
+        held = f"; kept are {list(kept)}" if kept else ", nor for any other tap"
+        raise SessionError(f"no pair of tensors is kept for {wanted}{held}. {self._advise(name, tags)}")
 
     def _tags_on(self, rank: RankHandle, failed: bool) -> list[dict[str, Any]]:
         return self._ask(rank, AskKeptTags(failed), KeptTags).tags

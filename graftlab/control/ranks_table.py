@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -10,9 +12,28 @@ from graftlab.base.html import cell, shortened, table
 from graftlab.ranks.handle import RankHandle
 
 
+class RanksFrame(pd.DataFrame):
+    """A pandas frame in all it does; only a notebook shows it without columns in which nothing stands, and whole."""
+
+    @property
+    def _constructor(self) -> Any:
+        return RanksFrame
+
+    def _repr_html_(self) -> str:
+        told = {name: ["" if value is pd.NA else str(value) for value in self[name]] for name in self.columns}
+        shown = [name for name, values in told.items() if any(values)]
+        lines = [
+            "".join(
+                cell(told[name][at], "number" if name in ("step", "plan_version", "taps") else "") for name in shown
+            )
+            for at in range(len(self))
+        ]
+        return table(tuple(map(html.escape, shown)), [f"<tr>{line}</tr>" for line in lines])
+
+
 def ranks_frame(
-    ranks: Sequence[RankHandle], failing: Mapping[str, str], lost_groups: Mapping[str, str]
-) -> pd.DataFrame:
+    ranks: Sequence[RankHandle], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
+) -> RanksFrame:
     """One line a rank; see :meth:`Session.status`.
 
     ``failing`` says by rank what failed in a run that goes on, ``lost_groups`` by side why its group is gone.
@@ -24,12 +45,13 @@ def ranks_frame(
             {
                 "side": rank.place.side,
                 "rank": rank.place.rank,
+                "generation": rank.generation,
                 "pid": rank.pid,
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
                 "links": rank.links,
-                "state": _state(rank, look.state, failing, lost_groups),
-                "step": look.step,
+                "state": "closed" if closed else _state(rank, look.state, failing, lost_groups),
+                "step": look.step if look.step >= 0 else pd.NA,
                 "plan_version": look.plan_version,
                 "taps": look.taps,
                 "last_tap": look.tap,
@@ -37,7 +59,7 @@ def ranks_frame(
                 "note": "; ".join(rank.seat.notes),
             }
         )
-    return pd.DataFrame(lines)
+    return RanksFrame(lines).astype({"step": "Int64"})
 
 
 def ranks_table(
@@ -55,7 +77,7 @@ def ranks_table(
         if look.awaits and rank.alive:
             state += " for " + ", ".join(ranks[other].label for other in look.awaits)
         cells = [
-            cell(rank.label),
+            cell(rank.label if rank.generation == 1 else f"{rank.label}, generation {rank.generation}"),
             cell(rank.pid),
             cell(rank.seat.device),
             cell(state, kind),

@@ -32,7 +32,11 @@ from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
-from graftlab.rows.schema import Row
+from graftlab.rows.digest import RunDigest
+from graftlab.rows.encoding import record
+from graftlab.rows.loading import batches
+from graftlab.rows.parsing import Parsed
+from graftlab.rows.schema import COLUMNS, Row
 from graftlab.verdict.tap_lines import Following, SoFar
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
@@ -74,6 +78,48 @@ def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None
         _environment(session),
         *([_pictures(session)] if tensors else []),
     ]
+    return _written(path, parts, found)
+
+
+def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None) -> Path:
+    """Write the page from rows on disk; see :meth:`graftlab.control.loaded_run.LoadedRun.report`."""
+    digest = DigestOfRows(folder)
+    found = Following(digest).look([])
+    parts = [
+        f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}, from the rows in "
+        f"{html.escape(str(folder))}</p>",
+        _conclusion(found, verdict),
+        "<h2>Taps</h2><div id='explorer'></div>",
+        _worst(found),
+        _failed(found),
+        _notes(found),
+        _section(
+            "What is not here",
+            "<p>The plan, the code and the tensors of this run are not among its rows, nor is what its ranks ran on."
+            "</p>",
+        ),
+    ]
+    return _written(path, parts, found)
+
+
+class DigestOfRows:
+    """What the newest run of a folder comes to, read from it once."""
+
+    def __init__(self, folder: Path) -> None:
+        rows = (row for rows in batches(folder) for row in (rows.values() if isinstance(rows, Parsed) else rows))
+        self._rows = list(rows)
+        at = COLUMNS.index("run")
+        number = max((row[at] for row in self._rows), default=None)
+        self.newest = None if number is None else RunDigest(number)
+        if self.newest is not None:
+            self.newest.take((index, row) for index, row in enumerate(self._rows) if row[at] == number)
+
+    def row(self, index: int) -> Row:
+        """One of the folder's rows."""
+        return record(self._rows[index])
+
+
+def _written(path: str | Path, parts: Sequence[str], found: SoFar) -> Path:
     made = Path(path).expanduser()
     try:
         made.write_text(_page(parts, {**explorer.taps(found), **explorer.figures(found)}), encoding="utf-8")

@@ -10,6 +10,7 @@ from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
+    AskMissing,
     Contact,
     Dispatch,
     FromRank,
@@ -17,6 +18,7 @@ from graftlab.ranks.messages import (
     IsAt,
     Linked,
     LiveOutput,
+    Moved,
     Output,
     PlanAdopted,
     Reply,
@@ -46,11 +48,16 @@ class Reports:
         self._handle.on(Reply, lambda reply, rank: queries.on_reply(reply))
         self._handle.on(Hello, lambda hello, rank: self.on_joined(rank))
         self._handle.on(Contact, lambda contact, rank: self.on_contact(rank, contact))
-        self._handle.on(Linked, lambda linked, rank: rank.note_links(linked.memory, linked.tcp))
+        self._handle.on(Linked, lambda linked, rank: self.on_linked(rank, linked))
+        self._handle.on(Moved, lambda moved, rank: self.on_moved(rank, moved))
+        self._handle.on(AskMissing, lambda ask, rank: self.on_ask_missing(rank))
         self._handle.on(IsAt, lambda where, rank: rank.note_whereabouts(where))
         # For whoever lets jobs join.
         self.on_contact: Callable[[RankHandle, Contact], None] = lambda rank, contact: None
         self.on_joined: Callable[[RankHandle], None] = lambda rank: None
+        self.on_linked: Callable[[RankHandle, Linked], None] = lambda rank, linked: None
+        self.on_moved: Callable[[RankHandle, Moved], None] = lambda rank, moved: None
+        self.on_ask_missing: Callable[[RankHandle], None] = lambda rank: None
         self.on_left: Callable[[RankHandle], None] = lambda rank: None
 
     def on_rows(self, lines: Sequence[bytes]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
+from graftlab.base.words import counted
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.rank_output import Piece, RankOutput
@@ -71,6 +72,8 @@ class Run:
         self.number = number
         self.on_failure = on_failure
         self.is_stopping = False
+        # What a reader of the summary has to know first.
+        self.remarks: list[str] = []
         self._ranks = ranks
         self._frame = frame
         self._write = write
@@ -200,7 +203,7 @@ class Run:
                 f"the wait for run {self.number} ended; the ranks go on. session.runs[-1].wait() waits "
                 f"again, session.interrupt() stops the code on the ranks"
             ) from None
-        self._raise_failures()
+        self.raise_failures()
         if lost := self._unwritten(self._first_row):
             raise SessionError(
                 f"run {self.number} has ended, and session.runs[-1] has its results, but of its rows some are not on "
@@ -232,6 +235,14 @@ class Run:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"run {self.number} has not ended {count} steps yet: {self.where()}")
         return self
+
+    def wait_until(self, there: Callable[[], object], bar: LongWait) -> None:
+        """Wait for what nobody signals, or for the end of the run; an interrupt ends the wait. Raises nothing else."""
+        with bar:
+            # Asked without the lock, which those need who have news.
+            while not self.done and not there():
+                with self._changed:
+                    self._changed.wait(min(_LOOK, bar.next_look(None)))
 
     def wait_ended(self, ranks: Sequence[RankHandle], deadline: float) -> None:
         """Wait until the part of these ranks is over, or for the deadline of the monotonic clock."""
@@ -309,7 +320,8 @@ class Run:
                 found[rank.label] = self._deaths[world_rank]
         return found
 
-    def _raise_failures(self) -> None:
+    def raise_failures(self, before: str = "") -> None:
+        """Raise :class:`RunError` where something went wrong so far; ``before`` stands before its message."""
         failures = self.failures
         if not failures:
             return
@@ -336,11 +348,14 @@ class Run:
                 f"that is, and session.restart() ends it"
             )
         for side, why in self._lost_groups().items():
+            reason = "" if any(why in part for part in parts) else f" ({why})"
             parts.append(
-                f"The process group of the {side} is gone ({why}): its collectives fail from now on. "
+                f"The process group of the {side} is gone{reason}: its collectives fail from now on. "
                 f"session.restart(), or %graft restart, brings the same ranks and plan back, and runs nothing again"
             )
-        raise RunError(f"run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text) from first
+        raise RunError(
+            f"{before}run {self.number} failed on {', '.join(failures)}\n\n" + "\n\n".join(parts), text
+        ) from first
 
     def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
         """Deaths first, because most other failures follow from them; last what was ended for a failure."""
@@ -385,13 +400,13 @@ class Run:
         if lost := not_compared(digest.statuses):
             missed.append(f"not compared: {lost}; the frame's column error says why")
         rename = suggested_rename(digest)
-        return [*missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
+        return [*self.remarks, *missed, *([rename] if rename else []), *differences_of_run(self._digest, digest)]
 
     def __repr__(self) -> str:
         if not self.done:
             return f"<Run {self.number}: going on; {self.where()}>"
-        failed = ", ".join(self.failures)
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {self._summed_up().row_count} rows>"
+        failed, rows = ", ".join(self.failures), counted(self._summed_up().row_count, "row")
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {rows}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         lines = self.summary if self.done else []
@@ -404,5 +419,5 @@ class Run:
         failed = ", ".join(self.failures)
         state = f"failed on {html.escape(failed)}" if failed else "done"
         counts = self._summed_up().statuses.most_common()
-        facts = ", ".join(f"{count} {status}" for status, count in counts) or "no taps"
+        facts = ", ".join(f"{count:,} {status}" for status, count in counts) or "no taps"
         return "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])

@@ -85,10 +85,11 @@ class Runs:
         ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
         for rank in ranks:
             if not rank.alive:
+                # Of a rank that the session ended itself the log says nothing of the end.
+                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 raise SessionClosedError(
-                    f"{rank.label} {rank.how_it_ended()} and cannot run anything; session.restart(), or "
-                    f"%graft restart, brings the same ranks and plan back. "
-                    f"Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                    f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
+                    f"%graft restart, brings the same ranks and plan back.{end}"
                 )
         run = self._make(ranks, on_failure, code)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -104,6 +105,21 @@ class Runs:
         """Take over a run that goes on already, as the first of these; its ranks know of it."""
         self._first_run, self._next_step = info.run, info.first_step
         return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
+
+    def assemble(self) -> RunInfo:
+        """A run of all ranks, each of which does its own work. What some of them still do is of the run before."""
+        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in self._ranks))
+        run = self._make(list(self._ranks), "continue")
+        return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
+
+    def note_moved(self, rank: RankHandle) -> None:
+        """The rank takes part in no run but the newest any more."""
+        for run in self._runs[:-1]:
+            run.note_settled(rank)
+
+    def remark(self, text: str) -> None:
+        """Have the newest run's summary say this first."""
+        self._runs[-1].remarks.append(text)
 
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
@@ -166,7 +182,8 @@ class Runs:
         self._runs[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankHandle) -> None:
-        for run in self._runs[-1:]:
+        self._next_step = max(self._next_step, rank.whereabouts().step + 1)
+        for run in self._runs:
             if rank in run.participants and not run.done:
                 if self._closing is not None:
                     run.note_death(rank, self._closing)

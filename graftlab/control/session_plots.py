@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -69,9 +70,7 @@ class SessionPlots:
         if step is None:
             step = int(self._last_ended(steps))
         elif step not in steps:
-            raise SessionError(
-                f"run {run.number} has no rows of step {step}; it has those of steps {steps.min()} to {steps.max()}"
-            )
+            raise _no_rows(run, f"step {step}", steps)
         options.setdefault("noise_floor", floor_of_run(run)[0])
         above = FirstAbove(run, math.inf if options["noise_floor"] is None else options["noise_floor"])
         above.look()
@@ -91,6 +90,11 @@ class SessionPlots:
         >>> figure = session.plot.over_steps()
         """
         run = self._newest_run()
+        if run is not None and steps is not None:
+            there = np.unique(run.values.step)
+            if not ((there >= steps.start) & (there < steps.stop)).any():
+                is_open = steps.stop == sys.maxsize
+                raise _no_rows(run, f"step {steps.start}{' or later' if is_open else f' to {steps.stop - 1}'}", there)
         if run is None or options.get("value", "rel_l2") != "rel_l2":
             frame = to_frame([]) if run is None else self._session.frame_of(run.number)
             if steps is not None and len(frame):
@@ -145,6 +149,12 @@ class SessionPlots:
         >>> figure = session.plot.scatter("hidden", layer=3)
         """
         return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
+
+
+def _no_rows(run: RunDigest, wanted: str, steps: Any) -> SessionError:
+    first, last = steps.min(), steps.max()
+    has = f"step {first}" if first == last else f"steps {first} to {last}"
+    return SessionError(f"run {run.number} has no rows of {wanted}; it has those of {has}")
 
 
 def _title(name: str, tags: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
+from graftlab.base.words import counted
 from graftlab.verdict.wording import Findings, text_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def __repr__(self) -> str:
-        return f"<Verdict of {self.runs} runs: {', '.join(self.named) or 'nothing named'}>\n{self.text}"
+        return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or 'nothing named'}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), self._html())

@@ -66,8 +66,13 @@ LETS_GO_FROM = 1 << 16
 THREADS_FROM = 1 << 18
 
 
-# Two addresses, the number of elements, of the types, and of threads. In one argument, which costs least.
-_ASKED = struct.Struct("=QQqqq")
+# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one argument,
+# which costs least.
+_ASKED = struct.Struct("=QQqqqq")
+NEITHER, X_OVER_Y, Y_OVER_X = range(3)
+"""What :meth:`Kernel.measure` copies over what, when it has been measured."""
+# Values whose squares may leave float64 are measured a second time, for which both tensors have to be there still.
+_WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
 _pack = _ASKED.pack_into
 
 
@@ -103,15 +108,21 @@ class Kernel:
     sum_lines: Callable[[bytes, int, int, int], int]
     """The checksums of lines, without the GIL: see `rows/checksums.py`."""
 
-    def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int]) -> DiffStats:
-        """Measure ``numel`` elements, at least one, at each of two addresses."""
+    def measure(
+        self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER
+    ) -> DiffStats:
+        """Measure ``numel`` elements, at least one, at each of two addresses.
+
+        ``copied``: then one of them is given the other one's, each block while it is in the cache. Only where
+        :func:`may_copy`.
+        """
         memory = self.memory
         if numel < LETS_GO_FROM:
-            _pack(memory.buffer, 0, x, y, numel, types, 1)
+            _pack(memory.buffer, 0, x, y, numel, types, 1, copied)
             failed = self.call(memory.address)
         else:
             threads = torch.get_num_threads() if numel >= THREADS_FROM else 1
-            _pack(memory.buffer, 0, x, y, numel, types, threads)
+            _pack(memory.buffer, 0, x, y, numel, types, threads, copied)
             failed = self.call_without_gil(memory.address)
         if failed:
             raise RuntimeError("the kernel did not find the largest difference again; this is a fault of graftlab's")
@@ -119,6 +130,11 @@ class Kernel:
         stats.max_abs_index = index_in(shape, stats.max_abs_index)
         stats.__class__ = DiffStats
         return stats  # type: ignore[no-any-return]
+
+
+def may_copy(dtype: torch.dtype) -> bool:
+    """Whether :meth:`Kernel.measure` can copy one tensor of this dtype over the other."""
+    return dtype in _C_TYPES and dtype not in _WIDE
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from graftlab.diffs import fallback, kernel
 from graftlab.diffs.statistics import DiffStats, index_in
 
-__all__ = ["DiffStats", "measure"]
+__all__ = ["DiffStats", "measure", "measure_and_overwrite"]
 
 # A subclass may keep its elements elsewhere than where its address points.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,6 +41,33 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
         ):
             return compiled.measure(baseline.data_ptr(), target.data_ptr(), numel, types, shape)
     return _measure_any(baseline, target, compiled)
+
+
+def measure_and_overwrite(baseline: torch.Tensor, target: torch.Tensor, *, own: torch.Tensor) -> DiffStats | None:
+    """As :func:`measure`; then ``own``, one of the two, holds the other one's elements, past autograd's version counter.
+
+    In one pass, which reads both tensors from memory once. None, with nothing done, where that is not possible: both
+    must be plain, contiguous and of one dtype, whose squares float64 can hold.
+    """
+    compiled = kernel.load()
+    dtype = baseline.dtype
+    if (
+        compiled is None
+        or dtype != target.dtype
+        or not kernel.may_copy(dtype)
+        or baseline.shape != target.shape
+        or not (baseline.is_cpu and target.is_cpu)
+        or type(baseline) not in _PLAIN
+        or type(target) not in _PLAIN
+        or not (baseline.is_contiguous() and target.is_contiguous())
+        or baseline.is_neg()
+        or target.is_neg()
+        or not (numel := baseline.numel())
+    ):
+        return None
+    copied = kernel.X_OVER_Y if own is target else kernel.Y_OVER_X
+    x, y, types = baseline.data_ptr(), target.data_ptr(), compiled.types[dtype, dtype]
+    return compiled.measure(x, y, numel, types, baseline.shape, copied)
 
 
 def _measure_any(baseline: torch.Tensor, target: torch.Tensor, compiled: kernel.Kernel | None) -> DiffStats:

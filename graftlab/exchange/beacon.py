@@ -41,7 +41,11 @@ class Beacon:
         while not self._is_over():
             # In this order: who waits, has had what had come before.
             details = self._details()
-            look = self._page.read()
+            try:
+                look = self._page.read()
+            except ValueError:
+                # The memory was let go of, with all who were told.
+                return
             now = (details, look)
             if now != told and (look.state != "waiting" or now == before):
                 self._tell(look)

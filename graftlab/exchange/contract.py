@@ -9,6 +9,7 @@ A tensor travels under its address: the :class:`TapKey` of the tap that showed i
 4. Tensors arrive bit-exact.
 5. A receiver sees one contribution for each sending rank that published, in rank order.
 6. When a process dies, the others are free within two seconds and nothing stays behind.
+7. Nothing that was sent in one exchange is ever received in another.
 
 And one to whoever interrupts a rank: an exception raised where :func:`.interrupts.may_raise_at` allows it ends the
 call and harms nothing else. So an exchange waits only in functions that are marked with
@@ -141,6 +142,13 @@ class Exchange(Protocol[Memo]):
 
     def where_peers_are(self) -> str:
         """One line on every rank of the other side, for messages."""
+
+    def close(self) -> None:
+        """Be there no more for any peer, and let go of all memory; nothing else may be called afterwards.
+
+        What was on its way, in either direction, is gone. So a rank that goes on with new peers makes another exchange,
+        in which nothing of the old ones can turn up.
+        """
 
     def lost_peers(self) -> str:
         """Which ranks of the other side are gone, and how; blank while all are there."""

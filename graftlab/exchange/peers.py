@@ -64,6 +64,8 @@ class Peer:
     # a step forgets only that step's.
     inbox: defaultdict[int, dict[TapKey, Published | None]] = field(default_factory=lambda: defaultdict(dict))
     announced: dict[int, bytes] = field(default_factory=dict)
+    # The last step of which it has said something. It may begin later than this rank, and say nothing of those before.
+    announced_step: int = -1
     # The ids of its tensors that are done with here, and how many bytes they are; told in batches.
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
@@ -92,6 +94,7 @@ class Peer:
         self.inbox.clear()
         self.carried.clear()
         self.announced.clear()
+        self.announced_step = -1
 
     def has_answered(self, key: TapKey) -> bool:
         return key in self.inbox[key.step] or self.is_past(key.step)
@@ -101,13 +104,13 @@ class Peer:
         return self.ended_step >= step or self.run_ended or not self.in_run or self.gone != ""
 
     def has_announced(self, step: int) -> bool:
-        return step in self.announced or self.run_ended or self.gone != ""
+        return self.announced_step >= step or self.run_ended or self.gone != ""
 
     def has_settled(self) -> bool:
         return self.run_ended or not self.in_run or self.gone != ""
 
     def why_absent(self) -> str:
-        if self.gone:
+        if self.gone and not self.run_ended:
             return f"{self.label} {self.gone}"
         if not self.in_run:
             return f"{self.label} takes no part in this run"
@@ -263,6 +266,13 @@ class Peers:
             self.lanes.forget(descriptor)
             del self._by_descriptor[descriptor]
         self._on_gone(peer)
+
+    def close(self) -> None:
+        """End all connections, and let go of the others' memory."""
+        for peer in self.by_rank.values():
+            peer.channel.close()
+            if peer.arena is not None:
+                peer.arena.close()
 
     def who_waits_for_me(self) -> set[tuple[int, float]]:
         """Ranks of the other side that wait for this one, each with the moment its wait began."""

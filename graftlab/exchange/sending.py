@@ -33,8 +33,10 @@ from graftlab.exchange.tcp import RemoteChannel
 
 logger = logging.getLogger(__name__)
 
-# So many tensors on their way are a reason to look whether some have been released.
+# So many tensors on their way, or bytes that were sent since, are a reason to look whether some have been released: what
+# was is still in the processor's cache.
 _MANY = 256
+_MUCH = 1 << 20
 # How often a sender without room looks whether a receiver waits for it.
 _ROOM_POLL = 0.02
 # Taps that never repeat must not fill the memory.
@@ -71,6 +73,7 @@ class Sender(Generic[Memo]):
         self._device = DeviceStaging(gpu, self._label, budget, self._share_chunk)
         self._outgoing: dict[int, _Outgoing[Memo]] = {}
         self._last_id = 0
+        self._sent_since_look = 0
         self._unmatched: list[Memo] = []
         self._has_warned = False
         # Names and tags of which receivers that had ended the step were told.
@@ -89,9 +92,15 @@ class Sender(Generic[Memo]):
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None) -> None:
         packed = None if extras is None else self._pack_extras(key, extras)
         on_host = tensor.is_cpu
-        if len(self._outgoing) > _MANY or (not on_host and self._device.awaits_answers):
-            self._peers.pump(0)
         nbytes = tensor.nbytes
+        self._sent_since_look += nbytes
+        if (
+            self._sent_since_look > _MUCH
+            or len(self._outgoing) > _MANY
+            or (not on_host and self._device.awaits_answers)
+        ):
+            self._sent_since_look = 0
+            self._peers.pump(0)
         if nbytes and self._is_full_for(nbytes):
             self._make_room(key, nbytes)
         others = self._peers.others

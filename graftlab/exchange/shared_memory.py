@@ -63,6 +63,7 @@ class SharedMemoryExchange(Generic[Memo]):
         gpu: Gpu | None = None,
     ) -> None:
         gpu = gpu or Cuda()
+        self._arena = arena
         self._peers = peers = Peers(place, links, timeout)
         self._receiver = receiver = Receiver(peers, budget, gpu)
         self._sender: Sender[Memo] = Sender(peers, arena, budget, gpu, partial(receiver.release_read, wait=False))
@@ -107,6 +108,10 @@ class SharedMemoryExchange(Generic[Memo]):
 
     def settle(self, wake: int) -> bool:
         return self._peers.settle(wake)
+
+    def close(self) -> None:
+        self._peers.close()
+        self._arena.close()
 
     # ---- taps ---------------------------------------------------------------------------------------------------
 
@@ -177,3 +182,4 @@ class SharedMemoryExchange(Generic[Memo]):
 
 def _on_announced(peer: Peer, frame: Announced) -> None:
     peer.announced[frame.step] = frame.message
+    peer.announced_step = frame.step

@@ -13,7 +13,7 @@ import torch
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place
-from graftlab.diffs.measure import DiffStats, measure
+from graftlab.diffs.measure import DiffStats, measure, measure_and_overwrite
 from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
@@ -196,8 +196,13 @@ class Arrivals:
         # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
         mine = call.tensor
         assert mine is not None
+        baseline, target = (theirs, mine) if call.action.direction == "b2t" else (mine, theirs)
         try:
-            stats = measure(theirs, mine) if call.action.direction == "b2t" else measure(mine, theirs)
+            if call.action.graft and not call.action.keep and replaced is None and not mine.is_inference():
+                stats_of_both = measure_and_overwrite(baseline, target, own=mine)
+                if stats_of_both is not None:
+                    return self._grafted_as(call, theirs, stats_of_both, _senders(receipt), None, mine)
+            stats = measure(baseline, target)
         except Exception as error:
             return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
         note = None
@@ -249,9 +254,20 @@ class Arrivals:
         if not call.action.graft:
             return Arrival("compared", senders, stats, note=note)
         result, overwrite_note = self._overwrite(call, theirs, replaced)
+        return self._grafted_as(call, theirs, stats, senders, _joined(note, overwrite_note), result)
+
+    def _grafted_as(
+        self,
+        call: TapCall,
+        theirs: torch.Tensor,
+        stats: DiffStats,
+        senders: list[int],
+        note: str | None,
+        result: torch.Tensor,
+    ) -> Arrival:
         if logger.isEnabledFor(logging.INFO):
             self._log(call, theirs, stats, senders)
-        return Arrival("grafted", senders, stats, note=_joined(note, overwrite_note), result=result)
+        return Arrival("grafted", senders, stats, note=note, result=result)
 
     def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
         ours = call.tensor

@@ -92,7 +92,6 @@ class Grafter:
     ) -> None:
         self.place = place
         self.kept = kept
-        self._exchange = exchange
         self._page = page
         self._ambient = ambient
         self._reporter = reporter
@@ -103,6 +102,7 @@ class Grafter:
         # Older than any plan, so that the first one is adopted whatever its version.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
+        self._reported_version = -1
         self._arrivals = Arrivals(kept, self._warn_once)
         self._seen = SeenTags(reporter.seen)
         self._run: RunInfo | None = None
@@ -120,6 +120,10 @@ class Grafter:
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
         self._warned: set[tuple[str, str]] = set()
+        self._use(exchange)
+
+    def _use(self, exchange: LiveExchange[Unasked]) -> None:
+        self._exchange = exchange
         exchange.on_wait = self._on_wait
         exchange.share(self._let_others_in, self._take_lock)
 
@@ -129,6 +133,11 @@ class Grafter:
     def plan(self) -> GraftPlan:
         """The plan in force."""
         return self._plan
+
+    @property
+    def newest_plan(self) -> GraftPlan:
+        """The plan that is in force from the next step on, unless a newer one comes."""
+        return self._offered if self._offered.version > self._plan.version else self._plan
 
     @property
     def moment(self) -> tuple[int, int] | None:
@@ -180,6 +189,13 @@ class Grafter:
         """A newer plan, in force from the next step. Any thread; never waits for a tap."""
         self._offered = plan
 
+    def begin_with(self, plan: GraftPlan) -> None:
+        """Be idle under a first plan, of which the notebook hears when it speaks of it."""
+        with self._lock:
+            self._plan = self._offered = plan
+            self._arrivals.adopt(plan)
+            self._write_page("idle")
+
     def adopt_offered_plan(self) -> None:
         """Put the newest plan in force, if no run is going on."""
         with self._lock:
@@ -191,15 +207,18 @@ class Grafter:
         """The first step of a run begins, under this plan on every rank."""
         with self._lock:
             forget_open_tags()
-            self._exchange.begin_run(run)
-            self._run = run
-            self._last_tap = ""
-            self._step = run.first_step
-            self._before_step = self._order
-            if plan.version >= self._offered.version:
-                self._offered = plan
-            self._adopt(plan)
-            self._begin_step(run)
+            self._enter_run(run, plan)
+
+    def _enter_run(self, run: RunInfo, plan: GraftPlan) -> None:
+        self._exchange.begin_run(run)
+        self._run = run
+        self._last_tap = ""
+        self._step = run.first_step
+        self._before_step = self._order
+        if plan.version >= self._offered.version:
+            self._offered = plan
+        self._adopt(plan)
+        self._begin_step(run)
 
     def step(self) -> None:
         """One step ends and the next begins, with the plan that the leader says."""
@@ -228,19 +247,23 @@ class Grafter:
             if self.place.world_rank == run.leader:
                 self._announce_plan()
                 self._begin_step(run)
-                return
-            messages = self._exchange.announcements(run.leader, self._step)
-            if messages is None:
-                # Filtering by another plan than the other side's would pair the wrong taps, so nothing is compared.
-                self._record_timeout_of_leader(run)
-                self._begin_step(run)
-                self._decisions = None
-                return
-            # An empty list: the leader has ended its run, so the ranks that go on keep the plan in force.
-            for message in messages:
-                if message:
-                    self._adopt(unpack_plan(message))
+            else:
+                self._follow(run)
+
+    def _follow(self, run: RunInfo) -> None:
+        """The step begins, with the plan that the leader says."""
+        messages = self._exchange.announcements(run.leader, self._step)
+        if messages is None:
+            # Filtering by another plan than the other side's would pair the wrong taps, so nothing is compared.
+            self._record_timeout_of_leader(run)
             self._begin_step(run)
+            self._decisions = None
+            return
+        # An empty list: the leader has ended its run, so the ranks that go on keep the plan in force.
+        for message in messages:
+            if message:
+                self._adopt(unpack_plan(message))
+        self._begin_step(run)
 
     def end_run(self) -> None:
         """The last step of the run ends. Rows of what nobody asked for may still come: see :meth:`record_unmatched`."""
@@ -287,6 +310,8 @@ class Grafter:
         if plan.version != self._plan.version:
             self._plan = plan
             self._arrivals.adopt(plan)
+        if plan.version != self._reported_version:
+            self._reported_version = plan.version
             self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
 
     def _begin_step(self, run: RunInfo) -> None:

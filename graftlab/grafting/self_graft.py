@@ -17,6 +17,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.diffs.measure import measure
 from graftlab.grafting.decisions import given_tags, recompute_status
+from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import Taker, ambient
@@ -75,7 +76,7 @@ def graft_self(
     the tap's, one for each pair it is in. ``keep`` are groups whose last record is returned. The record holds at most
     ``budget`` bytes; taps that come after are counted, and left alone.
     """
-    record = _Recorder(budget)
+    record = Recorder(budget)
     _run(call, record)
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
@@ -83,7 +84,7 @@ def graft_self(
             group = group_of(name, recorded.tags)
             if group in keep:
                 found.last[group] = recorded.value.cpu()
-    repeat = _Repeater(record.taps)
+    repeat = Repeater(record.taps)
     _run(call, repeat)
     found.not_repeated = repeat.differences()
     if found.not_repeated:
@@ -92,38 +93,67 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
-    perturbed = _Grafter(record.taps, dtype_of, seed)
-    _run(call, perturbed)
-    found.added = perturbed.rows
-    drift = _Grafter(record.taps, dtype_of, seed + 1, resets=False)
-    _run(call, drift)
-    found.outputs = drift.rows
+    # First, as what is moved in place may be an argument, and stay so.
     if exact is not None:
-        twin = _Grafter(record.taps, dtype_of, seed, moves=False)
+        twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
         _run(exact, twin)
         found.exact = twin.rows
+    perturbed = SelfGrafter(record.taps, dtype_of, seed)
+    _run(call, perturbed)
+    found.added = perturbed.rows
+    drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
+    _run(call, drift)
+    found.outputs = drift.rows
     return found
+
+
+@dataclass(frozen=True)
+class RoundedResults:
+    """What a function returns when rounding goes otherwise."""
+
+    moved: Any
+    """With each tap's value moved by one unit in its last place."""
+    exact: Any
+    """In float64; see :func:`in_float64`."""
+    error: str | None
+    """Why the function does not run in float64, if it does not."""
+
+
+def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults:
+    """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
+    record = Recorder(budget)
+    _run(call, record)
+    exact, failed = None, None
+    try:
+        # Before anything is moved, as that may be an argument. The taker records nothing, and keeps the grafter out.
+        with in_float64():
+            exact = _run(call, Recorder(0))
+    except Exception as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        failed = ": ".join([type(error).__name__, *said[:1]])
+    moved = _run(call, SelfGrafter(record.taps, lambda name: "", seed, resets=False))
+    return RoundedResults(moved, exact, failed)
 
 
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
-    record = _Recorder(budget)
+    record = Recorder(budget)
     _run(call, record)
-    repeat = _Repeater(record.taps)
+    repeat = Repeater(record.taps)
     _run(call, repeat)
     return repeat.differences()
 
 
-def _run(call: Call, taker: Taker) -> None:
+def _run(call: Call, taker: Taker) -> Any:
     with taken_by(taker):
-        call()
+        return call()
 
 
 Place = tuple[str, tuple[Any, ...], str, int]
 
 
 @dataclass
-class _Recorded:
+class Recorded:
     place: Place
     tags: dict[str, Any]
     value: torch.Tensor
@@ -141,6 +171,10 @@ class PlacedTaker:
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+        with as_it_is():
+            return self._shown(name, value, shown, tags, replace)
+
+    def _shown(self, name: str, value: Any, shown: Any, tags: Mapping[str, Any], replace: bool) -> Any:
         own = plain_tensor(shown)
         if isinstance(own, str):
             self.skipped[name] = None
@@ -166,10 +200,10 @@ class PlacedTaker:
         raise NotImplementedError
 
 
-class _Recorder(PlacedTaker):
+class Recorder(PlacedTaker):
     def __init__(self, budget: int) -> None:
         super().__init__()
-        self.taps: dict[Place, _Recorded] = {}
+        self.taps: dict[Place, Recorded] = {}
         self.not_recorded = 0
         self._left = budget
 
@@ -180,13 +214,13 @@ class _Recorder(PlacedTaker):
             self.not_recorded += 1
             return
         self._left -= size
-        self.taps[place] = _Recorded(place, tags, own.detach().clone())
+        self.taps[place] = Recorded(place, tags, own.detach().clone())
 
 
-class _Repeater(PlacedTaker):
+class Repeater(PlacedTaker):
     """Compares with the record and leaves all alone."""
 
-    def __init__(self, taps: Mapping[Place, _Recorded]) -> None:
+    def __init__(self, taps: Mapping[Place, Recorded]) -> None:
         super().__init__()
         self._taps = taps
         self._left = dict.fromkeys(taps)
@@ -202,12 +236,12 @@ class _Repeater(PlacedTaker):
         return self._other + [f"{_label(place)} was not reached again" for place in self._left]
 
 
-class _Grafter(PlacedTaker):
+class SelfGrafter(PlacedTaker):
     """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
 
     def __init__(
         self,
-        taps: Mapping[Place, _Recorded],
+        taps: Mapping[Place, Recorded],
         dtype_of: Callable[[str], str],
         seed: int,
         *,
@@ -250,7 +284,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (wide + sign * unit).to(dtype).to(value.dtype)
 
 
-def _added(recorded: _Recorded, own: torch.Tensor) -> Added:
+def _added(recorded: Recorded, own: torch.Tensor) -> Added:
     stats = measure(recorded.value, own)
     mean_square = stats.mean_baseline**2 + stats.std_baseline**2
     rms = math.sqrt(mean_square) if mean_square > 0 else 0.0

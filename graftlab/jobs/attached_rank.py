@@ -28,11 +28,13 @@ class AttachedRank(RankHandle):
 
     takes_work = False
 
-    def __init__(self, place: Place, segment: int, folder: Path) -> None:
+    def __init__(self, place: Place, folder: Path) -> None:
         channel, bell = self._new_line()
         log = folder / "logs" / f"{place.side}-{place.rank}.log"
-        super().__init__(place, _NOWHERE, channel, bell, segment, log)
+        super().__init__(place, _NOWHERE, channel, bell, None, log)
         self.alive = False
+        # Of the world to which it has not moved yet.
+        self._next_segment: int | None = None
         self.has_joined = False
         self.links = ""
         # What it has said last, where it is not this process that made its memory.
@@ -67,7 +69,9 @@ class AttachedRank(RankHandle):
         self._told = where.where.look()
 
     def whereabouts(self) -> Whereabouts:
-        return super().whereabouts() if self._told is None else self._told
+        look = super().whereabouts() if self._told is None else self._told
+        # A page on which nothing has been written yet says nothing of steps either.
+        return Whereabouts("idle" if self.alive else "starting") if look.state == "starting" else look
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""
@@ -76,6 +80,7 @@ class AttachedRank(RankHandle):
 
     def renew(self) -> None:
         """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
+        self._forget_next_segment()
         old = (self.channel, self.bell)
         self.handed_over()
         self.channel, self.bell = self._new_line()
@@ -84,18 +89,40 @@ class AttachedRank(RankHandle):
         self.alive = self.has_joined = False
         self.pid, self.seat = None, _NOWHERE
         self.links, self._told = "", None
+        self._look_into(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:
-        """Look where the rank is in the segment that it has brought along."""
-        self._map.close()
-        self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
+        """Look where the rank is in this segment, a descriptor that is closed."""
+        self._look_into(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         os.close(segment)
+
+    def prepare_segment(self, segment: int) -> None:
+        """Do so once the rank goes on in the world that it is of; see :meth:`enter_world`."""
+        self._forget_next_segment()
+        self._next_segment = segment
+
+    def enter_world(self) -> None:
+        """The rank goes on in the newest world."""
+        if self._next_segment is not None:
+            self.adopt_segment(self._next_segment)
+            self._next_segment = None
+
+    def _look_into(self, page: mmap.mmap) -> None:
+        old, self._map = self._map, page
+        self._page = WhereaboutsPage(page)
+        old.close()
+
+    def _forget_next_segment(self) -> None:
+        if self._next_segment is not None:
+            os.close(self._next_segment)
+            self._next_segment = None
 
     # ---- what differs by who started it -------------------------------------------------------------------------
 
     def absence(self) -> str:
-        return f"gone: {self.how_it_ended()}" if self.has_joined else "not joined yet"
+        if not self.has_joined:
+            return "not joined yet"
+        return f"gone: {self.how_it_ended()}; its job can be started again"
 
     def how_it_ended(self) -> str:
         if not self.has_joined:
@@ -115,6 +142,7 @@ class AttachedRank(RankHandle):
         """Let go of the job, which goes on."""
         if self._ended is None and self.alive:
             self._ended = "was let go, and goes on without this session"
+        self._forget_next_segment()
         self.handed_over()
         super().release()
 

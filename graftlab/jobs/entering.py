@@ -16,7 +16,7 @@ from graftlab.config import Endpoint, GraftConfig
 from graftlab.errors import ConfigError, SessionError
 from graftlab.exchange.channel import Channel
 from graftlab.jobs.distant_host import DistantHost
-from graftlab.jobs.greeting import Join, Joined, Membership, Refused, hear, our_version, tell
+from graftlab.jobs.greeting import Fetch, Join, Joined, Membership, Refused, Share, hear, our_version, tell
 from graftlab.jobs.headless import start_host
 from graftlab.jobs.linking import is_own_address
 from graftlab.jobs.meeting import Meeting
@@ -30,6 +30,9 @@ from graftlab.ranks.shared import send_descriptors
 _ASK_AGAIN = 0.5
 # So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
 _HOSTS = 3
+# Seconds for which a process is not let in because the one before it seems to be there: a machine that has vanished is
+# noticed so late.
+_MIND_CHANGES = 30.0
 # Seconds for the answer of who holds the session, on another machine. Where none comes it is asked anew.
 _ANSWER_LIMIT = 15.0
 
@@ -39,11 +42,14 @@ class Entry:
     """What the host has handed over. With a ``relay`` it is on another machine, or is reached as if it were."""
 
     joined: Joined
-    descriptors: list[int]
     channel: Channel
     bell: socket.socket
     token: str | None
     relay: Relay | None = None
+
+
+class _TakenYetError(SessionError):
+    """Another process has the place, which may be gone without anybody having noticed."""
 
 
 class Entrance:
@@ -62,6 +68,17 @@ class Entrance:
 
     def enter(self) -> Entry:
         """Raises :class:`ConfigError` for settings that do not fit, :class:`SessionError` where nobody lets it in."""
+        rest = threading.Event()
+        last = time.monotonic() + min(_MIND_CHANGES, self.remaining())
+        while True:
+            try:
+                return self._enter()
+            except _TakenYetError:
+                if time.monotonic() + _ASK_AGAIN > last:
+                    raise
+            rest.wait(_ASK_AGAIN)
+
+    def _enter(self) -> Entry:
         endpoint = self._config.endpoint
         if endpoint is None:
             with Meeting(self._config.meeting) as meeting:
@@ -150,7 +167,7 @@ class Entrance:
             distant.close()
             raise
         self._from_afar = True
-        return Entry(joined, [], channel, bell, self._token, relay)
+        return Entry(joined, channel, bell, self._token, relay)
 
     def come_back(self, membership: Membership, segment: int | None) -> Entry | None:
         """What another host hands over to a process that is in a graft world already; None where none listens.
@@ -180,13 +197,31 @@ class Entrance:
             if reply is None:
                 return None
             joined = self._accepted(reply)
-            *descriptors, channel, bell = receive_descriptors(connection, joined.descriptors)
+            channel, bell = receive_descriptors(connection, joined.descriptors)
         except (ConnectionError, EOFError):
             return None
         except TimeoutError:
             raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
         line = Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell)
-        return Entry(joined, descriptors, *line, joined.token)
+        return Entry(joined, *line, joined.token)
+
+    def fetch(self, world: int) -> tuple[Share, list[int]]:
+        """What this rank shares with all others in a world, from the holder of the session, on this machine."""
+        place = self._place
+        fetch = Fetch(world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid())
+        with Meeting(self._config.meeting) as meeting:
+            connection = meeting.connect(self._config.timeout)
+            if connection is None:
+                raise SessionError("whoever held the session went away")
+            with connection:
+                connection.settimeout(self._config.timeout)
+                tell(connection, fetch)
+                reply = hear(connection)
+                if isinstance(reply, Refused):
+                    raise SessionError(reply.error)
+                if not isinstance(reply, Share):
+                    raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+                return reply, receive_descriptors(connection, reply.descriptors)
 
     def _join(self, membership: Membership | None) -> Join:
         return Join(
@@ -200,10 +235,13 @@ class Entrance:
             backend=own_backend(),
             plan=to_wire(self._config.plan()) if membership is None else None,
             membership=membership,
+            first_step=self._config.first_step,
         )
 
     def _accepted(self, reply: Any) -> Joined:
         if isinstance(reply, Refused):
+            if reply.again:
+                raise _TakenYetError(reply.error)
             raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
         if not isinstance(reply, Joined):
             raise SessionError(f"the holder of the session answered {type(reply).__name__}")

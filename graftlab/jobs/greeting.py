@@ -55,10 +55,29 @@ class Join(Greeting, frozen=True):
     backend: str
     plan: WirePlan | None
     membership: Membership | None
+    first_step: int | None = None
+
+
+class Fetch(Greeting, frozen=True):
+    """A process that has joined asks for what it shares with the others in this world."""
+
+    world: int
+    side: Side
+    rank: int
+    world_size: int
+    other_world_size: int
+    pid: int
+
+
+class Share(Greeting, frozen=True):
+    """The answer. So many descriptors follow; each segment has this size."""
+
+    segment_size: int
+    descriptors: int
 
 
 class Joined(Greeting, frozen=True):
-    """It is. Descriptors follow, so many: its share of what all have, its line and its bell.
+    """It is. Descriptors follow, so many: its line and its bell.
 
     With ``address`` ranks may be on several machines: what they share they make themselves
     (:mod:`graftlab.jobs.linking`), under the keys of ``token``. Who has come over a network gets no descriptors, and no
@@ -67,7 +86,6 @@ class Joined(Greeting, frozen=True):
 
     folder: str
     log: str
-    segment_size: int
     tap_timeout: float
     buffer_budget: int
     keep_budget: int
@@ -111,13 +129,17 @@ class Seen(Greeting, frozen=True):
 
 
 class Refused(Greeting, frozen=True):
-    """It is not. ``settings`` where it is what the two were told that does not fit."""
+    """It is not. ``settings`` where it is what the two were told that does not fit.
+
+    ``again`` where it may be let in before long: nobody has noticed yet that the process before it is gone.
+    """
 
     error: str
     settings: bool
+    again: bool = False
 
 
-_decoder = wire.Decoder(Join | Joined | Refused | Look | Seen)
+_decoder = wire.Decoder(Join | Joined | Fetch | Share | Refused | Look | Seen)
 
 
 def our_version() -> str:

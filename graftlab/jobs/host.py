@@ -1,4 +1,4 @@
-"""Who holds a session of jobs: lets them in, one process a rank, and begins the run when all are there."""
+"""Who holds a session of jobs: lets them in, one process a rank, each time that one is missing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
 from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.gate import Gate
-from graftlab.jobs.greeting import Join, Joined, Look, Refused, hear, our_version, pack, tell, unpack
+from graftlab.jobs.gathering import Gathering
+from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
 from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Contact, Contacts, Departed
+from graftlab.ranks.messages import Contact, Linked, Missing, Moved
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import Shared, send_descriptors
+from graftlab.ranks.shared import send_descriptors
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,6 @@ class Host:
     def __init__(
         self,
         session: SessionCore,
-        shared: Shared,
         meeting: Meeting,
         listener: socket.socket,
         agreed: GraftPlan | None,
@@ -61,25 +61,23 @@ class Host:
         self.over = threading.Event()
         self._session = session
         self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRank)]
-        self._shared = shared
         self._meeting = meeting
         self._listener = listener
         self._agreed = agreed
         self._first_plan = session.plan
         self._gate = gate
-        # How each rank is reached by the others, where they make their own connections.
-        self._contacts: dict[int, Contact] = {}
+        self._gathering = Gathering(self._ranks, session.joined, makes_links=gate is None)
         # For those who look on from a terminal, one at a time.
         self._taps = session.live_taps()
         self._looking = threading.Lock()
         # Joining and leaving are told on two threads.
         self._lock = threading.Lock()
-        self._greeted: set[int] = set()
-        self._begun = False
         self._resumed = False
         self._closed = False
-        session.reports.on_joined, session.reports.on_left = self._on_joined, self._on_left
-        session.reports.on_contact = self._on_contact
+        reports = session.reports
+        reports.on_joined, reports.on_left = self._on_joined, self._on_left
+        reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
+        reports.on_ask_missing = self._on_ask_missing
         session.closes_first = self.close
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-host", daemon=True)
@@ -123,7 +121,8 @@ class Host:
             self._meeting.forget()
             self._listener.close()
         self._meeting.close()
-        self._shared.release()
+        with self._lock:
+            self._gathering.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -155,6 +154,9 @@ class Host:
         if isinstance(join, Look):
             self._show(connection.dup(), join)
             return
+        if isinstance(join, Fetch):
+            self._hand_out(connection, join)
+            return
         if not isinstance(join, Join):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
         brings = join.membership is not None and not join.membership.linked
@@ -167,6 +169,20 @@ class Host:
                     os.close(segment)
                 return
             self._let_in(connection, join, segment)
+
+    def _hand_out(self, connection: socket.socket, fetch: Fetch) -> None:
+        """Give a rank that has joined its share of what all have in a world."""
+        with self._lock:
+            try:
+                rank = self._rank_of(fetch)
+                if rank.pid != fetch.pid:
+                    raise SessionError(f"{rank.label} is pid {rank.pid}, not {fetch.pid}")
+                size, descriptors = self._gathering.share_of(rank, fetch.world)
+            except SessionError as error:
+                tell(connection, Refused(str(error), settings=False))
+                return
+            tell(connection, Share(size, len(descriptors)))
+            send_descriptors(connection, descriptors)
 
     def _show(self, connection: socket.socket, look: Look) -> None:
         """Answer on a thread of its own: ranks that are asked for their stacks may take their time."""
@@ -197,23 +213,24 @@ class Host:
             rank, note = self._admit(join, None)
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
-            far.send(pack(self._joined(rank, 0)))
+            far.send(pack(self._joined(rank, [])))
             self._gate.carry(far, *rank.take_line())
             if join.membership is not None:
                 self._session.joined.tell_plan(rank)
 
     def _refusal(self, join: Join) -> Refused | None:
-        why, settings = self._objection(join)
+        why, settings, again = self._objection(join)
         if not why:
             return None
-        logger.warning("%s[%d] (pid %d) may not join: %s", join.side, join.rank, join.pid, why)
-        return Refused(why, settings)
+        logger.warning("%s[%d] (pid %d) may not join%s: %s", join.side, join.rank, join.pid, " yet" * again, why)
+        return Refused(why, settings, again)
 
-    def _objection(self, join: Join) -> tuple[str, bool]:
-        """Why this process cannot have the place, and whether its settings are at fault; blank where it can."""
+    def _objection(self, join: Join) -> tuple[str, bool, bool]:
+        """Why this process cannot have the place, blank where it can; whether its settings are at fault, and whether it
+        may ask again."""
         options = self._session.options
         if join.version != our_version():
-            return f"it runs graftlab {join.version}, and the session graftlab {our_version()}", False
+            return f"it runs graftlab {join.version}, and the session graftlab {our_version()}", False, False
         mine, others = options.baseline, options.target
         if join.side == "target":
             mine, others = others, mine
@@ -223,28 +240,25 @@ class Host:
                 f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} there; "
                 f"the session is of {options.baseline} baseline and {options.target} target ranks",
                 True,
-            )
-        rank = self._rank_of(join)
-        if rank.alive:
-            return f"{rank.label} has joined already, as pid {rank.pid}", False
-        if join.membership is None and (self._begun or self._resumed):
-            return (
-                f"the run has begun, and {rank.label} {rank.how_it_ended()}; the others have no connection to a new "
-                f"process. Start the jobs of both sides again",
                 False,
             )
-        if join.membership is not None and (self._begun or (self._greeted and not self._resumed)):
-            return f"{rank.label} is in a run of another session, and this one has its own", False
+        rank = self._rank_of(join)
+        if rank.place.world_rank in self._gathering.held:
+            # What comes in place of one that was killed may be quicker than the news of its death, above all from a
+            # machine that has vanished.
+            again = self._gathering.has_begun and (self._gate is not None or not _is_running(rank.pid))
+            return f"{rank.label} has joined already, as pid {rank.pid}", False, again
+        if join.membership is not None and self._gathering.held and not self._resumed:
+            return f"{rank.label} is in a run of another session, and this one has its own", False, False
         if self._agreed is not None and join.plan is not None:
-            return _difference(from_wire(join.plan), self._agreed), True
-        return "", False
+            return _difference(from_wire(join.plan), self._agreed), True, False
+        return "", False, False
 
     def _let_in(self, connection: socket.socket, join: Join, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        shared = self._shared.of(rank.place) if join.membership is None and self._gate is None else []
         line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
-        tell(connection, self._joined(rank, len(shared) + len(line), local=True))
-        send_descriptors(connection, [*shared, *line])
+        tell(connection, self._joined(rank, line, local=True))
+        send_descriptors(connection, line)
         rank.handed_over()
         if join.membership is not None:
             self._session.joined.tell_plan(rank)
@@ -253,7 +267,16 @@ class Host:
         """The place of a process that may join, and what is to be noted of it."""
         rank = self._rank_of(join)
         note = ""
+        if rank.has_joined:
+            # Another process had it, whose line has ended.
+            rank.renew()
+            self._session.joined.hear(rank)
+        run = None if join.membership is None else join.membership.run
+        self._gathering.enter(rank, run, join.first_step)
         if join.membership is not None:
+            rank.generation = self._gathering.generation(rank.place.side)
+            if not join.membership.linked:
+                rank.links = "shared memory"
             if segment is not None:
                 rank.adopt_segment(segment)
             if not self._resumed:
@@ -266,25 +289,22 @@ class Host:
             if join.membership.lost_rows:
                 note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
-        elif self._gate is None:
-            rank.links = "shared memory"
         return rank, note
 
-    def _joined(self, rank: AttachedRank, descriptors: int, *, local: bool = False) -> Joined:
+    def _joined(self, rank: AttachedRank, line: list[int], *, local: bool = False) -> Joined:
         options, gate = self._session.options, self._gate
         return Joined(
             folder=str(self._session.folder),
             log=str(rank.log),
-            segment_size=self._shared.segment_size,
             tap_timeout=options.tap_limit,
             buffer_budget=options.buffer_budget,
             keep_budget=options.keep_budget,
-            descriptors=descriptors,
+            descriptors=len(line),
             address="" if gate is None else gate.endpoint.host,
             token=gate.token if gate is not None and local else "",
         )
 
-    def _rank_of(self, join: Join) -> AttachedRank:
+    def _rank_of(self, join: Join | Fetch) -> AttachedRank:
         sizes = (join.world_size, join.other_world_size)
         if not 0 <= join.rank < join.world_size:
             raise SessionError(f"there is no {join.side}[{join.rank}] among {join.world_size}")
@@ -294,39 +314,51 @@ class Host:
 
     def _on_joined(self, rank: RankHandle) -> None:
         with self._lock:
-            self._greeted.add(rank.place.world_rank)
             logger.info("%s has joined (pid %s)", rank.label, rank.pid)
-            if self._resumed or self._begun or len(self._greeted) < len(self._ranks):
-                return
-            self._begun = True
-            # Were these kept here, nobody would notice the death of another.
-            self._shared.release()
-        self._session.joined.begin()
+            self._gathering.greet(_attached(rank))
 
     def _on_contact(self, rank: RankHandle, contact: Contact) -> None:
-        """A rank says how it is reached: let the others know, and it of them."""
         with self._lock:
-            others = dict(self._contacts)
-            self._contacts[rank.place.world_rank] = contact
-            rank.channel.send(pack_message(Contacts(tuple(others.values()))))
-            self._tell_others(rank, Contacts((contact,)))
+            self._gathering.note_contact(_attached(rank), contact)
 
-    def _tell_others(self, rank: RankHandle, message: Contacts | Departed) -> None:
-        for other in self._ranks:
-            if other is not rank and other.place.world_rank in self._contacts:
-                other.channel.send(pack_message(message))
+    def _on_linked(self, rank: RankHandle, linked: Linked) -> None:
+        with self._lock:
+            self._gathering.note_linked(_attached(rank), linked)
+
+    def _on_moved(self, rank: RankHandle, moved: Moved) -> None:
+        with self._lock:
+            self._gathering.note_moved(_attached(rank), moved)
+
+    def _on_ask_missing(self, rank: RankHandle) -> None:
+        with self._lock:
+            rank.channel.send(pack_message(Missing(self._gathering.missing())))
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:
-            self._greeted.discard(rank.place.world_rank)
-            if self._contacts.pop(rank.place.world_rank, None) is not None and not self._begun:
-                self._tell_others(rank, Departed(rank.place.world_rank))
-            if not self._begun and not self._closed and isinstance(rank, AttachedRank):
-                # Nothing has begun, so another process may have the place; or the same one comes back.
-                rank.renew()
-                self._session.joined.hear(rank)
-            if not self._greeted:
+            attached = _attached(rank)
+            had_begun = self._gathering.is_at_work(attached)
+            self._gathering.leave(attached)
+            logger.info("%s has left", rank.label)
+            if not had_begun and not self._closed:
+                # It never began, so nobody is to be told how it ended; another process may have the place.
+                attached.renew()
+                self._session.joined.hear(attached)
+            if not self._gathering.held:
                 self.over.set()
+
+
+def _attached(rank: RankHandle) -> AttachedRank:
+    assert isinstance(rank, AttachedRank)
+    return rank
+
+
+def _is_running(pid: int | None) -> bool:
+    """Whether there is such a process on this machine, and it has not ended yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def listen_as(
@@ -364,17 +396,14 @@ def listen_as(
             listener.close()
             raise LaunchError(f"{error}; name an address of this machine's, and a port that is free") from error
     rows: RowStore | None = None
-    shared = Shared(Place("baseline", 0, options.baseline, options.target).everyone())
     try:
         rows = RowStore(folder, append=append)
         describe_session(folder, meeting.folder)
-        shared.make()
         places = Place("baseline", 0, options.baseline, options.target).everyone()
-        ranks = [AttachedRank(place, shared.segments[place.world_rank], folder) for place in places]
+        ranks = [AttachedRank(place, folder) for place in places]
         session = kind(options, ranks, plan, rows, folder)
     except BaseException as error:
         listener.close()
-        shared.release()
         if opened is not None:
             opened.close()
         if rows is not None:
@@ -383,7 +412,7 @@ def listen_as(
         if isinstance(error, (SessionError, OSError)) and not isinstance(error, LaunchError):
             raise LaunchError(str(error)) from error
         raise
-    return session, Host(session, shared, meeting, listener, plan if agreed else None, opened)
+    return session, Host(session, meeting, listener, plan if agreed else None, opened)
 
 
 def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:

@@ -1,14 +1,40 @@
-"""The grafter of a job: whatever fails in it, the job goes on."""
+"""The grafter of a job: whatever fails in it, the job goes on; with other peers, or against itself in its own steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from graftlab.errors import GraftError
+from graftlab.base.world import RunInfo
+from graftlab.errors import GraftError, SessionError
+from graftlab.exchange.contract import LiveExchange
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.grafting.arrival import Unasked
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.messages import RunAgainstItself
+from graftlab.taps.calls import Taker
 from graftlab.taps.untraced import outside_compiled_code
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Other peers to go on with, in a run of their own under this plan.
+
+    ``on_moved`` is told that run as it begins; ``close`` is called where it never does.
+    """
+
+    exchange: LiveExchange[Unasked]
+    page: WhereaboutsPage
+    run: RunInfo
+    plan: GraftPlan
+    on_moved: Callable[[RunInfo], None]
+    close: Callable[[], None]
 
 
 class JobGrafter(Grafter):
@@ -18,6 +44,15 @@ class JobGrafter(Grafter):
     """
 
     on_failure: Callable[[Exception], None]
+    # What runs against itself here, last ordered, and under the plan of which version.
+    _itself: SelfGraftInSteps | None = None
+    _itself_under = -1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offer: Offer | None = None
+        # Not the grafter's own lock, which a thread that waits in a tap may hold.
+        self._offering = threading.Lock()
 
     @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
@@ -32,8 +67,120 @@ class JobGrafter(Grafter):
     def step(self) -> None:
         """See :func:`graftlab.step`."""
         try:
-            super().step()
+            if not self._move():
+                super().step()
+            self._turn_to_itself()
         except GraftError:
             raise
         except Exception as error:
             self.on_failure(error)
+
+    # ---- other peers --------------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> LiveExchange[Unasked]:
+        """The one in use; for whoever has ended the run."""
+        return self._exchange
+
+    def offer(self, offer: Offer | None) -> None:
+        """Go on with these from the end of the step on; None takes back what was offered. Any thread."""
+        with self._offering:
+            before, self._offer = self._offer, offer
+        if before is not None:
+            before.close()
+
+    def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
+        """As :meth:`Grafter.begin_run`. Its ranks may begin at different steps, and later than the leader has."""
+        with self._lock:
+            super().begin_run(run, plan)
+            self._fall_in(run)
+
+    def _fall_in(self, run: RunInfo) -> None:
+        """Let the others know that nothing comes of earlier steps, and hear with which plan this one begins."""
+        self._exchange.end_step(run.first_step - 1)
+        if self.place.world_rank == run.leader:
+            self._exchange.announce(run.first_step, b"")
+        else:
+            self._follow(run)
+
+    def _move(self) -> bool:
+        """End the step, and begin the next one in the world that was offered; False where none was."""
+        if self._offer is None:
+            return False
+        with self._lock:
+            if self._run is None or threading.get_ident() in self._at_work:
+                return False
+            self._wait_for_taps()
+            with self._offering:
+                offer, self._offer = self._offer, None
+            if offer is None:
+                return False
+            self._end_step()
+            old = self._exchange
+            old.end_run()
+            self.record_unmatched()
+            offer.exchange.timeout = old.timeout
+            self._use(offer.exchange)
+            self._page = offer.page
+            old.close()
+            run = replace(offer.run, first_step=self._step + 1)
+            self._enter_run(run, offer.plan)
+            # Whoever has to begin before this one hears anything from it may wait for this word.
+            offer.on_moved(run)
+            self._fall_in(run)
+            return True
+
+    # ---- against itself -----------------------------------------------------------------------------------------
+
+    def run_against_itself(self, order: RunAgainstItself) -> None:
+        """Begin when the plan of this version is in force. On the desk's thread."""
+        if not order.passes:
+            self.forget_itself()
+            return
+        before = self._itself
+        if before is None and not {"record", "rest"} & {*order.passes[:1]}:
+            raise SessionError("nothing is recorded here to run against")
+        self._itself = SelfGraftInSteps(
+            order.passes,
+            order.steps,
+            budget=order.budget,
+            dtypes=order.dtypes,
+            keep=order.keep,
+            paired_names=self._paired_names,
+            before=before,
+        )
+        self._itself_under = order.version
+
+    def against_itself(self) -> SelfGraft | None:
+        """What it came to, once the last pass has ended."""
+        itself = self._itself
+        return itself.found if itself is not None and itself.is_over else None
+
+    def forget_itself(self) -> None:
+        """Let go of what was recorded."""
+        self._itself, self._itself_under = None, -1
+
+    def _turn_to_itself(self) -> None:
+        """Before the first tap of a step: give its taps to what runs against itself, or take them again."""
+        itself = self._itself
+        if itself is None or self.plan.version != self._itself_under:
+            self.__dict__.pop("tap", None)
+            return
+        # In the place of the method, so that no other step pays for a look whether this is such a one.
+        self.__dict__["tap"] = self._guarded(itself.taker_at(self._step))
+
+    def _guarded(self, taker: Taker) -> Callable[..., Any]:
+        @outside_compiled_code
+        def tap(name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+            try:
+                return taker.tap(name, value, extras, tags, replace)
+            except GraftError:
+                raise
+            except Exception as error:
+                self.on_failure(error)
+                return value
+
+        return tap
+
+    def _paired_names(self, name: str) -> list[str]:
+        return [pairing.name for pairing in self.plan.pairings(self.place.side, name, {})]

@@ -18,6 +18,8 @@ class JobLine(Line):
     def __init__(self, channel: Channel, bell: socket.socket) -> None:
         super().__init__(channel, bell)
         self.lost_rows = 0
+        # How often each side has been started; rows say it from the second time on.
+        self.generations = (1, 1)
         # Which notebook it is that listens, by number.
         self.generation = 0
         self._taps: list[dict[str, Any]] = []
@@ -29,6 +31,8 @@ class JobLine(Line):
     def row(self, row: Row) -> None:
         if self.channel.closed:
             self.lost_rows += 1
+        if self.generations != (1, 1):
+            row = row._replace(note="; ".join(filter(None, (row.note, which_generations(self.generations)))))
         super().row(row)
 
     def tell_where(self, look: Whereabouts) -> None:
@@ -43,3 +47,9 @@ class JobLine(Line):
         """Tell a new notebook of every tap that was seen so far."""
         for tags in self._taps:
             self.send(TapSeen(tags))
+
+
+def which_generations(generations: tuple[int, int]) -> str:
+    """In words, which side is another than it was at first: ``generation 2 of target``."""
+    sides = zip(("baseline", "target"), generations, strict=True)
+    return ", ".join(f"generation {number} of {side}" for side, number in sides if number > 1)

@@ -7,11 +7,14 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from graftlab.control.core import SessionCore
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs.greeting import Look, Refused, Seen, SeenRank, SeenTap, hear, tell
 from graftlab.jobs.meeting import Meeting
 from graftlab.rows.newest import LiveTaps
+from graftlab.verdict.facts import tap_name
 
 # Seconds in which an answer has to come: ranks that are asked for their stacks may be busy.
 _LIMIT = 30.0
@@ -69,12 +72,12 @@ def seen(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> Seen:
     code = session.stacks() if stacks else {}
     lines = []
     for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
-        named = {str(name): "" if value is None else str(value) for name, value in line.items()}
+        named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
         lines.append(SeenRank(rank.label, named, code.get(rank.label, "")))
     rows = [row for row in taps.look() if row.rel_l2 is not None]
     rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
     furthest = [
-        SeenTap(row.name, row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
+        SeenTap(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
         for row in rows[:_TAPS]
     ]
     return Seen(repr(session), session.row_count, taps.behind, lines, furthest)
@@ -98,7 +101,8 @@ def shown_stacks(seen: Seen) -> str:
 
 
 def _table(lines: Sequence[dict[str, str]]) -> str:
-    names = list(lines[0])
+    """Columns side by side; those in which nothing stands are left out."""
+    names = [name for name in lines[0] if any(line[name] for line in lines)]
     widths = [max(len(name), *(len(line[name]) for line in lines)) for name in names]
     rows = [names, *([line[name] for name in names] for line in lines)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import select
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -18,34 +21,41 @@ from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
 from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.assembling import Assembly, Means, World
 from graftlab.jobs.entering import Entrance
-from graftlab.jobs.greeting import Joined, Membership
-from graftlab.jobs.job_grafter import JobGrafter
+from graftlab.jobs.greeting import Membership
+from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.place import own_device, place_of
-from graftlab.jobs.waiting import Waiting
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk
+from graftlab.ranks.desk import Desk, packed
 from graftlab.ranks.messages import (
+    AgainstItself,
+    AskAgainstItself,
+    AskMissing,
+    Assemble,
+    Assembled,
     Contacts,
-    Departed,
     Failure,
+    ForAWhile,
     Hello,
     Linked,
+    Missing,
+    Moved,
+    Noted,
     Output,
+    RunAgainstItself,
     RunDone,
     RunRequest,
     RunSettled,
     unpack_to_rank,
 )
-from graftlab.ranks.wiring import exchange_of
 from graftlab.ranks.workplace import failure_of
 from graftlab.taps import calls as taps
 
@@ -55,6 +65,8 @@ logger = logging.getLogger(__name__)
 _LOOK_FOR_ANOTHER = 0.5
 # Seconds between two words to a notebook that cannot look where this process is.
 _TELL_WHERE = 0.25
+# Seconds for the holder of the session to say for whom this process has waited in vain.
+_SAYING_LIMIT = 5.0
 
 
 class Member:
@@ -64,37 +76,48 @@ class Member:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
         self.place = place_of(config)
         self._config = config
-        self._linker: Linker | None = None
-        self._segment: int | None = None
         self._entrance = Entrance(self.place, config)
         self._entry = self._entrance.enter()
         self._relay = self._entry.relay
-        joined = self._entry.joined
-        self.folder = Path(joined.folder)
-        if not joined.address:
-            # Brought along to another notebook, which looks in it where this rank is.
-            self._segment = os.dup(self._entry.descriptors[self.place.world_rank])
+        self.folder = Path(self._entry.joined.folder)
         self._line = JobLine(self._entry.channel, self._entry.bell)
         self._run: RunInfo | None = None
+        # What is in force again when a notebook goes away that has changed the plan for a while.
+        self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
+        # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
+        # assembly, and the job's own look at these.
+        self._world: World | None = None
+        self._assembly: Assembly | None = None
+        self._assembling = threading.Lock()
+        # What comes of assemblies until the run begins.
+        self._arrived: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Wait until every rank of both sides has joined, and begin.
+        """Wait until every rank of both sides is there, and begin.
 
-        Raises :class:`SessionError` when some have not in time.
+        Raises :class:`SessionError` when some are not in time.
         """
-        request, rest = self._meet_here() if not self._entry.joined.address else self._meet_from_afar()
+        try:
+            self._line.send(Hello(os.getpid()))
+            request, world, rest = self._await_request()
+        except BaseException:
+            self._drop_assembly()
+            self._line.channel.close()
+            self._close_relay()
+            raise
         joined = self._entry.joined
+        self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, self._exchange, WhereaboutsPage(self._page), taps.ambient, self._line, self._kept
+            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._line, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())
-        self._run = request.info
+        self._enter(world, request.info)
         self._grafter.begin_run(request.info, from_wire(request.plan))
         self._open_desk(rest)
         namespace = sys.modules["__main__"].__dict__
@@ -104,61 +127,153 @@ class Member:
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
-    def _meet_here(self) -> tuple[RunRequest, list[bytes]]:
-        """Wait for the others, with what the host has handed over for all of them."""
-        waiting = Waiting(self.place, self._entry.descriptors)
-        try:
-            self._line.send(Hello(os.getpid()))
-            begun = self._await_request(waiting.missing)
-        except BaseException:
-            # As they are, and not shut down: another process may be handed the same ones.
-            waiting.give_up()
-            self._line.channel.close()
-            if self._segment is not None:
-                os.close(self._segment)
-            raise
-        waiting.close()
-        joined = self._entry.joined
-        self._exchange, self._page = exchange_of(
-            self.place,
-            self._entry.descriptors,
-            joined.segment_size,
-            budget=joined.buffer_budget,
-            timeout=joined.tap_timeout,
-        )
-        return begun
+    def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
+        """What begins the run, what joins this rank with the others, and the frames that came with it."""
+        channel = self._line.channel
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLIN)
+        request: RunRequest | None = None
+        rest: list[bytes] = []
+        while not channel.closed:
+            poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
+            if self._entrance.remaining() <= 0.001:
+                raise SessionError(
+                    f"{self._what_is_missing()} within {self._config.timeout:g} s; a larger timeout (GRAFTLAB_TIMEOUT) "
+                    f"waits longer"
+                )
+            for frame in channel.receive():
+                message = unpack_to_rank(frame) if request is None else None
+                if isinstance(message, RunRequest):
+                    request = message
+                elif isinstance(message, (Assemble, Contacts)):
+                    self._assemble(message)
+                elif request is not None:
+                    rest.append(frame)
+                # Plans that come before are older than the one that follows the request.
+            if request is not None or not self._arrived.empty():
+                if request is not None and self._assembly is not None:
+                    self._assembly.finish()
+                arrived = self._next_arrived()
+                if request is None or isinstance(arrived, Exception):
+                    raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
+                return request, arrived, rest
+        raise SessionError("whoever held the session went away before all had joined")
 
-    def _meet_from_afar(self) -> tuple[RunRequest, list[bytes]]:
-        """Wait for the others, and come to a connection with each, wherever it is."""
-        joined = self._entry.joined
+    def _next_arrived(self) -> World | Exception:
         try:
-            assert self._entry.token is not None
-            linker = self._linker = Linker(
-                self.place, self._entry.token, self._own_address(joined), self._config.port_range()
-            )
-            self._line.send(linker.contact)
-            begun = self._await_request(linker.missing, linker)
-        except BaseException:
-            if self._linker is not None:
-                self._linker.seal()
-                self._linker.close()
-            self._line.channel.close()
-            self._close_relay()
-            raise
-        linker.seal()
-        self._exchange = SharedMemoryExchange(
-            self.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
-        )
-        self._page = linker.arena.map
-        page, line = WhereaboutsPage(self._page), self._line
-        Beacon(page, line.tell_where, lambda: line.generation, self._over.is_set, rest=_TELL_WHERE).start()
-        return begun
+            return self._arrived.get(timeout=self._entrance.remaining())
+        except queue.Empty:
+            return SessionError(f"connecting to the others took longer than {self._config.timeout:g} s")
 
-    def _own_address(self, joined: Joined) -> str:
+    def _what_is_missing(self) -> str:
+        """For what this rank has waited in vain: the holder of the session knows."""
+        channel = self._line.channel
+        if self._assembly is not None and (unlinked := self._assembly.missing()):
+            return f"{', '.join(unlinked)} had not joined"
+        self._line.send(AskMissing())
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLIN)
+        deadline = time.monotonic() + _SAYING_LIMIT
+        while not channel.closed and (remaining := deadline - time.monotonic()) > 0:
+            poller.poll(remaining * 1000)
+            for frame in channel.receive():
+                message = unpack_to_rank(frame)
+                if isinstance(message, Missing):
+                    return message.what
+        return "not all of the others had joined"
+
+    def _enter(self, world: World, run: RunInfo) -> None:
+        """Go on in this world, of which the exchange's owner knows already."""
+        with self._assembling:
+            before, self._world, self._run = self._world, world, run
+        if before is not None and before is not world:
+            before.let_go()
+        self._line.generations = run.generations
+        if world.linker is not None:
+            line = self._line
+            Beacon(
+                WhereaboutsPage(world.page),
+                line.tell_where,
+                lambda: line.generation,
+                lambda: self._over.is_set() or self._world is not world,
+                rest=_TELL_WHERE,
+            ).start()
+
+    # ---- other peers --------------------------------------------------------------------------------------------
+
+    def _assemble(self, message: Assemble | Assembled | Contacts) -> None:
+        """Come together with all others, in a world that is there when all of them have."""
+        if isinstance(message, Assemble):
+            self._drop_assembly()
+            joined, token = self._entry.joined, self._entry.token
+            make_linker = None
+            if joined.address:
+                assert token is not None
+                address, ports = self._own_address(), self._config.port_range()
+
+                def make_linker() -> Linker:
+                    return Linker(self.place, token, address, ports)
+
+            means = Means(self.place, joined, self._line, self._entrance.fetch, make_linker)
+            with self._assembling:
+                self._assembly = Assembly(means, message, self._on_arrival)
+        elif self._assembly is not None:
+            if isinstance(message, Contacts):
+                self._assembly.meet(message)
+            elif message.world == self._assembly.world:
+                self._assembly.finish()
+
+    def _drop_assembly(self) -> None:
+        with self._assembling:
+            assembly, self._assembly = self._assembly, None
+        if assembly is not None:
+            assembly.give_up()
+        if self._run is not None:
+            self._grafter.offer(None)
+
+    def _on_arrival(self, arrived: World | Exception) -> None:
+        """On the thread of an assembly."""
+        run = self._run
+        if run is None:
+            self._arrived.put(arrived)
+        elif isinstance(arrived, World):
+            self._offer(arrived)
+        elif isinstance(arrived, (GraftError, OSError, EOFError)):
+            what = f"graftlab could not connect to the ranks that came anew, whose tensors are missing here: {arrived}"
+            self._line.send(Output(f"{what}\n"))
+            warn(f"{self.place.label}: {what}; the job goes on")
+        else:
+            self._fail(arrived)
+
+    def _offer(self, world: World) -> None:
+        offer = Offer(
+            world.exchange,
+            WhereaboutsPage(world.page),
+            world.run,
+            world.plan,
+            lambda run: self._on_moved(world, run),
+            world.close,
+        )
+        with self._assembling:
+            is_wanted = self._assembly is not None and self._assembly.world == world.number
+            if is_wanted:
+                self._grafter.offer(offer)
+        if not is_wanted:
+            world.close()
+        elif self._over.is_set():
+            self._grafter.offer(None)
+
+    def _on_moved(self, world: World, run: RunInfo) -> None:
+        """On the job's own thread, at the end of a step."""
+        self._enter(world, run)
+        self._line.send(Moved(world.number, run.first_step))
+        logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
+
+    def _own_address(self) -> str:
         """Where other machines reach this one: at the address from which it reaches who holds the session."""
         endpoint = self._config.endpoint
         if self._relay is None or endpoint is None:
-            return joined.address
+            return self._entry.joined.address
         try:
             return address_towards(*endpoint)
         except OSError as error:
@@ -175,51 +290,31 @@ class Member:
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
-    def _await_request(
-        self, missing: Callable[[], list[str]], linker: Linker | None = None
-    ) -> tuple[RunRequest, list[bytes]]:
-        """What begins the run, and the frames that came with it; all links are made by then."""
-        channel = self._line.channel
-        poller = select.poll()
-        for descriptor in (channel.fileno(), *(() if linker is None else linker.descriptors())):
-            poller.register(descriptor, select.POLLIN)
-        request: RunRequest | None = None
-        rest: list[bytes] = []
-        told: object = None
-        while not channel.closed:
-            poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
-            if self._entrance.remaining() <= 0.001:
-                raise SessionError(
-                    f"{', '.join(missing())} had not joined within {self._config.timeout:g} s; a larger "
-                    f"timeout (GRAFTLAB_TIMEOUT) waits longer"
-                )
-            for frame in channel.receive():
-                message = unpack_to_rank(frame) if request is None else None
-                if isinstance(message, RunRequest):
-                    request = message
-                elif request is not None:
-                    rest.append(frame)
-                elif linker is not None and isinstance(message, Contacts):
-                    linker.meet(message.contacts)
-                    told = told if linker.complete else None
-                elif linker is not None and isinstance(message, Departed):
-                    linker.part(message.world_rank)
-                # Plans that come before are older than the one that the request brings.
-            if linker is not None:
-                linker.work()
-                if linker.complete and told != linker.kinds():
-                    told = linker.kinds()
-                    self._line.send(Linked(*linker.kinds()))
-                    self._line.send(Hello(os.getpid()))
-            if request is not None and (linker is None or linker.complete):
-                return request, rest
-        raise SessionError("whoever held the session went away before all had joined")
-
     def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
-        self._desk = Desk(self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone)
+        self._desk = Desk(
+            self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone, fail=self._fail
+        )
+        self._desk.on(Assemble, self._assemble)
+        self._desk.on(Assembled, self._assemble)
+        self._desk.on(Contacts, self._assemble)
+        self._desk.on(ForAWhile, self._on_plans_for_a_while)
+        self._desk.on_question(RunAgainstItself, self._run_against_itself)
+        self._desk.on_question(AskAgainstItself, self._against_itself)
         for frame in frames:
             self._desk.take(frame)
         self._desk.open()
+
+    # ---- for a verdict ------------------------------------------------------------------------------------------
+
+    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+        self._lasting = None if message.plan is None else from_wire(message.plan)
+
+    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+        self._grafter.run_against_itself(order)
+        return Noted()
+
+    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
+        return AgainstItself(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -235,10 +330,11 @@ class Member:
             except Exception as error:
                 # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
+            self._drop_assembly()
             self._line.channel.close()
             self._close_relay()
-            if self._linker is not None:
-                self._linker.close()
+            if self._world is not None:
+                self._world.let_go()
 
     def _close_relay(self) -> None:
         relay, self._relay = self._relay, None
@@ -271,7 +367,7 @@ class Member:
         timer.daemon = True
         timer.start()
         try:
-            return self._exchange.settle(read)
+            return self._grafter.exchange.settle(read)
         finally:
             timer.cancel()
             timer.join()
@@ -300,8 +396,6 @@ class Member:
 
     def _on_host_gone(self) -> None:
         """On the desk's thread, which ends with this."""
-        run = self._run
-        assert run is not None
         self._line.channel.close()
         if self._over.is_set():
             return
@@ -312,35 +406,48 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             self._config.meeting,
         )
+        self._grafter.forget_itself()
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
         if nothing:
-            plan = self._grafter.plan
-            self._grafter.offer_plan(_nothing_of(plan))
+            self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
+        self._drop_assembly()
         while not self._over.wait(_LOOK_FOR_ANOTHER):
             try:
-                if self._come_back(run):
+                if self._come_back():
                     return
             except (GraftError, OSError) as error:
                 logger.warning("%s could not join the session that listens: %s", self.place.label, error)
                 # It stays what it is; ask again, but not all the time.
                 self._over.wait(10 * _LOOK_FOR_ANOTHER)
 
-    def _come_back(self, run: RunInfo) -> bool:
-        now = RunInfo(run.run, self._grafter.next_step, run.participants)
-        membership = Membership(now, to_wire(self._grafter.plan), self._line.lost_rows, self._linker is not None)
+    def _come_back(self) -> bool:
+        with self._assembling:
+            run, world = self._run, self._world
+        assert run is not None
+        assert world is not None
+        now = replace(run, first_step=self._grafter.next_step)
+        membership = Membership(now, to_wire(self._grafter.newest_plan), self._line.lost_rows, world.linker is not None)
         self._close_relay()
-        entry = self._entrance.come_back(membership, self._segment)
+        entry = self._entrance.come_back(membership, world.segment)
         if entry is None:
             return False
-        self._relay = entry.relay
+        self._entry, self._relay = entry, entry.relay
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
         self._open_desk()
         self._line.tell_again()
-        if self._linker is not None:
-            self._line.send(Linked(*self._linker.kinds()))
+        if world.linker is not None:
+            self._line.send(Linked(world.number, *world.linker.kinds()))
         self._line.send(Hello(os.getpid()))
         logger.info("%s has joined another session; rows go to %s", self.place.label, entry.joined.folder)
         return True
+
+
+def _of(run: RunInfo) -> str:
+    baseline, target = run.generations
+    return f"with generation {baseline} of the baseline and generation {target} of the target"
 
 
 def _nothing_of(plan: GraftPlan) -> GraftPlan:

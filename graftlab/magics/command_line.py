@@ -11,7 +11,7 @@ import keyword
 import re
 import shlex
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from IPython.core.error import UsageError
 
@@ -101,8 +101,10 @@ def _commands() -> dict[str, Command]:
         found[name] = Command(parser, raw, summary)
         return parser
 
-    def expression(name: str, summary: str, result: str, more: str = "") -> argparse.ArgumentParser:
-        parser = command(name, summary, raw="EXPR", usage=f"%%graft {name} [-h] [-o NAME] {more}EXPR")
+    def expression(
+        name: str, summary: str, result: str, more: str = "", raw: Literal["EXPR", "[EXPR]"] = "EXPR"
+    ) -> argparse.ArgumentParser:
+        parser = command(name, summary, raw=raw, usage=f"%%graft {name} [-h] [-o NAME] {more}{raw}")
         parser.add_argument(
             "-o", "--out", type=_variable, metavar="NAME", help=f"name of the variable that gets {result}"
         )
@@ -177,8 +179,10 @@ def _commands() -> dict[str, Command]:
     expression(
         "verdict",
         "Tell which computation is other on the target, whether it is the cause, and what is only inherited.\n\n"
-        "The expression is evaluated several times on both sides, and has to be repeatable.",
+        "The expression is evaluated several times on both sides, and has to be repeatable. Jobs of a session that\n"
+        "listens are judged in the steps that they make anyway, without an expression.",
         "the Verdict",
+        raw="[EXPR]",
     )
     compiled = expression(
         "compiled",
@@ -311,7 +315,7 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
         arguments = command.parser.parse_args([rank] if rank else [])
         arguments.command = text.strip()
         return name, arguments
-    if command.raw == "EXPR":
+    if command.raw in ("EXPR", "[EXPR]"):
         return name, _parse_expression(command, rest)
     return name, command.parser.parse_args(_split(name, rest))
 
@@ -372,7 +376,7 @@ def _parse_expression(command: Command, rest: str) -> argparse.Namespace:
     if not words and after is not None:
         words, text = ["-o", after["out"]], text[: after.start()]
     arguments = command.parser.parse_args(words)
-    if not text.strip():
+    if not text.strip() and command.raw == "EXPR":
         command.parser.error(f"an expression is needed, such as `{command.parser.prog} forward(batch)`")
     if re.match(r"-o\b|--\w", text.lstrip()):
         # Python would read two minus signs, and complain about something else.

@@ -75,7 +75,9 @@ class GraftMagics(Magics):
     def _open(self) -> Session:
         session = self.open_session()
         if session is None:
-            raise UsageError("%graft: no session is open; `%graft up -b 1 -t 2` starts one")
+            last = self.session
+            rows = f". The rows of the one that was closed are in session.frame, and in {last.folder}" if last else ""
+            raise UsageError(f"%graft: no session is open; `%graft up -b 1 -t 2` starts one{rows}")
         return session
 
     def _cell(self, where: str, cell: str) -> None:
@@ -208,7 +210,8 @@ class GraftMagics(Magics):
         return run.wait()
 
     def _verdict(self, arguments: argparse.Namespace) -> Any:
-        verdict = self._open().verdict(arguments.expression, arguments.expression)
+        judged = arguments.expression or None
+        verdict = self._open().verdict(judged, judged)
         self._assign(arguments.out, verdict)
         return verdict
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 
 _NUMBER = re.compile(r"\d+")
 _PATH_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
+# Stands for a number. No name has it, and some have ``#``: the second call of ``attn`` in a step is ``attn#1``.
+_ANY = "\0"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 # What one part of a model is called in different code bases; only to compare names, so a word may stand for several.
@@ -52,12 +54,12 @@ _SYNONYMS = {
 
 def pattern_of(name: str) -> str:
     """The name with every number taken for any number."""
-    return _NUMBER.sub("#", name)
+    return _NUMBER.sub(_ANY, name)
 
 
 def place_of(name: str) -> str:
     """The name with the numbers that are parts of its path taken for any, as a layer's is, and ``norm1``'s is not."""
-    return _PATH_NUMBER.sub("#", name) if _PATH_NUMBER.search(name) else pattern_of(name)
+    return _PATH_NUMBER.sub(_ANY, name) if _PATH_NUMBER.search(name) else pattern_of(name)
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
 def with_numbers(pattern: str, numbers: Sequence[int]) -> str:
     """The name of a pattern with these numbers in it."""
     left = iter(numbers)
-    return re.sub("#", lambda _: str(next(left)), pattern)
+    return re.sub(_ANY, lambda _: str(next(left)), pattern)
 
 
 def layer_of(name: str) -> int | None:

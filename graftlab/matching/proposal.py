@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from graftlab.base.html import bundle, cell, number, table
+from graftlab.base.html import bundle, cell, marked_up, number, table
+from graftlab.base.words import counted
 from graftlab.base.world import Side
 from graftlab.layouts import Layout, parse_layout
 from graftlab.matching.names import numbers_of, pattern_of
@@ -195,10 +197,16 @@ class Proposal:
             baseline, target = written_as(group)
             worst = max((pair.rel for pair in group if pair.rel is not None), default=None)
             count = f"x{len(group)}" if len(group) > 1 else ""
-            note = "; ".join(dict.fromkeys(pair.note for pair in group if pair.note))
+            note = _note_of([pair.note for pair in group if pair.note])
             layout = group[0].layout.text + (" (of the target)" if group[0].whole == "target" else "")
-            cells = (target, baseline, count, group[0].sureness, number(worst), layout, note)
-            lines.append(f"<tr>{''.join(cell(each) for each in cells)}</tr>")
+            names = map(cell, (target, baseline, count, group[0].sureness))
+            cells = (
+                *names,
+                cell(number(worst), "number"),
+                marked_up(f'<span style="white-space:nowrap">{html.escape(layout)}</span>'),
+                cell(note),
+            )
+            lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("target", "baseline", "layers", "matched by", "rel_l2", "layout", "note")
         rich = f"<b>{html.escape(self.summary)}</b>{table(head, lines)}"
         if self.problems:
@@ -208,6 +216,17 @@ class Proposal:
                 rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in left.items()]
                 rich += table((f"{side} without a partner", "why"), rows)
         return bundle(repr(self), rich)
+
+
+def _note_of(notes: Sequence[str]) -> str:
+    """What is noted of a group of pairs; of notes that differ by their numbers alone, the first and how many more."""
+    alike: dict[str, list[str]] = {}
+    for note in dict.fromkeys(notes):
+        alike.setdefault(re.sub(r"\d[\d.e+-]*", "#", note), []).append(note)
+    return "; ".join(
+        first if not more else f"{first} (and alike, with other numbers, in {counted(len(more), 'layer')} more)"
+        for first, *more in alike.values()
+    )
 
 
 def pairs_of(rules: Sequence[dict[str, str]]) -> tuple[Pair, ...]:

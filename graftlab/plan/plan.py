@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from graftlab.base.html import bundle, cell, table
+from graftlab.base.html import bundle, cell, marked_up, table
 from graftlab.base.tags import own_tags
 from graftlab.base.world import Direction, Side
 from graftlab.errors import FilterError, PlanError, warn
@@ -306,7 +306,7 @@ def _html(plan: GraftPlan) -> str:
     for name, meaning in FILTER_MEANINGS.items():
         text = getattr(plan, name)
         shown = f"<code>{html.escape(text)}</code>" if text and text.strip() else "nothing"
-        lines.append(f"<tr>{cell(name)}<td>{shown}</td>{cell(meaning, 'quiet')}</tr>")
+        lines.append(f"<tr>{cell(name)}{marked_up(shown)}{cell(meaning, 'quiet')}</tr>")
     for spec in plan.transforms:
         where = "the plan grafts" if spec.where is None else spec.where
         lines.append(f"<tr>{cell('transform')}{cell(spec.label)}{cell(f'where {where}', 'quiet')}</tr>")

@@ -18,9 +18,13 @@ const COLUMNS = [
   ["largest in run", "highest", true], ["above since step", "since", true],
   ["way", "way", false], ["note", "note", false],
 ];
+// Columns that are there only where they say something: where any cell has something in it, or where cells differ.
+const FOLDED_IF_EMPTY = new Set(["nonfinite", "since", "note"]);
+const FOLDED_IF_SAME = new Set(["way"]);
 const ROW = 22; // pixels of a line of the table, see STYLE
 const LEFT = 58, RIGHT = 10, TOP = 22, BOTTOM = 88; // pixels around the figure
 const HEIGHT = 330;
+const TILT = 0.6; // of the names below the figure, in radians
 
 const STYLE = `
 .gle { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, var(--vscode-foreground, inherit)) }
@@ -35,6 +39,9 @@ const STYLE = `
 .gle :focus-visible { outline: 2px solid var(--jp-brand-color1, var(--vscode-focusBorder, #1976d2)); outline-offset: 1px }
 .gle input.floor { width: 7em } .gle input.find { width: 18em }
 .gle .quiet { opacity: .75 }
+.gle .refused { color: color-mix(in srgb, #e5484d 80%, currentColor) }
+.gle [aria-invalid=true] { border-color: #e5484d }
+.gle .key span { margin-right: .8em; white-space: nowrap }
 .gle .plot { position: relative }
 .gle .tip {
   position: absolute; pointer-events: none; display: none; max-width: 60ch; padding: 3px 8px; z-index: 2; border-radius: 3px;
@@ -115,11 +122,15 @@ export function mount(root, act = null) {
   }
   const caption = element("label", "", "Floor ");
   const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);
-  tools.append(caption);
+  const refused = element("span", "refused", "a number from 0 on, such as 1e-5; empty: assumed from the dtypes");
+  refused.setAttribute("role", "alert");
+  tools.append(caption, refused);
+  function refuse(yes) { refused.hidden = !yes; floor.setAttribute("aria-invalid", String(yes)); }
+  refuse(false);
   floor.addEventListener("change", () => {
     const given = floor.value.trim() === "" ? null : Number(floor.value);
-    if (given !== null && !(given >= 0)) { floor.setAttribute("aria-invalid", "true"); return; }
-    floor.removeAttribute("aria-invalid");
+    refuse(given !== null && !(given >= 0));
+    if (!refused.hidden) return;
     if (act) act("floor", given); else if (given !== null) { state.floor = given; draw(); }
   });
   const layers = element("input", "layers"); layers.type = "checkbox";
@@ -129,6 +140,7 @@ export function mount(root, act = null) {
   control(element("button", "out", "−"), "Zoom out").addEventListener("click", () => zoom(2));
   control(element("button", "all", "All"), "Show all taps").addEventListener("click", () => whole());
   tools.append(element("span", "quiet", "drag to zoom, Shift-wheel to scroll, arrow keys to step"));
+  const key = element("span", "key"); tools.append(key);
   const find = control(element("input", "find"), "Find taps: words of names and tags", search);
   find.placeholder = "words of a tap's name or tags";
   find.addEventListener("input", () => list());
@@ -157,7 +169,8 @@ export function mount(root, act = null) {
     state = next;
     headline.textContent = state.headline ?? "";
     canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
-    if (document.activeElement !== floor) floor.value = plainly(state.floor);
+    // What was refused stays until it is mended.
+    if (document.activeElement !== floor && refused.hidden) floor.value = plainly(state.floor);
     arrange();
     if (wasWhole || range[1] > points.length || before === 0) range = [0, Math.max(points.length, 1)];
     list(); tell(); draw();
@@ -230,6 +243,7 @@ export function mount(root, act = null) {
       g.globalAlpha = alpha; g.setLineDash(dash); g.beginPath(); g.moveTo(LEFT, y); g.lineTo(right, y); g.stroke();
       g.globalAlpha = 1; g.setLineDash([]);
     };
+    g.fillText("rel_l2", LEFT - 6, TOP - 14);
     for (let log = s.low; log <= s.high; log += every) { line(s.y(log), 0.15); g.fillText(`1e${log}`, LEFT - 6, s.y(log)); }
     const odd = state.status.some((each, i) => place(i, s) === s.top);
     if (odd) g.fillText("no value", LEFT - 6, s.top);
@@ -262,8 +276,24 @@ export function mount(root, act = null) {
       }
     }
     if (dragged) { g.globalAlpha = 0.15; g.fillStyle = ink; g.fillRect(dragged[0], TOP, dragged[1] - dragged[0], HEIGHT - TOP - BOTTOM); g.globalAlpha = 1; }
-    name(g, first, last, ink);
     g.restore();
+    name(g, first, last, ink);
+    legend(s, colours);
+  }
+
+  // What the colours mean, and that a hollow point is a value of zero.
+  function legend(s, colours) {
+    const entries = [...new Set(state.status)].map((each) => ["●", colours[each] ?? "#888", each]);
+    if (state.value.some((v, i) => v === 0 && place(i, s) === s.exact)) entries.push(["○", colours.compared, "equal"]);
+    if (state.nonfinite.some((n) => n > 0)) entries.push(["◯", COLOURS.failed, "not finite on one side"]);
+    const said = JSON.stringify(entries);
+    if (key.dataset.said === said) return;
+    key.dataset.said = said;
+    key.replaceChildren(...entries.map(([sign, colour, text]) => {
+      const dot = element("b", "", sign), entry = element("span"); dot.style.color = colour; dot.setAttribute("aria-hidden", "true");
+      entry.append(dot, ` ${text}`);
+      return entry;
+    }));
   }
 
   // Names stand under the axis while there is room for them; else the layers do, as brackets.
@@ -273,10 +303,17 @@ export function mount(root, act = null) {
     if (across() / (last - first) >= 13) {
       g.textAlign = "right";
       for (let n = first; n < last; n++) {
-        g.save(); g.translate(xOf(n) + 3, base); g.rotate(-0.6); g.fillText(shortened(points[n].label, 24), 0, 0); g.restore();
+        const x = xOf(n) + 3;
+        if (x < LEFT || x > LEFT + across() + 3) continue;
+        // As long as there is room to the left edge.
+        const room = (x - 6) / Math.cos(TILT);
+        let limit = 24, text = shortened(points[n].label, limit);
+        while (limit > 5 && g.measureText(text).width > room) text = shortened(points[n].label, --limit);
+        g.save(); g.translate(x, base); g.rotate(-TILT); g.fillText(text, 0, 0); g.restore();
       }
       return;
     }
+    g.save(); g.beginPath(); g.rect(LEFT - 6, base, across() + 12, BOTTOM); g.clip();
     g.textAlign = "left";
     let from = first, free = -Infinity;
     for (let n = first + 1; n <= last; n++) {
@@ -288,6 +325,7 @@ export function mount(root, act = null) {
       if (x >= free) { g.fillText(text, x + 1, base + 8); free = x + g.measureText(text).width + 10; }
       from = n;
     }
+    g.restore();
   }
 
   // ---- the table --------------------------------------------------------------------------------------------------
@@ -308,20 +346,28 @@ export function mount(root, act = null) {
       cell.firstChild.textContent = COLUMNS.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
     }
     worst.disabled = sort.column === "badness";
-    const of = lines.length === state.label.length ? `${lines.length} taps` : `${lines.length} of ${state.label.length} taps`;
+    const all = state.label.length, taps = `${all.toLocaleString("en")} ${all === 1 ? "tap" : "taps"}`;
+    const of = lines.length === all ? taps : `${lines.length.toLocaleString("en")} of ${taps}`;
     count.textContent = [of, state.count].filter(Boolean).join("; ");
     fill();
+  }
+
+  function isFolded(column) {
+    const cells = state[column] ?? [];
+    if (FOLDED_IF_EMPTY.has(column)) return !cells.some((each) => each !== null && each !== "" && each !== 0);
+    return FOLDED_IF_SAME.has(column) && cells.every((each) => each === cells[0]);
   }
 
   // Only the lines in sight are in the page; spacers stand for the others.
   function fill() {
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - 8);
     const last = Math.min(lines.length, first + Math.ceil(330 / ROW) + 16);
-    const made = [spacer(first)];
+    const made = [spacer(first)], columns = COLUMNS.filter((each) => !isFolded(each[1]));
+    for (const cell of titles.children) cell.hidden = isFolded(cell.dataset.column);
     for (const i of lines.slice(first, last)) {
       const row = element("tr"); row.dataset.tap = i;
       row.setAttribute("aria-selected", String(state.label[i] === chosen));
-      for (const [title, column, isNumber] of COLUMNS) {
+      for (const [, column, isNumber] of columns) {
         let text = state[column][i], kind = isNumber ? "number" : "";
         if (column === "value" || column === "max_abs" || column === "highest") text = scientific(text);
         if (column === "value" && state.nonfinite[i] > 0) { text = "not finite"; kind += " bad"; }

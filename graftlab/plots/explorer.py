@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from graftlab.base.words import counted
 from graftlab.verdict.summary import not_compared
 from graftlab.verdict.tap_lines import SoFar
 
@@ -67,7 +68,7 @@ def headline(found: SoFar) -> str:
     unseen = f" Not compared: {lost}." if lost else ""
     said = found.sentences[0] if found.sentences else "nothing was measured"
     earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
-    return f"Run {rows[0].run}, {when}, {plan}, {len(rows):,} taps: {said}.{earlier}{unseen}"
+    return f"Run {rows[0].run}, {when}, {plan}, {counted(len(rows), 'tap')}: {said}.{earlier}{unseen}"
 
 
 def _number(value: float | None) -> float | None:

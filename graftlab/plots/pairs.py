@@ -197,13 +197,13 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
     figure, ax = style.new_axes(ax, 6.0, 6.5)
     style.label_axes(ax, "baseline  (tensor's units)", "target  (tensor's units)")
     drawn = len(points.baseline)
-    counts = f"all {drawn}" if drawn + points.nonfinite == points.numel else f"{drawn} of {points.numel}"
-    left_out = f", {points.nonfinite} pairs with a non-finite value left out" if points.nonfinite else ""
+    counts = f"all {drawn:,}" if drawn + points.nonfinite == points.numel else f"{drawn:,} of {points.numel:,}"
+    left_out = f", {points.nonfinite:,} with a value that is not finite left out" if points.nonfinite else ""
     finding = "every pair is equal" if drawn else ""
     if points.worst_index is not None:
         x, y = (style.number(tensor[points.worst_index].item(), 4) for tensor in (baseline, target))
         finding = f"worst at {list(points.worst_index)}: baseline {x}, target {y}"
-    style.head(ax, style.shorten(title or "", 70), f"{counts} elements{left_out}", finding, size=style.NOTE)
+    style.head(ax, style.shorten(title or "", 70), f"{counts} elements are drawn{left_out}", finding, size=style.NOTE)
     if not drawn:
         style.say(ax, "no pair of finite values" if points.numel else _no_elements(baseline.shape))
         return figure

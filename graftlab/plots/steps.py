@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from graftlab.plots import style
 from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, log_image, value_axis
 from graftlab.plots.style import Array
+from graftlab.plots.themes import AS_IT_IS
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.order import numbers, require, tag_columns
 
@@ -189,7 +190,8 @@ def _draw_cells(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
     for y, x in np.argwhere(~empty) if grid.size <= _MAX_TEXTS else []:
         red, green, blue, _ = to_rgba(ODD) if odd[y, x] else blank(norm(image[y, x]))
         color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-        ax.text(x, y, f"{grid[y, x]:.2g}", ha="center", va="center", fontsize=style.TICK, color=color, zorder=7)
+        text = ax.text(x, y, f"{grid[y, x]:.2g}", ha="center", va="center", fontsize=style.TICK, color=color, zorder=7)
+        text.set_gid(AS_IT_IS)
     color_bar(figure, drawn, ax, label)
     keys: list[Any] = []
     if (grid == 0).any():

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.transforms import offset_copy
 
 from graftlab.plots import themes
@@ -30,7 +31,11 @@ BASELINE, TARGET = BLUE, VERMILLION
 LINES = ((BLUE, "-"), (BLACK, "--"), (SKY, "-."), (PURPLE, ":"), (GREEN, "-"), (ORANGE, "--"), (GREY, "-."))
 
 LABEL, TICK, NOTE, TITLE = 10, 8.5, 9.5, 11
+# Names that stand side by side.
+DENSE = 7.5
 _LEGEND: dict[str, Any] = {"borderaxespad": 0.0, "frameon": False, "fontsize": TICK, "handletextpad": 0.6}
+
+_ARROW: dict[str, Any] = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 6}
 
 _TENSOR = "tensor's units"
 # What a statistic is, and its unit.
@@ -108,6 +113,11 @@ def new_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes
     figure = NotebookFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
+
+
+def width_for(count: int) -> float:
+    """Inches for so many places side by side. A wider figure would be shrunk by the page, and its text with it."""
+    return float(np.clip(4.6 + 0.15 * count, 7.5, 10.5))
 
 
 def whole_figure(ax: Axes) -> Figure:
@@ -227,6 +237,29 @@ def legend_below(ax: Axes, handles: Sequence[Any], points: float = 40) -> None:
         under = offset_copy(ax.transAxes, whole_figure(ax), y=-points, units="points")
         place: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "bbox_transform": under}
         ax.legend(handles=list(handles), loc="upper center", ncols=4, **place, **_LEGEND)
+
+
+def point_out(
+    ax: Axes, text: str, xy: tuple[float, float], *, share: float, level: int = 0, color: str | None = None
+) -> Annotation:
+    """Text above the axes, where no data is, and an arrow that runs down the point's own column.
+
+    ``share`` is how far from the left the point is, ``level`` the line of text, counted from the axes.
+    """
+    side, anchor = ("left", 0.0) if share < 0.35 else ("right", 1.0) if share > 0.65 else ("center", 0.5)
+    note = ax.annotate(
+        plain(text),
+        xy=xy,
+        xytext=(xy[0], 1.0),
+        textcoords=offset_copy(ax.get_xaxis_transform(), whole_figure(ax), y=7 + 15 * level, units="points"),
+        arrowprops={**_ARROW, "relpos": (anchor, 0.0)},
+        annotation_clip=False,
+    )
+    # On top of the arrows that come from the lines above it.
+    note.set(ha=side, va="bottom", fontsize=NOTE, fontweight="bold", zorder=20 - level)
+    note.set_bbox({"facecolor": whole_figure(ax).get_facecolor(), "edgecolor": "none", "pad": 1.0})
+    note.set_color(ink() if color is None else color)
+    return note
 
 
 def key(

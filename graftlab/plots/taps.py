@@ -11,7 +11,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.transforms import offset_copy
 
 from graftlab.plots import style
 from graftlab.plots.scales import ValueAxis, value_axis
@@ -22,7 +21,6 @@ from graftlab.verdict.order import Key, Taps, group, merge
 MAX_LABELS = 60
 MAX_SLANTED = 32
 _MAX_STEP_LINES = 60
-_ARROW = {"arrowstyle": "-|>", "color": style.GREY, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 6}
 Frames = pd.DataFrame | Sequence[pd.DataFrame] | Mapping[str, pd.DataFrame]
 
 
@@ -38,7 +36,7 @@ def divergence(
     """How far the two sides are apart at every tap, in execution order: read it from the left.
 
     A healthy pair stays near or below the noise floor, slowly rising. The place to look at is the first tap
-    that jumps above it; it is annotated as the first divergent one, and everything to its right may only
+    that jumps above it and was not grafted; it is annotated as the first divergent one, and everything after it may only
     inherit its error.
 
     - x: one place a tap (and step), in the order in which they ran, labelled by name and by those tags that
@@ -68,7 +66,7 @@ def divergence(
     ticks = {x: style.plain(names[x]) for x in range(0, count, every)}
     longest = max(map(len, ticks.values()), default=0)
     height = 3.6 + longest * (0.06 if len(ticks) > MAX_SLANTED else 0.045)  # inches of a label that stands or leans
-    figure, ax = style.new_axes(ax, float(np.clip(4.6 + 0.15 * count, 7.5, 16.0)), height)
+    figure, ax = style.new_axes(ax, style.width_for(count), height)
     thinned = "" if every == 1 else f" (one in {every} named)"
     style.label_axes(ax, f"tap, in execution order{thinned}", style.value_label(value))
     if not count:
@@ -191,7 +189,7 @@ def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
     count = len(names.keys)
     upright = len(ticks) > MAX_SLANTED
     ax.set_xlim(-0.8, count - 0.2)
-    ax.set_xticks(list(ticks), list(ticks.values()), fontsize=7.5 if upright else style.TICK, va="top")
+    ax.set_xticks(list(ticks), list(ticks.values()), fontsize=style.DENSE if upright else style.TICK, va="top")
     for label in ax.get_xticklabels():
         label.set(rotation=90 if upright else 45, ha="center" if upright else "right")
         label.set_rotation_mode("default" if upright else "anchor")
@@ -264,21 +262,9 @@ def _annotate_suspects(
         at_edge = failed and not above and not taps.nonfinite[at] > 0
         y = scale.top if at_edge else float(scale.place(_shown(taps)[at : at + 1])[0])
         share = float(run.x[at] + 0.8) / (len(names.keys) + 0.6)
-        side, anchor = ("left", 0.0) if share < 0.35 else ("right", 1.0) if share > 0.65 else ("center", 0.5)
-        # Above the axes, where no data is; the arrow runs down the tap's own column.
-        corner = offset_copy(ax.get_xaxis_transform(), style.whole_figure(ax), y=7 + 15 * level, units="points")
-        text = ax.annotate(
-            style.plain(f"{who}first divergent: {name}  ({', '.join(reasons)})"),
-            xy=(float(run.x[at]), y),
-            xytext=(float(run.x[at]), 1.0),
-            textcoords=corner,
-            arrowprops={**_ARROW, "relpos": (anchor, 0.0)},
-            annotation_clip=False,
-        )
-        # On top of the arrows that come from the lines above it.
-        text.set(ha=side, va="bottom", fontsize=style.NOTE, fontweight="bold", zorder=20 - level)
-        text.set_bbox({"facecolor": style.whole_figure(ax).get_facecolor(), "edgecolor": "none", "pad": 1.0})
-        text.set_color(run.color if len(runs) > 1 else style.ink())
+        said = f"{who}first divergent: {name}  ({', '.join(reasons)})"
+        at_point, color = (float(run.x[at]), y), run.color if len(runs) > 1 else None
+        style.point_out(ax, said, at_point, share=share, level=level, color=color)
         level += 1
 
 

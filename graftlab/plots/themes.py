@@ -20,10 +20,18 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 _PAPER, _INK = "#111111", "#e0e0e0"
+# Blue letters are lost on dark paper; points and lines are not.
+_BLUE, _SKY = to_rgba("#0072B2"), "#56B4E9"
+# Pixels to the inch below which names cannot be read: a narrow page scrolls the figure then, and shrinks it no more.
+_LEGIBLE = 68
+AS_IT_IS = "as it is"
+"""The gid of text that stands on a colour of its own, and not on paper."""
+
 _BLACK, _WHITE = to_rgba("black"), to_rgba("white")
 
 # JupyterLab's theme, VS Code's, and where neither is, the system's. A page that drops styles shows the first picture.
 STYLE = """<style>
+.graftlab-figure { overflow-x: auto }
 .graftlab-figure img { max-width: 100% }
 body[data-jp-theme-light="false"] .graftlab-on-light, .vscode-dark .graftlab-on-light,
 .vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-light { display: none }
@@ -39,9 +47,10 @@ body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-d
 def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
     """The figure as markup: drawn twice, with what it shows in words. See :data:`STYLE` for what it needs."""
     said = html.escape(alt or in_words(figure), quote=True)
-    light = _img(_render(figure, dpi), said, "graftlab-on-light", "")
+    least = f' style="min-width: {_LEGIBLE * figure.get_size_inches()[0]:.0f}px"'
+    light = _img(_render(figure, dpi), said, "graftlab-on-light", least)
     with on_dark(figure):
-        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", " hidden")
+        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", f" hidden{least}")
     return f'<div class="graftlab-figure">{light}{dark}</div>'
 
 
@@ -93,19 +102,28 @@ def on_dark(figure: Figure) -> Iterator[None]:
 
     for artist in figure.findobj(include_self=False):
         if isinstance(artist, Text):
+            if artist.get_gid() == AS_IT_IS:
+                continue
             ink(artist.set_color, artist.get_color())
+            if _is(artist.get_color(), _BLUE):
+                change(artist.set_color, artist.get_color(), _SKY)
             box = artist.get_bbox_patch()
             if box is not None:
                 ink(box.set_facecolor, box.get_facecolor())
         elif isinstance(artist, Line2D):
             ink(artist.set_color, artist.get_color())
             ink(artist.set_markeredgecolor, artist.get_markeredgecolor())
+            ink(artist.set_markerfacecolor, artist.get_markerfacecolor())
         elif isinstance(artist, Patch):
             ink(artist.set_edgecolor, artist.get_edgecolor())
         elif isinstance(artist, Collection):
-            edges = np.asarray(artist.get_edgecolor())
-            if len(edges) == 1:
-                ink(artist.set_edgecolor, tuple(edges[0]))
+            # A black point without its black face would be a hollow one, which means another thing.
+            for setter, colours in (
+                (artist.set_edgecolor, np.asarray(artist.get_edgecolor())),
+                (artist.set_facecolor, np.asarray(artist.get_facecolor())),
+            ):
+                if len(colours) == 1:
+                    ink(setter, tuple(colours[0]))
     for axes in _axes(figure):
         ink(axes.patch.set_facecolor, axes.get_facecolor())
     ink(figure.patch.set_facecolor, figure.get_facecolor())

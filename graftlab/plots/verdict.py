@@ -6,12 +6,16 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from graftlab.plots import style
+from graftlab.plots.scales import value_axis
+from graftlab.verdict.facts import tap_name
 from graftlab.verdict.order import require
 
 _MARKED = {"culprit": style.VERMILLION, "minor": style.ORANGE, "cancels": style.PURPLE}
 MAX_LABELS = 60
+_NAMED = 4
 
 
 def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None = None) -> Figure:
@@ -20,52 +24,54 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
     ``frame`` is that of a verdict. The band reaches up to the floor of each tap, the dashed line to ``threshold`` times
     it. A hollow point is the error of a run without grafts, which a tap may have inherited; a filled one what arose at
     the tap itself. Where several ranks received a tap, the largest of each is drawn. Steps stand one after the other,
-    with a line between them. Zeros stand on the lower edge.
+    with a line between them. What is not finite on one side alone is at the top, zeros are below the scale, and what
+    has no value is not drawn. Of more than four groups at fault the first four are named above the axes.
 
     Raises ValueError naming a column that the frame lacks.
 
     >>> figure = session.verdict(forward, forward, args=(x,)).plot()
     """
-    require(frame, "name", "step", "order", "added", "floor", "error", "label", "group")
+    require(frame, "name", "tags", "step", "order", "added", "ratio", "floor", "error", "error_ratio", "label", "group")
     taps = _worst_of_ranks(frame)
     count = len(taps)
-    figure, ax = style.new_axes(ax, float(np.clip(4.6 + 0.15 * count, 7.5, 16.0)), 5.4)
-    style.label_axes(ax, "tap, in execution order", style.value_label("rel_l2"))
+    figure, ax = style.new_axes(ax, style.width_for(count), 5.4)
+    every = -(-count // MAX_LABELS) or 1
+    thinned = "" if every == 1 else f" (one in {every} named)"
+    style.label_axes(ax, f"tap, in execution order{thinned}", style.value_label("rel_l2"))
     if not count:
         style.say(ax, "nothing was measured on both sides")
         return figure
     x = np.arange(count)
     floor = taps["floor"].to_numpy(dtype=float)
-    values = taps[["added", "error"]].to_numpy(dtype=float)
-    positive = np.concatenate([values[np.isfinite(values) & (values > 0)], floor[floor > 0]])
-    low = float(positive.min()) / 3 if len(positive) else 1e-9
-    high = float(positive.max()) * 3 if len(positive) else 1.0
-    ax.set_yscale("log")
-    ax.set_ylim(low, max(high, low * 10))
-    ax.fill_between(x, low, np.maximum(floor, low), step="mid", color=style.GREY, alpha=0.25, gid="floor", linewidth=0)
-    ax.step(
-        x, np.maximum(floor * threshold, low), where="mid", color=style.GREY, linestyle="--", linewidth=1, gid="limit"
+    error, added = _shown(taps, "error", "error_ratio"), _shown(taps, "added", "ratio")
+    values = np.concatenate([error, added])
+    limits = [float(each) for each in (floor.min(), floor.max() * threshold)]
+    scale = value_axis(values[~np.isnan(values)], marks=limits)
+    scale.apply(ax)
+    bottom = scale.limits[0]
+    ax.fill_between(
+        x, bottom, np.maximum(floor, bottom), step="mid", color=style.GREY, alpha=0.25, gid="floor", linewidth=0
     )
+    ax.step(x, floor * threshold, where="mid", color=style.GREY, linestyle="--", linewidth=1, gid="limit")
 
-    def on_axis(column: str) -> style.Array:
-        numbers = taps[column].to_numpy(dtype=float)
-        return np.asarray(np.clip(np.nan_to_num(numbers, nan=low, posinf=high), low, high))
+    def mark(chosen: style.Array, value: style.Array, look: style.Mark, gid: str, *, hollow: bool = False) -> None:
+        chosen = chosen & ~np.isnan(value)
+        face, edge = ("none", look.color) if hollow else (look.color, style.ink())
+        size = (34.0 if count <= MAX_LABELS else 20.0) - 4 * hollow
+        y = scale.place(value)[chosen]
+        style.marks(ax, x[chosen], y, look, face=face, edge=edge, size=size, above=4 - hollow, gid=gid)
 
-    error, added = on_axis("error"), on_axis("added")
-    style.marks(
-        ax, x, error, style.Mark(style.BLUE, "o"), face="none", edge=style.BLUE, size=30, above=3, gid="inherited"
-    )
-    colors = [_MARKED.get(label, style.GREEN) for label in taps["label"]]
-    for color in dict.fromkeys(colors):
-        chosen = np.array([each == color for each in colors])
-        mark = style.Mark(color, "D")
-        style.marks(
-            ax, x[chosen], added[chosen], mark, face=color, edge=style.ink(), size=34, above=4, gid=f"added {color}"
-        )
-    _name_groups(ax, taps, x, added)
+    mark(np.ones(count, dtype=bool), error, style.Mark(style.BLUE, "o"), "inherited", hollow=True)
+    colors = np.array([_MARKED.get(label, style.GREEN) for label in taps["label"]])
+    for color in dict.fromkeys(colors.tolist()):
+        mark(colors == color, added, style.Mark(color, "D"), f"added {color}")
+    _name_groups(ax, taps, x, np.where(np.isnan(added), scale.top, scale.place(added)))
     _mark_steps(ax, taps)
-    every = -(-count // MAX_LABELS) or 1
-    ax.set_xticks(x[::every], [style.plain(style.shorten(str(n))) for n in taps["name"].iloc[::every]], rotation=90)
+    ax.set_xlim(-0.8, count - 0.2)
+    names = [tap_name(style.shorten(str(name)), tags) for name, tags in zip(taps["name"], taps["tags"], strict=True)]
+    ax.set_xticks(
+        x[::every], [style.plain(style.shorten(each, 48)) for each in names[::every]], rotation=90, fontsize=style.DENSE
+    )
     style.legend(
         ax,
         [
@@ -73,6 +79,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
             *(style.key(label, color, "D") for label, color in _MARKED.items() if (taps["label"] == label).any()),
             style.key("error without grafts", style.BLUE, "o", hollow=True),
             style.key(f"{threshold:g} x the floor", style.GREY, line="--"),
+            Patch(color=style.GREY, alpha=0.25, linewidth=0, label="the floor"),
         ],
     )
     return figure
@@ -106,16 +113,27 @@ def _mark_steps(ax: Axes, taps: pd.DataFrame) -> None:
         )
 
 
-def _name_groups(ax: Axes, taps: pd.DataFrame, x: style.Array, added: style.Array) -> None:
-    """Each culprit's name, at the first of its taps."""
-    for group in dict.fromkeys(taps.loc[taps["label"] == "culprit", "group"]):
-        at = int(np.flatnonzero(((taps["group"] == group) & (taps["label"] == "culprit")).to_numpy())[0])
-        ax.annotate(
-            style.plain(group),
-            (float(x[at]), float(added[at])),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=style.TICK,
+def _shown(taps: pd.DataFrame, column: str, over: str) -> style.Array:
+    """A column as it is drawn: infinite where one side alone is not finite, whatever the finite rest says."""
+    ratio = taps[over].to_numpy(dtype=float)
+    shown: style.Array = np.where(np.isposinf(ratio), np.inf, taps[column].to_numpy(dtype=float))
+    return shown
+
+
+def _name_groups(ax: Axes, taps: pd.DataFrame, x: style.Array, y: style.Array) -> None:
+    """Each culprit's name, above the axes, where no data is; an arrow leads to the first of its taps."""
+    groups = list(dict.fromkeys(taps.loc[taps["label"] == "culprit", "group"]))
+    more = f" (and {len(groups) - _NAMED} more groups)" if len(groups) > _NAMED else ""
+    is_culprit = (taps["label"] == "culprit").to_numpy()
+    first = int(taps["step"].nunique() > 1)  # above the line that says where steps begin
+    # From the right to the left, so that no arrow crosses the text of a line above it.
+    for level, group in enumerate(reversed(groups[:_NAMED]), first):
+        at = int(np.flatnonzero((taps["group"] == group).to_numpy() & is_culprit)[0])
+        style.point_out(
+            ax,
+            f"culprit: {group}{more if level == first else ''}",
+            (float(x[at]), float(y[at])),
+            share=(x[at] + 0.8) / (len(taps) + 0.6),
+            level=level,
             color=style.VERMILLION,
-            gid="culprit",
-        )
+        ).set_gid("culprit")

@@ -32,6 +32,7 @@ from graftlab.ranks.messages import (
     Interrupt,
     Kept,
     KeptTags,
+    M,
     PlanUpdate,
     PostMortem,
     Query,
@@ -58,7 +59,8 @@ class Desk:
     """What is for the main thread waits in ``jobs``. ``stop`` becomes readable when the rank shall end.
 
     ``interrupt`` is called with the number of a run that is not to go on, ``end`` once, when the notebook is gone, by
-    whatever death, or sends what cannot be read.
+    whatever death, or sends what cannot be read. ``fail`` is told what should not have happened on the desk's thread,
+    which ends with it; without ``fail`` that is an ``end`` too.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Desk:
         interrupt: Callable[[int], None],
         end: Callable[[], None],
         post_mortem: Callable[[str], str] = nothing_failed,
+        fail: Callable[[Exception], None] | None = None,
     ) -> None:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.stop, self._stop_write = os.pipe()
@@ -78,6 +81,7 @@ class Desk:
         self._kept = kept
         self._end = end
         self._post_mortem = post_mortem
+        self._fail = fail
         self._handle = Dispatch[[], None]()
         self._handle.on(PlanUpdate, self._on_plan)
         self._handle.on(RunRequest, self.jobs.put)
@@ -92,8 +96,27 @@ class Desk:
         self._answer.on(AskKeptInput, self._kept_input)
         self._answer.on(AskKeptMap, self._kept_map)
 
+    def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
+        """Hand messages of this kind to somebody else, on the desk's thread."""
+        self._handle.on(kind, handler)
+
+    def on_question(self, kind: type[M], answer: Callable[[M], Answer]) -> None:
+        """Have somebody else answer questions of this kind, on the desk's thread."""
+        self._answer.on(kind, answer)
+
     def open(self) -> None:
-        threading.Thread(target=self._serve, name="graftlab-desk", daemon=True).start()
+        threading.Thread(target=self._serve_or_fail, name="graftlab-desk", daemon=True).start()
+
+    def _serve_or_fail(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.critical("the desk failed", exc_info=True)
+            if self._fail is None:
+                # Nobody would hear the notebook any more.
+                self._end()
+            else:
+                self._fail(error)
 
     def _serve(self) -> None:
         poller = select.poll()
@@ -159,5 +182,10 @@ def _both(pair: KeptPair) -> tuple[Any, Any]:
     return pair.baseline, pair.target
 
 
+def packed(value: Any) -> bytes | None:
+    """What a rank has, for a notebook that may trust it."""
+    return None if value is None else shipping.pack_result(value)
+
+
 def _packed(value: Any) -> Kept:
-    return Kept(None if value is None else shipping.pack_result(value))
+    return Kept(packed(value))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib import pyplot
-from matplotlib._pylab_helpers import Gcf
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -21,10 +20,10 @@ FigureManager = FigureManagerBase
 def show(*_: Any, **__: Any) -> None:
     """Send every open figure, in the order in which they were made, and close them."""
     to = displays()
-    for manager in Gcf.get_all_fig_managers():
+    for figure in map(pyplot.figure, pyplot.get_fignums()):
         if to is not None:
-            to(manager.canvas.figure)
-        pyplot.close(manager.canvas.figure)
+            to(figure)
+        pyplot.close(figure)
 
 
 def show_all_but(result: Any) -> None:

@@ -18,7 +18,8 @@ from graftlab.ranks.messages import IsAt
 class RankHandle:
     """The root of all ranks. ``bell`` rings when the rank has sent what should not wait.
 
-    Of ``segment``, the rank's shared memory, only the page that says where it is gets mapped.
+    Of ``segment``, the rank's shared memory, only the page that says where it is gets mapped. One without a segment is
+    nowhere yet.
     """
 
     trusted = True
@@ -31,7 +32,7 @@ class RankHandle:
     """Where a signal makes it write its threads' stacks, whatever they do; None where a signal would end it."""
 
     def __init__(
-        self, place: Place, seat: Seat, channel: Channel, bell: socket.socket, segment: int, log: Path
+        self, place: Place, seat: Seat, channel: Channel, bell: socket.socket, segment: int | None, log: Path
     ) -> None:
         self.place = place
         self.seat = seat
@@ -40,10 +41,15 @@ class RankHandle:
         self.log = log
         self.pid: int | None = None
         self.alive = True
-        self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(-1, PAGE)
+        if segment is not None:
+            self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._page = WhereaboutsPage(self._map)
         self._last_look = Whereabouts()
         self._ended: str | None = None
+
+    generation = 1
+    """How often its side has been started: more than once where jobs were started again."""
 
     links = "shared memory"
     """What joins it with the other ranks, in words; blank where that is not known yet."""

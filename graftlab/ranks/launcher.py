@@ -23,6 +23,8 @@ import torch.multiprocessing
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.exchange.channel import Channel
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import WirePlan, to_wire
 from graftlab.ranks import forkserver
 from graftlab.ranks.devices import Seat, assign
 from graftlab.ranks.entry import enter
@@ -36,8 +38,8 @@ from graftlab.ranks.spec import RankSpec
 logger = logging.getLogger(__name__)
 
 
-def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
-    """Start every rank and wait until each has said hello.
+def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> list[RankProcess]:
+    """Start every rank under this plan, and wait until each has said hello.
 
     ``folder`` gets the logs. Raises :class:`LaunchError` with the log's tail when a rank dies or is not ready in
     time; then none is left.
@@ -46,7 +48,7 @@ def launch_ranks(options: LaunchOptions, folder: Path) -> list[RankProcess]:
     seats = assign(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()
     with given_up, give_up:
-        launching = forkserver.on_starter(_launch, options, folder, places, seats, given_up)
+        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, seats, given_up)
         try:
             return launching.result()
         except BaseException:
@@ -83,6 +85,7 @@ def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
 def _launch(
     options: LaunchOptions,
     folder: Path,
+    plan: WirePlan,
     places: list[Place],
     seats: list[Seat],
     given_up: socket.socket,
@@ -101,7 +104,7 @@ def _launch(
     try:
         shared.make(stores=folder)
         for place, seat in zip(places, seats, strict=True):
-            ranks.append(_start(options, folder, place, seat, shared))
+            ranks.append(_start(options, folder, plan, place, seat, shared))
         _await_hellos(ranks, options.timeout, given_up)
         return ranks
     except BaseException as error:
@@ -123,7 +126,9 @@ def _abandon(ranks: list[RankProcess]) -> None:
         rank.release()
 
 
-def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, shared: Shared) -> RankProcess:
+def _start(
+    options: LaunchOptions, folder: Path, plan: WirePlan, place: Place, seat: Seat, shared: Shared
+) -> RankProcess:
     log = folder / "logs" / f"{place.side}-{place.rank}.log"
     stacks = log.with_suffix(".stacks")
     spec = RankSpec(
@@ -140,6 +145,7 @@ def _start(options: LaunchOptions, folder: Path, place: Place, seat: Seat, share
         buffer_budget=options.buffer_budget,
         keep_budget=options.keep_budget,
         threads=max(1, (os.cpu_count() or 1) // len(place.everyone())),
+        plan=plan,
         environ=_environment(),
         sys_path=list(sys.path),
         cwd=os.getcwd(),

@@ -11,7 +11,7 @@ a frame tells the two apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -85,6 +85,15 @@ class PlanUpdate(Message, frozen=True):
     plan: WirePlan
 
 
+class ForAWhile(Message, frozen=True):
+    """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
+
+    With None there is no such plan any more.
+    """
+
+    plan: WirePlan | None
+
+
 class Interrupt(Message, frozen=True):
     """Raise KeyboardInterrupt in the code of this run, even before it begins. For a rank that was seen idle.
 
@@ -119,10 +128,28 @@ class Contacts(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
-class Departed(Message, frozen=True):
-    """This rank is not there any more, and nothing has begun."""
+class Assemble(Message, frozen=True):
+    """All ranks are there: connect to each of them anew, and report :class:`Linked`.
 
-    world_rank: int
+    What is connected is called a world, by number. A rank that is at work goes on in the world that it has, until it
+    hears :class:`Assembled` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
+    """
+
+    world: int
+    info: RunInfo
+    plan: WirePlan
+
+
+class Assembled(Message, frozen=True):
+    """All ranks are connected in this world: move there at the end of the step."""
+
+    world: int
+
+
+class Missing(Message, frozen=True):
+    """What a rank that waits is waiting for, in words."""
+
+    what: str
 
 
 # ---- from a rank to the notebook ------------------------------------------------------------------------------------
@@ -135,10 +162,22 @@ class Hello(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """The rank has a connection to every other: those with which it shares memory, and those behind TCP."""
+    """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP."""
 
+    world: int
     memory: tuple[int, ...]
     tcp: tuple[int, ...]
+
+
+class Moved(Message, frozen=True):
+    """The rank, which was at work, goes on in this world, from this step on."""
+
+    world: int
+    step: int
+
+
+class AskMissing(Message, frozen=True):
+    """The rank will wait no longer, and wants to know for what it has waited: answered by :class:`Missing`."""
 
 
 class IsAt(Message, frozen=True):
@@ -245,13 +284,23 @@ class PostMortem(Message, frozen=True):
     text: str
 
 
+class Noted(Message, frozen=True):
+    """It will be done."""
+
+
+class AgainstItself(Message, frozen=True):
+    """A :class:`graftlab.grafting.self_graft.SelfGraft`; None as long as its last step has not ended."""
+
+    packed: Pickled | None
+
+
 class Refused(Message, frozen=True):
     """Why there is no answer."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | PostMortem | Refused
+Answer = Stacks | KeptTags | Kept | PostMortem | Noted | AgainstItself | Refused
 
 
 class AskStacks(Message, frozen=True):
@@ -297,7 +346,35 @@ class AskKeptMap(AskKept, frozen=True):
     dims: tuple[int, int] | None
 
 
-Question = AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap
+class RunAgainstItself(Message, frozen=True):
+    """Take these passes of a self-graft, each of so many steps, once the plan of this version is in force.
+
+    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Without passes, forget what was recorded.
+    Answered by :class:`Noted`. For jobs, whose code nobody can call again.
+    """
+
+    version: int
+    passes: tuple[Literal["record", "repeat", "graft", "drift", "rest"], ...] = ()
+    steps: Annotated[int, msgspec.Meta(ge=1)] = 1
+    dtypes: dict[str, str] = {}
+    keep: tuple[str, ...] = ()
+    budget: int = 0
+
+
+class AskAgainstItself(Message, frozen=True):
+    """What did these passes come to? Answered by :class:`AgainstItself`."""
+
+
+Question = (
+    AskStacks
+    | AskPostMortem
+    | AskKeptTags
+    | AskKeptPair
+    | AskKeptInput
+    | AskKeptMap
+    | RunAgainstItself
+    | AskAgainstItself
+)
 
 
 class Query(Message, frozen=True):
@@ -316,9 +393,22 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | Query | Interrupt | Shutdown | Contacts | Departed
+ToRank = RunRequest | PlanUpdate | ForAWhile | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
 FromRank = (
-    Hello | Contact | Linked | IsAt | Output | LiveOutput | Shown | TapSeen | PlanAdopted | RunDone | RunSettled | Reply
+    Hello
+    | Contact
+    | Linked
+    | Moved
+    | AskMissing
+    | IsAt
+    | Output
+    | LiveOutput
+    | Shown
+    | TapSeen
+    | PlanAdopted
+    | RunDone
+    | RunSettled
+    | Reply
 )
 
 _to_rank = wire.Decoder(ToRank)

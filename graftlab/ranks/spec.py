@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graftlab.base.world import Place
+from graftlab.plan.wire import WirePlan
 
 # So many descriptors fit into one message; the system's limit is a little higher.
 FDS_A_MESSAGE = 200
@@ -32,6 +33,7 @@ class RankSpec:
     buffer_budget: int
     keep_budget: int
     threads: int
+    plan: WirePlan
     environ: dict[str, str]
     sys_path: list[str]
     cwd: str

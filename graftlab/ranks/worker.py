@@ -82,6 +82,7 @@ class Rank:
             place, descriptors, spec.segment_size, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
+        self._first_plan = spec.plan
         self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own), taps.ambient, line, kept)
         self._workplace = Workplace()
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._workplace.namespace)
@@ -106,7 +107,7 @@ class Rank:
         handle.on(PlanUpdate, lambda update: self._grafter.adopt_offered_plan())
         handle.on(RunRequest, self._run)
         handle.on(Shutdown, lambda shutdown: None)
-        self._grafter.adopt_offered_plan()
+        self._grafter.begin_with(from_wire(self._first_plan))
         # Only now, so that whoever hears it and looks sees an idle rank.
         self._line.send(Hello(os.getpid()))
         while not self._desk.stopping:

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from graftlab.base.words import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout
@@ -105,7 +106,7 @@ class Recorded(ABC):
 
     def __repr__(self) -> str:
         taps = sum(len(entries) for entries, _ in self._ranks)
-        return f"<{type(self).__name__} of {self.world_size} ranks: {taps} taps, {self.folder}>"
+        return f"<{type(self).__name__} of {counted(self.world_size, 'rank')}: {counted(taps, 'tap')}, {self.folder}>"
 
 
 def _layout_of(entry: Entry) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 _WAITING = 256 << 20
 # A file is written when it is so large, and at the end.
 _SHARD = 64 << 20
+# So many files may be on their way from the system's cache to the disk: the disk is never idle, and never far behind.
+_ON_THEIR_WAY = 2
 # Those that every reader of the format knows.
 _COMMON = frozenset(
     {
@@ -69,6 +73,8 @@ class Writer:
         self._shard: dict[str, torch.Tensor] = {}
         self._lines: list[Entry] = []
         self._bytes = self._shards = self._taps = 0
+        self._disk = ThreadPoolExecutor(1, "graftlab-recording-disk")
+        self._syncs: deque[Future[None]] = deque()
         self._thread = threading.Thread(target=self._write_all, name="graftlab-recording", daemon=True)
         self._thread.start()
 
@@ -85,7 +91,10 @@ class Writer:
                 self._changed.notify_all()
 
     def close(self, steps: int, left_out: list[str]) -> None:
-        """Write what is left, and that it is all. Not after an error: then the index says where it broke off."""
+        """Write what is left, and that it is all. Not after an error: then the index says where it broke off.
+
+        Returns when the disk has it: some file systems say only then that they are full.
+        """
         with self._changed:
             self._queue.append(None)
             self._changed.notify_all()
@@ -93,9 +102,11 @@ class Writer:
         if self.error is None:
             try:
                 self._flush()
+                self._wait_for_disk(0)
                 self._append(msgspec.json.encode(End(self._taps, steps, left_out)) + b"\n")
             except OSError as error:
                 self._fail(error)
+        self._disk.shutdown()
         self._index.close()
 
     def _write_all(self) -> None:
@@ -154,12 +165,29 @@ class Writer:
             safetensors.torch.save_file(self._shard, path)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
+        self._syncs.append(self._disk.submit(_sync, path))
+        self._wait_for_disk(_ON_THEIR_WAY)
         self._append(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines))
         self._taps += len(self._lines)
         self._shards += 1
         self._bytes = 0
         self._shard, self._lines = {}, []
 
+    def _wait_for_disk(self, most: int) -> None:
+        """Wait until no more than so many files are on their way. Raises what the disk said of the others."""
+        while len(self._syncs) > most:
+            self._syncs.popleft().result()
+
     def _append(self, data: bytes) -> None:
         while data:
             data = data[self._index.write(data) :]
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        try:
+            os.fdatasync(file.fileno())
+        except OSError as error:
+            # Some file systems have nothing to wait for.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise

@@ -87,10 +87,11 @@ class Columns:
                 made[f".{name}"] = self._table(f".{name}").places(values, _keys(values))
         return made
 
-    def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
+    def merge(self, ordered: Block, more: Sequence[Block], shown: int | None = None) -> Block:
         """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered``, that came from here, is in already.
 
-        The rows that ``ordered`` has are not moved: they may stand where they are in what is returned.
+        The rows that ``ordered`` has are not moved: they may stand where they are in what is returned. With ``shown``
+        only so many of them are not: no frame shows the others, and ``ordered`` is not to be used any more.
         """
         more = [block for block in more if len(block["step"])]
         if not more:
@@ -101,9 +102,9 @@ class Columns:
         known, count = len(ordered["step"]), len(by[0])
         # Most new rows go behind the known ones, except those of the step that is going on.
         stays = self._first_after(ordered, tuple(column[least] for column in by))
-        if stays < known or known + count > self._room:
+        if stays < (known if shown is None else shown) or known + count > self._room:
             # Elsewhere, because frames may show what is here.
-            self._room = known + count + ((known + count) // 4 + _LEAST_ROOM if self._grows else 0)
+            self._room = known + count + ((known + count) // 2 + _LEAST_ROOM if self._grows else 0)
             self._arrays = {}
         made = {name: self._extended(_column(ordered, name), name, more) for name in self._names()}
         if stays < known or not is_sorted:

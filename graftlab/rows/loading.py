@@ -21,9 +21,9 @@ from graftlab.rows.schema import COLUMNS
 
 ROWS_FILE = "rows.jsonl"
 
-# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that they
-# stay in the processor's cache, and no other thread of the kernel waits long for its turn.
-_PIECE = 1 << 19
+# Bytes that are parsed at a time: so many that what a piece costs beside its rows does not count, and so few that no other
+# thread of the kernel waits long for its turn.
+_PIECE = 4 << 20
 # How often a folder is read again because its session put lines into blocks meanwhile.
 _TRIES = 100
 
@@ -45,13 +45,10 @@ def read_header(line: bytes) -> tuple[Sequence[str], int] | None:
 
 
 def load_run(folder: str | Path) -> pd.DataFrame:
-    """The frame of a session's run folder, also of one that was killed: a last line that is cut short is left out.
+    """The frame of a run folder, also of one that was killed: a last line that is cut short is left out.
 
     Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line or a block
     is not the one that was written, by its checksum.
-
-    >>> len(gl.load_run(session.folder)) == len(session.frame)
-    True
     """
     path = Path(folder).expanduser()
     for _ in range(_TRIES):
@@ -75,10 +72,18 @@ def _first_line(path: Path) -> bytes:
 
 
 def _load(folder: Path) -> tuple[Columns, list[Block]]:
-    path = folder / ROWS_FILE
-    columns, loaded, count = Columns(), [], 0
+    columns = Columns()
+    return columns, [columns.block(rows) for rows in batches(folder)]
+
+
+def batches(folder: Path) -> Iterator[Rows]:
+    """All rows of a run folder that no session writes to, many at a time, in the order in which they came.
+
+    Raises as :func:`load_run`.
+    """
+    path, count = folder / ROWS_FILE, 0
     for place in archive.places(folder / BLOCKS_FILE):
-        loaded.append(columns.block(archive.read(folder / BLOCKS_FILE, place, count)))
+        yield archive.read(folder / BLOCKS_FILE, place, count)
         count += place.row_count
     for row, rows in read_lines(path):
         if row > count:
@@ -88,9 +93,8 @@ def _load(folder: Path) -> tuple[Columns, list[Block]]:
         fresh = row + len(rows) - count
         if fresh > 0:
             # The others are in a block already: their session ended before it could take them away here.
-            loaded.append(columns.block(rows[-fresh:]))
+            yield rows[-fresh:]
             count += fresh
-    return columns, loaded
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Rows]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.html import cell, number
+from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.rows.schema import COLUMNS
 
@@ -59,10 +59,9 @@ def _html(frame: pd.DataFrame) -> str:
     several_steps = frame["step"].nunique() > 1 if "step" in frame.columns else False
     tags = _tags(shown)
     head = [*(["step"] if several_steps else []), "order", "name", *tags, "rel_l2", "max_abs", "status", "rank", "note"]
-    titles = "".join(f'<th style="text-align:left">{html.escape(str(title))}</th>' for title in head)
     lines = [_line(row, tags, several_steps) for row in shown.to_dict("records")]  # type: ignore[arg-type]
     below = f"<p>{which}; <code>.full()</code> shows all columns</p>{_folded(frame, {*head, 'side', 'tags', 'error'})}"
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>{below}"
+    return table(tuple(html.escape(str(title)) for title in head), lines) + below
 
 
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -87,28 +86,28 @@ def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
     note = next((text for text in (row.get("error"), row.get("note"), row.get("aligned_by")) if _is_there(text)), "")
     differ = row["nonfinite_differ"]
     cells = [
-        *([cell(row["step"])] if with_step else []),
-        cell(row["order"]),
+        *([cell(row["step"], "number")] if with_step else []),
+        cell(row["order"], "number"),
         cell(row["name"]),
         *(cell(own.get(tag, "")) for tag in tags),
-        cell(f"not finite ({int(differ)})") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
-        cell(number(_float(row["max_abs"]))),
+        cell(f"not finite ({int(differ)})", "number") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
+        cell(number(_float(row["max_abs"])), "number"),
         cell(row["status"]),
         cell(f"{row['side']}[{row['rank']}]"),
         cell(str(note).partition("\n")[0][:_WORDS]),
     ]
-    return f"<tr>{''.join(cells)}</tr>".replace('<td class="">', '<td style="text-align:left">')
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _bar(value: Any) -> str:
     """A number over a bar as long as its logarithm is high."""
     known = _float(value)
     if math.isnan(known) or known <= 0:
-        return cell(number(known))
+        return cell(number(known), "number")
     share = (min(max(math.log10(known) if math.isfinite(known) else _HIGH, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
     colour = f"rgba(213, 94, 0, {0.12 + 0.38 * share:.2f})"
     bar = f"background:linear-gradient(90deg, {colour} {100 * share:.0f}%, transparent {100 * share:.0f}%)"
-    return f'<td style="text-align:left;{bar}">{number(known)}</td>'
+    return f'<td class="number" style="text-align:right;white-space:nowrap;{bar}">{number(known)}</td>'
 
 
 def _folded(frame: pd.DataFrame, shown: set[str]) -> str:

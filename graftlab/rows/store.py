@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 
 from graftlab.errors import SessionError
-from graftlab.rows import compacting
+from graftlab.rows import ahead, compacting
+from graftlab.rows.ahead import ReadAhead
 from graftlab.rows.archive import Archive
 from graftlab.rows.checksums import Sums, SumsWriter
 from graftlab.rows.columns import Block, Columns
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Bytes of lines in a block, and so few that those who write rows can wait until they are in one.
 _BLOCK = 4 << 20
 _LAST_LINES = 128 << 10
+# Seconds for which a block waits for rows that are being read ahead.
+_PATIENCE = 1.0
 # The place of every so many rows in the file is remembered.
 _STRIDE = 256
 
@@ -78,6 +81,8 @@ class _Read(NamedTuple):
 class RowStore:
     """All rows of a session: on disk before anybody looks at them, and in columns as far as frames needed them so far.
 
+    Where many rows come, a thread reads them into columns meanwhile, up to :data:`.ahead.MOST` that no frame has shown.
+
     Thread-safe. Rows that come in wait for no reader: what readers share with them is how far the file is written. What
     the disk does not take stays in memory, where readers find it as if it lay at the file's end, and is written as soon
     as there is room.
@@ -111,7 +116,10 @@ class RowStore:
         self.followers: list[Callable[[Sequence[bytes]], None]] = []
         self._begin_lines()
         self._compactor = Compactor(self._compact, lambda: self._written - self._lines.shift)
-        self._reading = threading.Lock()
+        # Held while somebody waits for a frame, and while rows are read, for that or ahead of it.
+        self._framing, self._reading = threading.Lock(), threading.Lock()
+        self._shown = 0
+        self._ahead = ReadAhead(self._read_ahead)
         self._columns = Columns(grows=True)
         self._frame = GrowingFrame(self._columns)
         # What was read: the first block is in order, the others are as they came. A list that only grows by whole
@@ -161,6 +169,8 @@ class RowStore:
                 follow(lines)
             if self._written - known.shift >= compacting.SOME:
                 self._compactor.look()
+            if self._is_worth_reading():
+                self._ahead.look()
 
     def __len__(self) -> int:
         return self._count
@@ -191,17 +201,23 @@ class RowStore:
         The frame is the caller's, but the lists and dicts in its cells belong to every frame, and to all rows that have
         the same: replace them, rather than change them. Raises :class:`SessionError` when the file is gone.
         """
-        with self._reading:
-            self._read_on()
+        with self._framing, self._reading:
+            self._read_on(self._count)
+            self._put_together()
             block = self._read[0].block
+            self._shown = len(block["step"])
             if run is not None:
-                chosen = np.flatnonzero(block["run"] == run)
+                chosen: Any = np.flatnonzero(block["run"] == run)
+                if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
+                    # Usually, because steps count on over runs.
+                    chosen = slice(chosen[0], chosen[-1] + 1)
+                    return self._columns.frame({name: column[chosen].copy() for name, column in block.items()})
                 return self._columns.frame({name: column[chosen] for name, column in block.items()})
             return self._frame.of(block)
 
     def let_readers_go_first(self) -> None:
         """Return when no frame is being made: for threads whose work is less urgent than what somebody waits for."""
-        with self._reading:
+        with self._framing:
             pass
 
     def unwritten(self, since: int = 0) -> str | None:
@@ -220,6 +236,7 @@ class RowStore:
 
     def close(self) -> None:
         """Raises :class:`SessionError` when rows are lost with this process, because the disk does not take them."""
+        self._ahead.finish()
         self._compactor.finish()
         lost = self.unwritten()
         with self._writing:
@@ -290,6 +307,7 @@ class RowStore:
         it, and :class:`SessionError` when lines are not what was written.
         """
         self.let_readers_go_first()
+        self._ahead.idle.wait(_PATIENCE)
         known, place, number = self._compacted
         lines = self._next_lines(place, _BLOCK)
         if len(lines) > _LAST_LINES:
@@ -328,9 +346,22 @@ class RowStore:
 
     # ---- the frame --------------------------------------------------------------------------------------------------
 
-    def _read_on(self) -> None:
-        """Bring the first block up to all rows that there are now."""
-        wanted = self._count
+    def _is_worth_reading(self) -> bool:
+        upto = self._read[-1].upto
+        return self._count - upto >= ahead.SOME and upto - self._shown < ahead.MOST
+
+    def _read_ahead(self) -> bool:
+        """Read some rows that nobody has asked for yet; returns whether there are more. On a thread of its own alone."""
+        self.let_readers_go_first()
+        with self._reading:
+            if self._is_worth_reading():
+                self._read_on(self._read[-1].upto + 1)
+                # The stop button interrupts the notebook's thread, and not this one.
+                self._put_together(self._shown)
+        return self._is_worth_reading()
+
+    def _read_on(self, wanted: int) -> None:
+        """Read on until so many rows are read, and what was read with them."""
         while self._read[-1].upto < wanted:
             with self._writing:
                 known, end = self._lines, self._end
@@ -345,11 +376,16 @@ class RowStore:
                 place += length
                 block = self._columns.block(parse(lines, length) or decode_all(lines[:length])[0])
                 self._read.append(_Read(block, self._read[-1].upto + len(block["step"]), known, place))
+                if self._read[-1].upto >= wanted:
+                    break
             if self._read[-1] is last and self._lines is known:
                 raise SessionError(f"{self._path} was cut off by somebody else after row {last.upto - 1}")
+
+    def _put_together(self, shown: int | None = None) -> None:
+        """Bring all rows that were read into the first block. ``shown``: see :meth:`Columns.merge`."""
         if len(self._read) > 1:
             ordered, *more = (read.block for read in self._read)
-            self._read = [self._read[-1]._replace(block=self._columns.merge(ordered, more))]
+            self._read = [self._read[-1]._replace(block=self._columns.merge(ordered, more, shown))]
 
     def _read_block(self, row: int) -> None:
         """Read on from this row, which is not in lines any more, to the end of its block."""

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graftlab.base.tags import COMPILED
-from graftlab.errors import TagError, warn
+from graftlab.errors import GraphError, TagError, warn
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
@@ -368,8 +369,28 @@ _library = torch.library.Library("graftlab", "DEF")  # type: ignore[no-untyped-c
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None) -> None:
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
+    # What writes into the clock alone is run while a program is compiled ahead of time, as the clock is a constant.
+    run = run if name == "show_" else _not_ahead_of_time(name, run)
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"graftlab::{name}", fake, lib=_library)
+    torch.library.register_fake(f"graftlab::{name}", _not_ahead_of_time(name, fake), lib=_library)
+
+
+def _not_ahead_of_time(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        if _is_for_aot_inductor():
+            raise GraphError(
+                f"this program still has taps (graftlab.{name}), and what AOTInductor makes has no Python in which "
+                "they could run; take them out with gl.strip(program) before you compile it"
+            )
+        return function(*args)
+
+    return checked
+
+
+def _is_for_aot_inductor() -> bool:
+    # Torch has no public word for it. Without this one its own error names the operator alone.
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    return inductor is not None and getattr(inductor.V, "aot_compilation", False) is True
 
 
 def _show_batched(

@@ -50,9 +50,10 @@ class Taps:
         return mask
 
     def suspects(self, noise_floor: float | None) -> Array:
-        """Mask of the taps that diverge; see :func:`divergent`."""
-        failed = self.statuses.get("failed", np.zeros(len(self.keys), dtype=bool))
-        return divergent(self.measured, failed, self.value, self.nonfinite, noise_floor)
+        """Mask of the taps that diverge; see :func:`divergent`. What was grafted is not divergent again."""
+        nowhere = np.zeros(len(self.keys), dtype=bool)
+        failed, grafted = self.statuses.get("failed", nowhere), self.statuses.get("grafted", nowhere)
+        return divergent(self.measured & ~grafted, failed, self.value, self.nonfinite, noise_floor)
 
 
 def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, noise_floor: float | None) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from graftlab.base.words import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest
@@ -65,16 +66,25 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
         row = facts.row(facts.first(differing))
         said.append(f"non-finite values differ in {_rows(differing)}, first at {_place(row)}: {_nonfinite(row)}")
     known = measured & ~np.isnan(facts.value)
-    if known.any():
-        largest = facts.value[known].max()
-        what = "rel_l2 of what is finite" if differing.any() else "rel_l2"
-        row = facts.row(facts.first(known & (facts.value == largest)))
-        said.append(f"largest {what} {largest:.2e} at {_place(row)}")
+    if (known & ~grafted).any():
+        if facts.value[known & ~grafted].max() == 0:
+            said.append("what is finite is equal" if differing.any() else "every compared row is equal")
+        else:
+            what = "rel_l2 of what is finite" if differing.any() else "rel_l2"
+            said.append(f"largest {what} {_largest(facts, known & ~grafted)}")
+    if (known & grafted).any():
+        said.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
     without = measured & np.isnan(facts.value) & ~differs
     if without.any():
         row = facts.row(facts.first(without))
         said.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")
     return said
+
+
+def _largest(facts: Facts, mask: Array) -> str:
+    """The largest value of these rows, and where it is."""
+    value = facts.value[mask].max()
+    return f"{value:.2e} at {_place(facts.row(facts.first(mask & (facts.value == value))))}"
 
 
 def not_compared(statuses: Mapping[str, int]) -> str:
@@ -119,9 +129,10 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
     start, which = "", "first divergent"
     if grafted.any():
         taps = len(facts.names(grafted))
-        start = f"grafted {taps} {'tap' if taps == 1 else 'taps'}; "
+        start = f"grafted {counted(taps, 'tap')}; "
         is_after = at is None or facts.is_before(facts.first(grafted), at)
-        which = "first divergent after them" if is_after else "first divergent, before them"
+        them = "it" if taps == 1 else "them"
+        which = f"first divergent after {them}" if is_after else f"first divergent, before {them}"
     if not compared.any():
         return f"{start}nothing else was compared"
     if at is None:
@@ -130,13 +141,15 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
         if not count:
             return f"{start}{which}: none has a finite value"
         last = facts.row(facts.last(with_value))
-        rows = "the 1 compared row" if count == 1 else f"{count:,} compared rows"
-        agrees = f"the last one, {_place(last)}, agrees to {last['rel_l2']:.1e}"
-        return f"{start}{which}: none of {rows} is above {in_words}; {agrees}"
+        how = f"agrees to {last['rel_l2']:.1e}" if last["rel_l2"] else "is equal"
+        agrees = f"{_place(last)}, {how}"
+        if count == 1:
+            return f"{start}{which}: none; the only compared row, {agrees}, which is not above {in_words}"
+        return f"{start}{which}: none of {count:,} compared rows is above {in_words}; the last one, {agrees}"
     row = facts.row(at)
     if facts.differ[at] > 0:
         others = int((compared & (facts.differ > 0)).sum()) - 1
-        more = f", and in {others:,} {'row' if others == 1 else 'rows'} more" if others else ""
+        more = f", and in {counted(others, 'row')} more" if others else ""
         how = f"{_nonfinite(row)}{more}"
     else:
         how = _how_far(row, floor)
@@ -159,10 +172,9 @@ def _how_far(row: Mapping[str, Any], floor: tuple[float, str]) -> str:
 
 
 def _nonfinite(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['nonfinite_differ']:.0f} of {row['numel']:.0f} elements are NaN or infinite on one side alone, or in "
-        "another way"
-    )
+    count = int(row["nonfinite_differ"])
+    are = "is" if count == 1 else "are"
+    return f"{count:,} of {row['numel']:,.0f} elements {are} NaN or infinite on one side alone, or in another way"
 
 
 def unmatched_filters(plans: Sequence[GraftPlan], run: RunDigest) -> dict[str, str]:
@@ -218,8 +230,7 @@ def _differing(frame: pd.DataFrame) -> Array:
 
 
 def _rows(mask: Array) -> str:
-    count = int(mask.sum())
-    return "1 row" if count == 1 else f"{count:,} rows"
+    return counted(int(mask.sum()), "row")
 
 
 def _place(row: Mapping[str, Any]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from graftlab.base.tags import TapIdentity, identity
-from graftlab.rows.digest import Digest, FirstAbove, RunDigest, TapDigest
+from graftlab.rows.digest import FirstAbove, RunDigest, TapDigest
 from graftlab.rows.schema import Row
 from graftlab.verdict.facts import RowsFacts
 from graftlab.verdict.summary import first_divergent_of, floor_in_words, sentence_of_first, sentences
@@ -59,10 +59,19 @@ def so_far(rows: Sequence[Row], noise_floor: float | None = None) -> SoFar:
     return SoFar(lines, floor, first, sentences(facts, noise_floor), rows=rows)
 
 
+class SummedUp(Protocol):
+    """As much of a :class:`.Digest` as is needed here."""
+
+    @property
+    def newest(self) -> RunDigest | None: ...
+
+    def row(self, index: int) -> Row: ...
+
+
 class Following:
     """Sums up the newest run again and again while it goes on. One thread at a time."""
 
-    def __init__(self, digest: Digest) -> None:
+    def __init__(self, digest: SummedUp) -> None:
         self._digest = digest
         self._above: FirstAbove | None = None
 

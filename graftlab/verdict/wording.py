@@ -16,6 +16,23 @@ from graftlab.verdict.groups import kind_of_group, numbers_in
 
 
 @dataclass(frozen=True)
+class OfJobs:
+    """What is to be said of jobs.
+
+    ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
+    sentences that stand before the conclusion, ``unseen`` says what was not looked at, ``of_named`` what has to be said
+    of whatever is named, and ``last`` what has become of the jobs.
+    """
+
+    constant: float | None
+    floor: str
+    first: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    of_named: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Findings:
     """What the runs of a verdict came to. ``target_ranks`` is how many there are."""
 
@@ -36,6 +53,8 @@ class Findings:
     """The groups of gradients that are other because the values that are named are."""
     target_not_repeated: Sequence[str] = ()
     """Taps at which the target differs from itself; looked for where something is named."""
+    of_jobs: OfJobs | None = None
+    """What is to be said of jobs, which nobody can call again."""
 
     @property
     def named(self) -> list[str]:
@@ -49,11 +68,13 @@ def text_of(findings: Findings) -> str:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
         lines.append(_not_repeatable("target", findings.target_not_repeated))
+    lines += findings.of_jobs.first if findings.of_jobs else ()
     lines += findings.data
     lines += [f"Not looked at: {line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += [f"Hint ({group}): {hint}." for group, hint in findings.hints.items()]
     lines += findings.remarks
+    lines += findings.of_jobs.last if findings.of_jobs else ()
     return "\n".join(lines)
 
 
@@ -96,13 +117,21 @@ def _nothing_named(findings: Findings) -> str:
     top = frame["ratio"].max()
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
-        f"{frame['group'].nunique()} groups of taps, at most {top:.2g} x the floor, threshold {_number(findings)}"
+        f"{frame['group'].nunique()} groups of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
+        f"{_number(findings)}"
     )
     if coarse:
         return f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 to look closer."
+    if findings.of_jobs is not None and findings.of_jobs.constant is not None:
+        most = f"{_number(findings)} x the {_floor(findings)} of {findings.of_jobs.constant:.1g}"
+        return f"Of what was looked at, nothing adds more than {most} ({measured})."
     if findings.unseen or findings.not_repeated:
         return f"Of what was looked at, nothing adds more than rounding ({measured})."
     return f"No tap adds more than rounding does ({measured})."
+
+
+def _floor(findings: Findings) -> str:
+    return f"{findings.of_jobs.floor}floor" if findings.of_jobs else "floor"
 
 
 def _is_coarse(dtype: str) -> bool:
@@ -127,7 +156,7 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     size = (
         "not finite on one side"
         if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]
-        else f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the floor"
+        else f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the {_floor(findings)}"
     )
     details = [size, worst["dtype"]]
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):

@@ -116,7 +116,7 @@ class FilterEditor(Panel):
     def static_html(self, with_figures: bool = False) -> str:
         plan = self.session.plan
         lines = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
-        return f"<p>Filters of plan {plan.version}</p>{table(('filter', 'taps'), lines)}"
+        return f"<p>Filters of plan {plan.version}</p>{table(('filter', 'expression'), lines)}"
 
     # ---- what the browser says ----------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterable
 from functools import partial
 
 import ipywidgets as widgets
 
 from graftlab.base.world import Side
-from graftlab.errors import PlanError
+from graftlab.errors import FilterError, PlanError
+from graftlab.filters.patterns import bounded_rewrite
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets.panel import Fold, Panel, close_all, row, update
 
@@ -76,7 +76,7 @@ class RenameList(Fold):
         side, pattern, new = self._side.value, self._pattern.value, self._new.value
         if not pattern:
             raise PlanError(r"write the regular expression that the names match, such as ^model\.")
-        rules = [each for each in self._panel.session.plan.rename if each[:2] != (side, pattern)]
+        rules = self._rules_without(side, pattern)
         plan = self._panel.session.edit(rename=_as_given([*rules, (side, pattern, new)]))
         update(self._pattern, value="")
         update(self._new, value="")
@@ -89,24 +89,36 @@ class RenameList(Fold):
         if not pattern:
             update(self._found, value="")
             return
-        other = "target" if side == "baseline" else "baseline"
-        taps = self._panel.session.taps
+        session = self._panel.session
+        other: Side = "target" if side == "baseline" else "baseline"
         # A tap says which side reached it first; what both have needs no rule.
         mine, theirs = (
-            {str(tap.get(f"{each}_name") or tap["name"]) for tap in taps if tap.get("side") == each}
+            {str(tap.get(f"{each}_name") or tap["name"]) for tap in session.taps if tap.get("side") == each}
             for each in (side, other)
         )
+        rules = self._rules_without(side, pattern)
         try:
-            changed = {name: re.sub(pattern, new, name) for name in sorted(mine) if re.search(pattern, name)}
-        except (re.error, IndexError) as error:
-            update(self._found, value=f'<div class="bad">{html.escape(f"{pattern} → {new}: {error}")}</div>')
+            plan = GraftPlan(rename=(*rules, (side, pattern, new)))
+            rewrite = bounded_rewrite(pattern, new)
+            matched = {name: made for name in sorted(mine) if (made := rewrite(name)) is not None}
+            known = {plan.rewrite(other, name) for name in theirs}
+            # The first rule that matches rewrites a name.
+            changed = {name: made for name, made in matched.items() if plan.rewrite(side, name) == made}
+        except (PlanError, FilterError) as error:
+            update(self._found, value=f'<div class="bad">{html.escape(str(error))}</div>')
             return
-        pairs = len(set(changed.values()) & theirs)
+        pairs = len(set(changed.values()) & known)
         shown = ", ".join(f"{old} → {name or '(nothing)'}" for old, name in list(changed.items())[:_EXAMPLES])
         more = f" and {len(changed) - _EXAMPLES} more" if len(changed) > _EXAMPLES else ""
-        said = f"{len(changed)} names seen match; {pairs} of them are then names of the {other}"
+        said = f"{len(matched)} names seen match; {pairs} of them are then names of the {other}"
+        if len(changed) < len(matched):
+            said += f"; an earlier rule rewrites {len(matched) - len(changed)} of them"
         text = html.escape(f"{said}. {shown}{more}" if shown else said)
         update(self._found, value=f'<div class="{"good" if pairs else "quiet"}">{text}</div>')
+
+    def _rules_without(self, side: Side, pattern: str) -> list[Rule]:
+        """The plan's rules, but for the one that a new one of this side and pattern replaces."""
+        return [each for each in self._panel.session.plan.rename if each[:2] != (side, pattern)]
 
 
 def rules_of(plan: GraftPlan) -> dict[Side, dict[str, str]]:

@@ -35,6 +35,8 @@ class Snapshot:
         data = dict(widget or {})
         if not data:
             return
+        # What viewers without widgets would show beside the markup: a repr of the widget's parts.
+        data["text/plain"] = ""
         publish_display_data(data)  # type: ignore[no-untyped-call]
         self._publish("", update=False)
         self.is_shown = True

@@ -18,24 +18,36 @@ class VerdictView(Panel):
         super().__init__(host.session, host=host)
         # What is typed arrives when the field is left, which a click on the button does.
         self._expression = widgets.Text(
-            placeholder="an expression that both sides evaluate, such as model(x)",
+            placeholder="an expression, such as model(x)",
             description="Verdict on",
             continuous_update=False,
-            layout={"width": "28em"},
+            layout={"width": "34em", "max_width": "100%"},
+            style={"description_width": "max-content"},
         )
         self._expression.add_class("graftlab-verdict-expression")
+        # Jobs run their own code, which is judged as it is.
+        self._of_jobs = not all(rank.takes_work for rank in host.session.ranks)
+        self._expression.disabled = self._of_jobs
+        if self._of_jobs:
+            self._expression.placeholder = "what the jobs do"
         tooltip = "Run both sides several times, and tell which computation is other"
         self._result = widgets.HTML().add_class("graftlab-verdict-text")
         self._open([row(self._expression, self.button("Judge", "judge", tooltip, self._judge)), self._result])
 
     def _judge(self) -> None:
         expression = self._expression.value.strip()
+        if self._of_jobs:
+            update(self._result, value="judging the jobs …")
+            self.in_background(self._judge_now, None)
+            return
         if not expression:
             raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
+        # What was wrong with the one before says nothing of this one.
+        self.say("")
         update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
         self.in_background(self._judge_now, expression)
 
-    def _judge_now(self, expression: str) -> None:
+    def _judge_now(self, expression: str | None) -> None:
         try:
             shown = judge(self.session, expression, expression)._repr_mimebundle_()["text/html"]
         except BaseException:

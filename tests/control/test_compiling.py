@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 import graftlab as gl
+from graftlab.base import shipping
+from graftlab.taps.compiled_calls import CompiledCall
 
 pytestmark = pytest.mark.ranks
 
@@ -60,9 +63,7 @@ def test_a_faithful_compilation_is_told_as_such(how: str, session: gl.Session) -
         compared = session.compare_compiled("f(x)", backend="aot_eager")
     assert (compared.untapped, compared.tapped, compared.fused) == (0.0, 0.0, None)
     assert compared.verdict.named == []
-    assert compared.text.startswith(
-        "Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00."
-    )
+    assert compared.text.startswith("Compiled, its result is equal to the eager one, without taps and with them.")
 
 
 def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) -> None:
@@ -118,3 +119,143 @@ def test_other_values_that_are_not_finite_and_results_that_are_absent_are_no_agr
         return [h] if torch.compiler.is_compiling() else [h, h]
 
     assert session.compare_compiled(shorter, args=(X,), backend="eager").untapped == float("inf")
+
+
+# ---- rounding -------------------------------------------------------------------------------------------------------
+
+
+class RoundsOnce(torch.fx.Interpreter):
+    """Keeps float32 between operators, as fused code does; a tap alone sees bfloat16."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "graftlab" not in str(target) or not args[0].is_floating_point():
+            return super().call_function(target, args, kwargs)
+        shown, *others = args
+        narrow = shown.bfloat16()
+        result = super().call_function(target, (narrow, *others), kwargs)
+        shown.copy_(narrow)
+        return result
+
+
+def rounds_once(module: Any, inputs: Any) -> Callable[..., Any]:
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        wide = [each.float() if each.is_floating_point() else each for each in given]
+        return tuple(each.bfloat16() for each in RoundsOnce(module).run(*wide))
+
+    return run
+
+
+def rounds_once_and_is_wrong(module: Any, inputs: Any) -> Callable[..., Any]:
+    faulty(module, inputs)
+    return rounds_once(module, inputs)
+
+
+def sums_in_another_order(module: Any, inputs: Any) -> Callable[..., Any]:
+    for node in module.graph.nodes:
+        if node.target == "sum":
+            node.target = "cumsum"
+            with module.graph.inserting_after(node):
+                last = module.graph.call_method("select", (node, -1, -1))
+            node.replace_all_uses_with(last, delete_user_cb=lambda user, last=last: user is not last)
+    module.recompile()
+    return module.forward
+
+
+def in_small_steps(x: Tensor) -> Tensor:
+    """Of which bfloat16 keeps none, as each is below half a unit in the last place."""
+    h = gl.tap("h", x * 1.5)
+    for _ in range(120):
+        h = h * 1.001
+    return gl.tap("out", h.sin())
+
+
+def cancelling(x: Tensor) -> Tensor:
+    h = gl.tap("h", x * 1.5)
+    return gl.tap("out", (h + 3e4).sum(-1) - 3e4 * x.shape[-1])
+
+
+HALF = torch.linspace(-1, 1, 1600).reshape(8, 200).bfloat16()
+FULL = torch.linspace(-2, 2.5, 8000).reshape(4, 2000)
+NEEDS_A_COMPILER = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: no g++ on PATH"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "backend"),
+    [
+        (in_small_steps, HALF, rounds_once),
+        (cancelling, FULL, sums_in_another_order),
+        pytest.param(in_small_steps, HALF, "inductor", marks=NEEDS_A_COMPILER),
+        pytest.param(cancelling, FULL, "inductor", marks=NEEDS_A_COMPILER),
+    ],
+)
+def test_what_rounds_otherwise_and_no_more_is_told_as_rounding(
+    function: Any, x: Tensor, backend: Any, session: gl.Session
+) -> None:
+    compared = session.compare_compiled(function, args=(x,), backend=backend)
+    # It differs, and by more than moved taps alone explain.
+    assert compared.untapped > 5 * torch.finfo(x.dtype).eps
+    without = session.verdict(
+        function, CompiledCall(None, shipping.pack_function(function), {"backend": backend}), args=(x,)
+    )
+    assert without.named == ["out"]
+    assert compared.verdict.named == []
+    assert compared.fused is None
+    assert "That is within rounding: rounding alone takes the eager result" in compared.text
+
+
+def test_a_compiled_result_nearer_to_float64_than_the_eager_one_is_said_not_to_be_at_fault(
+    session: gl.Session,
+) -> None:
+    compared = session.compare_compiled(in_small_steps, args=(HALF,), backend=rounds_once)
+    eager, untapped, tapped = compared.exact
+    assert max(untapped, tapped) < eager / 5
+    assert "from the compiled one, which rounds less often and is not at fault." in compared.text
+
+
+def test_a_mistake_beside_rounding_is_named(session: gl.Session) -> None:
+    compared = session.compare_compiled(in_small_steps, args=(HALF,), backend=rounds_once_and_is_wrong)
+    assert compared.verdict.named == ["out"]
+    assert "That is more than rounding: rounding alone takes the eager result" in compared.text
+    assert "not at fault" not in compared.text
+
+
+def forgets_the_decomposition(module: Any, inputs: Any) -> Callable[..., Any]:
+    """Inductor with a custom decomposition that has a mistake."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs, decompositions={torch.ops.aten.sin.default: lambda x: x - x**3 / 7})
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "backend"),
+    [pytest.param(in_small_steps, HALF, forgets_the_decomposition, marks=NEEDS_A_COMPILER)],
+)
+def test_a_custom_decomposition_with_a_mistake_is_named(
+    function: Any, x: Tensor, backend: Any, session: gl.Session
+) -> None:
+    assert session.compare_compiled(function, args=(x,), backend=backend).verdict.named == ["out"]
+
+
+def test_what_is_other_after_the_last_tap_is_told(session: gl.Session) -> None:
+    def ends_untapped(x: Tensor) -> Tensor:
+        return gl.tap("h", x * 3).sin()
+
+    compared = session.compare_compiled(ends_untapped, args=(X,), backend=faulty)
+    assert compared.verdict.named == []
+    assert "what is computed between the last tap and the result is other. Tap the result." in compared.text
+
+
+def test_code_that_does_not_run_in_float64_is_compared_all_the_same_and_told_of(session: gl.Session) -> None:
+    def insists(x: Tensor) -> Tensor:
+        h = gl.tap("h", x * 3)
+        if h.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return gl.tap("out", h.sin())
+
+    compared = session.compare_compiled(insists, args=(X,), backend=faulty)
+    assert compared.verdict.named == ["out"]
+    assert "does not run in float64 (TypeError: float32 only), so the floors leave out" in compared.text

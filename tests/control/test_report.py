@@ -126,7 +126,7 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
         opened.goto(path.as_uri())
         view = opened.locator("#explorer")
         expect(view.locator(".headline")).to_contain_text("first divergent: model.layers.10.part0")
-        expect(view.locator(".count")).to_have_text(f"{LAYERS * PARTS + 1} taps")
+        expect(view.locator(".count")).to_have_text(f"{LAYERS * PARTS + 1:,} taps")
         rows = view.locator("tbody tr[data-tap]")
         assert rows.count() < 60, "only what is in sight is in the page"
         expect(rows.first).to_contain_text("<script>alert(1)</script>")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.control import core
 from graftlab.control.groups import collective_in
+from graftlab.control.plans import Plans
 
 pytestmark = pytest.mark.ranks
 
@@ -56,7 +56,9 @@ def test_a_restart_brings_back_ranks_and_plan_and_runs_nothing(session: gl.Sessi
     assert "the group of the target is gone" in repr(session)
     assert session.status()["state"].tolist() == ["idle", "gone: killed by SIGKILL", "idle; its group is gone"]
     assert "target is gone (target[0] killed by SIGKILL)" in session._repr_mimebundle_()["text/html"]
-    with pytest.raises(gl.SessionClosedError, match=r"target\[0\] killed by SIGKILL .*session\.restart\(\)"):
+    with pytest.raises(
+        gl.SessionClosedError, match=r"target\[0\] is gone \(killed by SIGKILL\) .*session\.restart\(\)"
+    ):
         session.run(target="1")
     session.restart()
     assert still_there(before) == []
@@ -70,6 +72,20 @@ def test_a_restart_brings_back_ranks_and_plan_and_runs_nothing(session: gl.Sessi
     assert frame["run"].is_monotonic_increasing
     assert frame.groupby("run")["step"].agg(["min", "max"]).values.tolist() == [[1, 1], [2, 2]]
     assert len(gl.load_run(session.folder)) == len(frame) == 4
+
+
+def test_ranks_are_under_the_plan_as_soon_as_they_are_there(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = session.edit(b2t="name == 'a'")
+    with monkeypatch.context() as patch:
+        # However late the notebook tells its ranks of plans.
+        patch.setattr(Plans, "publish_again", lambda self: None)
+        session.restart()
+        assert session.status()[["state", "plan_version"]].values.tolist() == [["idle", plan.version]] * 3
+        assert session.status()["step"].isna().all(), "no step has begun, and none is -1"
+    assert set(session.run(tap, tap).frame["status"]) == {"grafted"}
+    wait_until(lambda: len(session.adopted(plan.version)) == 3, "what the ranks say of the plan that they began with")
 
 
 def test_steps_of_a_run_that_a_restart_ended_are_not_used_again(session: gl.Session) -> None:
@@ -101,7 +117,11 @@ def test_a_rank_in_a_collective_is_ended_when_its_peer_has_failed(session: gl.Se
         "target[0] was ended, because it waited in a collective ("
     )
     assert "dist.all_reduce(torch.ones(1))) when target[1] had failed" in text
-    assert "The process group of the target is gone (target[0] was ended" in text
+    assert text.count("it waited in a collective") == 1
+    assert "The process group of the target is gone: its collectives fail from now on" in text
+    with pytest.raises(gl.SessionClosedError, match=r"target\[0\] is gone \(was ended, because") as refused:
+        session.run(target="1")
+    assert "Its log" not in str(refused.value), "which says nothing of an end from outside"
     assert isinstance(told.value.__cause__, ZeroDivisionError)
     assert session.run(baseline="1").baseline == [1]
     session.restart()
@@ -124,7 +144,7 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
 ) -> None:
     session.run(tap, tap)
 
-    def full(options: object, folder: Path) -> None:
+    def full(*what: object) -> None:
         raise gl.LaunchError("planted")
 
     with monkeypatch.context() as patch:
@@ -137,6 +157,7 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
     session.restart()
     assert session.run(target="1").target == [1, 1]
     session.close()
+    assert session.status()["state"].tolist() == ["closed"] * 3
     with pytest.raises(gl.SessionClosedError):
         session.restart()
 

@@ -378,6 +378,9 @@ def test_status_tells_idle_computing_and_waiting_ranks_and_whom_they_await(sessi
     wait_until(lambda: session.status()["state"].tolist() == ["running", "waiting", "waiting"], "both targets waiting")
     busy = session.status()
     assert busy["awaits"].tolist() == ["", "baseline[0]", "baseline[0]"]
+    # What a notebook shows leaves out columns in which nothing stands.
+    assert "awaits</th>" in busy._repr_html_()  # type: ignore[operator]
+    assert "awaits</th>" not in idle._repr_html_()  # type: ignore[operator]
     assert busy["last_tap"].tolist()[1:] == ["awaited", "awaited"]
     assert "waiting at tap 'awaited'" in run.where()
     (tmp_path / "go on").touch()

@@ -101,6 +101,7 @@ def test_who_takes_no_part_in_the_run_is_not_waited_for(a_world: MakeWorld) -> N
         assert sender.take(key("up")) == [2.0]
         # Nor does its memory wait for the one that does not know of it.
         sender.exchange.end_step(0)
+        world.deliver()
         receiver.exchange.end_step(0)
         assert receiver.bytes_in_use() == 0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
@@ -219,6 +220,28 @@ def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
         assert f"cannot be brought here: {len(attached)} bytes came of {nbytes}" in why
+
+
+def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() -> None:
+    machine = Machine()
+    with a_world(2, 1, tcp=True, gpu=lambda rank: LateGpu(machine), budget=4 * MIB) as world:
+        first, second, receiver = world.begin().mailboxes
+        for number in range(20):
+            for rank, sender in enumerate((first, second)):
+                value = on_gpu(torch.full((100_000,), float(10 * number + rank)))
+                sender.publish(key(occurrence=number), value)
+                # Nothing is copied later, when the model has written over it.
+                value.zero_()
+            receipt = receiver.receive(key(occurrence=number))
+            assert [each.tensor.unique().tolist() for each in receipt.contributions] == [
+                [10 * number],
+                [10 * number + 1],
+            ]
+            receipt.release()
+        # No process of another machine is asked to open what it has no way to.
+        assert machine.shared == []
+        world.end(0)
+        assert first.bytes_in_use() == second.bytes_in_use() == 0
 
 
 def test_what_is_not_asked_for_is_not_kept_past_its_step() -> None:

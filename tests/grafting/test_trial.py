@@ -300,7 +300,7 @@ def test_without_a_kept_pair_the_error_says_how_to_keep_one() -> None:
     with gl.launch(1, 1) as session:
         session.run(tap_x, tap_x)
         assert session.kept() == []
-        with pytest.raises(gl.SessionError, match=r"kept for 'x'; kept are none.*session.edit\(keep=\.\.\.\)"):
+        with pytest.raises(gl.SessionError, match=r"kept for 'x', nor for any other tap.*session.edit\(keep=\.\.\.\)"):
             tried(session, "return 1")
     with pytest.raises(gl.SessionClosedError):
         tried(session, "return 1")

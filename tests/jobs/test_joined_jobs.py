@@ -14,7 +14,7 @@ def joined_under(plan: gl.GraftPlan) -> tuple[JoinedJobs, Plans]:
     plans, nobody = Plans([]), None
     plans.publish(plan)
     anything: Any = nobody
-    return JoinedJobs([], anything, plans, anything, threading.RLock()), plans
+    return JoinedJobs([], anything, plans, anything, threading.RLock(), anything, anything), plans
 
 
 def test_a_job_with_a_newer_plan_of_its_own_takes_the_sessions_for_newer() -> None:

@@ -154,20 +154,6 @@ def test_what_fails_in_graftlab_keeps_the_other_side_waiting_for_nothing(tmp_pat
     assert rows["error"].str.contains(r"baseline\[0\] ended the run without this tap").sum() == 3
 
 
-def test_a_job_that_dies_cannot_come_back_into_a_run_that_has_begun(tmp_path: Path) -> None:
-    told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
-    stays = start("goes_on.py", tmp_path / "stop", 1.0, **variables("baseline", 1, 1, **told))
-    killed = start("dies_in_step.py", 1, **variables("target", 1, 1, **told))
-    assert end(killed)[0] == -signal.SIGKILL
-    code, out, err = end(start("trusted_model.py", **variables("target", 1, 1, **told)))
-    assert (code, out) == (0, "done False\n"), err
-    assert "the run has begun, and target[0]" in err
-    assert "Start the jobs of both sides again" in err
-    (tmp_path / "stop").touch()
-    code, out, err = end(stays)
-    assert (code, out) == (0, "went on True\n"), err
-
-
 def test_the_environment_has_a_job_record_what_its_filter_matches(tmp_path: Path) -> None:
     told = {"GRAFTLAB_RECORD": str(tmp_path), "GRAFTLAB_RECORD_FILTER": "layer == 1"}
     code, out, err = end(start("trusted_model.py", 2, **told))

@@ -7,15 +7,19 @@ import socket
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
+from kit.digests import row
 from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.exchange.keys import new_token, read_token
-from graftlab.jobs.looking import look_into
+from graftlab.jobs.looking import look_into, seen, shown
 
 
 def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +33,16 @@ def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pyte
         assert all("not joined yet" in line for line in lines[3:])
         assert main(["stacks", str(tmp_path)]) == 0
         assert capsys.readouterr().out.count("(it is not there)") == 3
+
+
+def test_taps_are_shown_with_their_tags_and_columns_without_a_word_are_left_out() -> None:
+    rows = [row("hidden", own={"layer": layer}, rel_l2=0.1 / (layer + 1)) for layer in range(2)]
+    status = pd.DataFrame([{"side": "target", "rank": 0, "awaits": "", "note": "alone"}])
+    session: Any = SimpleNamespace(ranks=[SimpleNamespace(label="target[0]")], status=lambda: status, row_count=2)
+    taps: Any = SimpleNamespace(look=lambda: rows, behind=0)
+    lines = shown(seen(session, taps, stacks=False)).splitlines()
+    assert [line.split()[:2] for line in lines[-2:]] == [["hidden", "layer=0"], ["hidden", "layer=1"]]
+    assert lines[2].split() == ["side", "rank", "note"]
 
 
 def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

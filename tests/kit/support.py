@@ -47,11 +47,11 @@ def reset(session: gl.Session) -> gl.Session:
     return session
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait_until(condition: Callable[[], object], what: str, within: float = DEADLINE) -> None:
+    deadline = time.monotonic() + within
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {DEADLINE:g} s")
+            raise TimeoutError(f"{what} did not happen within {within:g} s")
         threading.Event().wait(0.005)
 
 

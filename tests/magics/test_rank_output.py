@@ -86,7 +86,7 @@ def test_a_bar_is_one_place_a_rank_that_is_renewed_and_ends_as_a_line(notebook: 
     seen = {text.partition("epoch")[0] for text in bars}
     assert seen == {"target[0] | ", "target[1] | "}
     assert len(bars) > 6
-    assert reply.updates[-1]["text/html"] == ""
+    assert reply.updates[-1]["text/plain"] == ""
     ends = [line for line in reply.stdout.splitlines() if "epoch: 100%" in line]
     assert sorted(line[:9] for line in ends) == ["target[0]", "target[1]"]
     assert len([line for line in reply.stdout.splitlines() if "epoch" in line]) == 2

@@ -222,6 +222,13 @@ def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
 
 
+def test_a_rule_takes_names_that_have_a_number_sign() -> None:
+    pairs = [Pair(f"h.{layer}.norm#1", f"l.{layer}.norm#2") for layer in range(3)] + [Pair("h.#.x", "l.0.x")]
+    (rule,) = rules_of(pairs)
+    assert rule.seen == 3
+    assert rule.baseline_for("l.7.norm#2") == "h.7.norm#1"
+
+
 def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
     baseline = [tap("head.logits", values(4, 8, seed=1), 0)]
     target = [tap("head.logits", values(4, 8, seed=2), 0)]
@@ -455,3 +462,13 @@ def test_rules_are_read_back_as_pairs() -> None:
     assert (pair.layout.text, pair.whole, pair.by_value) == ("x y -> y x", "target", True)
     with pytest.raises(GraftError):
         pairs_of([{"baseline": "a", "target": "b", "layout": "x y -> y"}])
+
+
+def test_notes_of_a_group_that_differ_by_numbers_alone_are_shown_once() -> None:
+    pairs = tuple(
+        Pair(f"a.{n}.h", f"b.{n}.h", sureness="rule", rel=0.5, note=f"as in 2 other layers; here they differ by 0.{n}")
+        for n in range(1, 5)
+    )
+    shown = Proposal(pairs, {}, {}, ())._repr_mimebundle_()["text/html"]
+    assert shown.count("differ by") == 1
+    assert "here they differ by 0.1 (and alike, with other numbers, in 3 layers more)" in shown

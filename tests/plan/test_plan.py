@@ -320,7 +320,8 @@ def test_a_plan_that_can_do_nothing_warns(nothing: str | None) -> None:
 def test_a_transform_that_has_no_tap_to_apply_at_warns() -> None:
     with pytest.warns(GraftWarning, match=r"applied nowhere.*transform=\('True', f\)"):
         GraftPlan(transform="torch.clone")
-    with pytest.warns(GraftWarning, match="applied nowhere"):
+    with pytest.warns(GraftWarning, match="applied nowhere") as warned:
         GraftPlan(b2t="True", transform="torch.clone").edit(b2t=None)
+    assert [each.filename for each in warned] == [__file__], "the line of whoever edits, and none of a library's"
     GraftPlan(t2b="layer == 3", transform="torch.clone")
     GraftPlan(transform=("layer == 3", "torch.clone"))

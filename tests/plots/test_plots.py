@@ -419,6 +419,10 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
         found = plots.first_divergent(frame(*silent, culprit, row("y", 1.0)))
         assert found is not None
         assert found["name"] == "x"
+    rows = frame(row("a", 0.5, "grafted"), row("b", 0.25))
+    assert [text for text in texts(plots.divergence(rows, noise_floor=1e-5)) if "first divergent" in text] == [
+        "first divergent: b  (rel_l2 0.25)"
+    ], "what was grafted is not divergent again"
     grafted = plots.first_divergent(frame(row("a", 0.5, "grafted")))
     assert grafted is not None
     assert grafted["status"] == "grafted"
@@ -831,10 +835,11 @@ def test_the_worst_elements_are_always_among_the_points(monkeypatch: pytest.Monk
     worst = points(figure, "worst")
     assert len(worst) == 2000
     assert min(y - x for x, y in worst) > 0.9
-    assert 10_000 < len(points(figure, "sample")) + len(worst) <= 20_000
+    assert 10_000 < (drawn := len(points(figure, "sample")) + len(worst)) <= 20_000
+    assert f"{drawn:,} of 300,000 elements are drawn" in title(figure)
     index = np.unravel_index(int(bad[-1]), (300, 1000))
     assert f"worst at [{index[0]}, {index[1]}]" in title(figure)
-    assert "2 pairs with a non-finite value left out" in title(figure)
+    assert "2 with a value that is not finite left out" in title(figure)
 
 
 def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
@@ -845,7 +850,7 @@ def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
     assert by_gid(figure, "identity").get_slope() == 1.0
     drawn = points(figure, "sample") + points(figure, "worst")
     assert sorted(drawn) == [(i, 2 * i) for i in range(100)]
-    assert "all 100 elements" in title(figure)
+    assert "all 100 elements are drawn" in title(figure)
     assert "worst at [99]: baseline 99, target 198" in title(figure)
     assert ax.get_xlim() == ax.get_ylim()
     assert "every pair is equal" in title(plots.scatter(torch.ones(3), torch.ones(3)))

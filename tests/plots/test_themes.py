@@ -72,6 +72,27 @@ def test_data_keep_their_colours() -> None:
     assert light[line, column].tolist() == dark[line, column].tolist()
 
 
+def test_numbers_in_coloured_cells_stay_as_they_are() -> None:
+    figure = gl.plots.ranks(to_frame([row("b", rel_l2=1e-3), row("b", step=1, rel_l2=0.5)]), "b")
+    cells = [text for text in figure.axes[0].texts if text.get_text() in ("0.001", "0.5")]
+    light = [text.get_color() for text in cells]
+    assert sorted(light) == ["black", "white"], "what is readable on each cell's colour"
+    with themes.on_dark(figure):
+        assert [text.get_color() for text in cells] == light
+
+
+def test_on_dark_paper_black_points_are_filled_as_before_and_blue_letters_are_light() -> None:
+    rows = to_frame([row("a", rel_l2=1e-3)])
+    figure = gl.plots.divergence({"one": rows, "two": rows}, noise_floor=1e-5)
+    (points,) = [each for each in figure.axes[0].collections if each.get_gid() == "two: compared"]
+    (said,) = [text for text in figure.axes[0].texts if text.get_text().startswith("one, first divergent")]
+    assert np.asarray(points.get_facecolor()).tolist() == [[0, 0, 0, 1]]
+    with themes.on_dark(figure):
+        assert np.asarray(points.get_facecolor()).min() > 0.8, "a hollow point would say that the two sides are equal"
+        assert said.get_color() == "#56B4E9"
+    assert said.get_color() == "#0072B2"
+
+
 def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> None:
     figure = figure_of(0)
     markup = to_html(figure)

@@ -347,7 +347,7 @@ def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_it
         assert status.state.tolist() == ["gone: killed by SIGKILL", "idle", "idle"]
         assert session.run(target="gl.here().rank").target == [0, 1]
         with pytest.raises(
-            gl.SessionClosedError, match=r"baseline\[0\] killed by SIGKILL .*session\.restart\(\)"
+            gl.SessionClosedError, match=r"baseline\[0\] is gone \(killed by SIGKILL\) .*session\.restart\(\)"
         ) as refused:
             session.run("1", "1")
         assert "the last words of the baseline" in str(refused.value)

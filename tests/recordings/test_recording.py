@@ -168,6 +168,25 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypa
         gl.Recording(tmp_path)
 
 
+@pytest.mark.parametrize(("number", "taken"), [(errno.EDQUOT, False), (errno.EINVAL, True)])
+def test_a_disk_that_is_full_only_when_it_is_asked_to_keep_the_bytes_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, taken: bool
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    if taken:
+        # A file system that has no such call.
+        record_two_steps(tmp_path)
+        assert len(gl.Recording(tmp_path).frame)
+        return
+    with pytest.warns(gl.GraftWarning, match="the recording ended: .*quota"):
+        record_two_steps(tmp_path)
+    with pytest.raises(gl.RecordingError, match="was cut off"):
+        gl.Recording(tmp_path)
+
+
 def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     put = writer.Writer.put

@@ -189,6 +189,17 @@ def test_the_kits_own_requests_come_back(protocol: int) -> None:
     assert read(request, protocol) == request
     opaque = read(Opaque("a.B", (1,), {"x": 2}, [3]), protocol)
     assert vars(opaque) == {"class_name": "a.B", "args": (1,), "state": {"x": 2}, "items": [3]}
+    assert vars(read(Opaque("a.B"), protocol)) == {"class_name": "a.B", "args": None, "state": None, "items": []}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("class_name", 1), ("args", [1]), ("args", 0), ("args", ""), ("items", (1,)), ("items", None)]
+)
+def test_an_opaque_object_of_a_file_has_fields_of_their_own_types(field: str, value: object) -> None:
+    odd = Opaque("a.B", (1,), {"x": 2}, [3])
+    setattr(odd, field, value)
+    with pytest.raises(Unreadable, match=f"a {type(value).__name__} was not expected"):
+        read(odd)
 
 
 @pytest.mark.ranks

@@ -18,12 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from kit.deadline import DEADLINE
 from kit.examples import examples
+from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.diffs.measure import measure
-from graftlab.rows import loading
+from graftlab.rows import ahead, loading
 from graftlab.rows import store as frames
 from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Columns
@@ -183,25 +185,38 @@ some_rows = st.lists(
 
 
 @pytest.mark.slow
-@given(some_rows, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(64, 4096))
+@given(
+    some_rows,
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "ahead"])), max_size=8),
+    st.integers(64, 4096),
+)
 @examples(60)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
-    rows: list[Row], batches: list[tuple[int, bool]], piece: int
+    rows: list[Row], batches: list[tuple[int, str]], piece: int
 ) -> None:
     rows = [decode(encode(made)) for made in rows]
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_PIECE", piece)
         patch.setattr(frames, "_STRIDE", 3)
+        # What the thread that reads ahead does is done here, when an example says so.
+        patch.setattr(ahead, "SOME", 1)
+        patch.setattr(ahead.ReadAhead, "look", lambda self: None)
         store = RowStore(Path(name))
         sent = 0
-        for count, looks in [*batches, (len(rows), True)]:
+        shown = []
+        for count, then in [*batches, (len(rows), "frame")]:
             batch = rows[sent : sent + count]
             if batch:
                 store.append([encode(made) for made in batch])
             sent += len(batch)
-            if looks:
+            if then == "ahead":
+                store._read_ahead()
+            if then == "frame":
                 frame = store.frame()
-                same(frame, as_pandas_has_it(rows[:sent]))
+                shown.append((frame, as_pandas_has_it(rows[:sent])))
+        for earlier, wanted in shown:
+            # What came later, whether it was read ahead or for another frame, has changed nothing in it.
+            same(earlier, wanted)
         same(frame, to_frame(rows))
         same(gl.load_run(name), frame)
         for run in range(4):
@@ -480,6 +495,62 @@ def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
         # Whole batches, from the first on.
         assert orders == list(range(len(orders)))
         assert len(orders) % batch == 0
+    store.close()
+
+
+def test_rows_are_read_while_they_arrive_before_anybody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "SOME", 10)
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=order)) for order in range(9)])
+    assert store._ahead._thread is None
+    store.append([encode(row(order=9))])
+    wait_until(lambda: len(store._read[0].block["order"]) == 10, "the rows' reading")
+    for orders in (range(10, 40), range(40, 70)):
+        store.append([encode(row(order=order)) for order in orders])
+        wait_until(lambda: len(store._read[0].block["order"]) == len(store), "the rows' reading")
+    with monkeypatch.context() as patch:
+        # Nothing is left to read.
+        patch.setattr(frames, "parse", lambda *given: pytest.fail("rows were read again"))
+        assert store.frame()["order"].tolist() == list(range(70))
+    store.close()
+    assert store._ahead._thread is not None
+    assert not store._ahead._thread.is_alive()
+    assert len(store.frame()) == 70
+
+
+def test_no_more_than_so_many_rows_are_read_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    monkeypatch.setattr(ahead, "SOME", 10)
+    monkeypatch.setattr(ahead, "MOST", 100)
+    monkeypatch.setattr(loading, "_PIECE", 1 << 12)
+    store = RowStore(tmp_path)
+    for start in range(0, 500, 10):
+        store.append([encode(row(order=order)) for order in range(start, start + 10)])
+    wait_until(lambda: not store._is_worth_reading() and store._ahead.idle.is_set(), "the end of the reading")
+    assert 100 <= store._read[-1].upto < 150
+    assert store.frame()["order"].tolist() == list(range(500))
+    # Somebody asks, so it goes on.
+    store.append([encode(row(order=order)) for order in range(500, 550)])
+    wait_until(lambda: store._read[-1].upto == 550, "the rows' reading")
+    store.close()
+
+
+def test_a_file_that_is_gone_does_not_stop_rows_from_being_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "SOME", 10)
+    store = RowStore(tmp_path)
+    (tmp_path / ROWS_FILE).unlink()
+    store.append([encode(row(order=order)) for order in range(20)])
+    thread = store._ahead._thread
+    assert thread is not None
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    store.append([encode(row(order=order)) for order in range(20, 40)])
+    assert len(store) == 40
+    with pytest.raises(gl.SessionError, match="no rows can be read"):
+        store.frame()
     store.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -218,9 +219,11 @@ def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> N
     assert x.eq(3.0).all()
 
 
-def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more(
-    monkeypatch: pytest.MonkeyPatch, taker: Taker
+def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, taker: Taker, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(compiled, "_said", set())
+    caplog.set_level(logging.INFO, logger="graftlab")
     model, graphs = Model(), Graphs()
     function = torch.compile(model, fullgraph=True, backend=graphs)
     with monkeypatch.context() as patch:
@@ -229,11 +232,35 @@ def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_onc
         function(X)
         function(X)
     assert (len(graphs.graphs), graphs.taps) == (1, 0)
+    assert "compiled" not in caplog.text
     function(X)
     function(X)
     assert len(graphs.graphs) == 2
     assert graphs.taps > 0
     assert len(taker.seen) == 2 * 6
+    assert caplog.text.count("what was compiled before the session is compiled again, once") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.compile captures CUDA graphs only on a GPU")
+@pytest.mark.ranks
+def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_replays_show_each(taker: Taker) -> None:
+    from torch._dynamo.utils import counters
+
+    model, x = Model().cuda(), X.cuda()
+    expected, seen, *_ = eager(taker, lambda: model(x))
+    counts = []
+    for choice in ("False", None):
+        torch.compiler.reset()
+        counters.clear()
+        gl.compile_taps(choice)
+        function = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):  # warms up, captures, and replays
+            torch.compiler.cudagraph_mark_step_begin()
+            taker.take()
+            torch.testing.assert_close(function(x), expected)
+        counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    assert counts == [(1, 0), (1, 0)]
+    assert taker.seen == seen
 
 
 def test_a_graph_of_another_length_is_one_graph_and_shows_each(taker: Taker) -> None:
@@ -497,6 +524,20 @@ def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
     assert taker.seen == []
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gl.tap("doubled", x * 2)
+
+
+@pytest.mark.parametrize("model", [Model(), Doubled()], ids=["with tags", "with a tap alone"])
+def test_aot_inductor_refuses_a_program_with_taps_by_saying_what_to_do(model: nn.Module, tmp_path: Path) -> None:
+    with gl.export_taps():
+        program = torch.export.export(model, (X,))
+    assert own_operators(program) > 0
+    with pytest.raises(gl.GraphError, match=r"has taps \(graftlab\.\w+\).*take them out with gl\.strip\(program\)"):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tapped.pt2"))
+
+
 # inductor's own compiler starts processes
 @pytest.mark.ranks
 @pytest.mark.slow
@@ -508,10 +549,6 @@ def test_aot_inductor_compiles_a_program_that_has_no_taps_or_was_stripped_of_the
     model = Model()
     with gl.export_taps():
         program = torch.export.export(model, (X,))
-    assert own_operators(program) > 0
-    # With its taps it is refused, and the tap is named; what to do stands in docs/compiled_code.md.
-    with pytest.raises(Exception, match=r"graftlab\.(open|show)_"):
-        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tapped.pt2"))
     package = torch._inductor.aoti_compile_and_package(gl.strip(program), package_path=str(tmp_path / "model.pt2"))
     torch.testing.assert_close(torch._inductor.aoti_load_package(package)(X), model(X))
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.transforms import GraftTransformInput
-from graftlab.transforms.by_layout import INFERRED, _by_layout, by_layout
+from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, by_layout
 from graftlab.transforms.suggest import suggested
 
 
@@ -93,3 +93,28 @@ def test_a_summand_is_measured_as_the_sum_and_refused_where_nobody_has_taken_it(
         _by_layout(given)
     with pytest.raises(LayoutError, match="the group is gone"):
         _by_layout(dataclasses.replace(given, target_reduced="the group is gone"))
+
+
+@pytest.mark.parametrize(
+    ("is_known", "more"),
+    [
+        # Without a pair, the target's side has the whole of what the baseline is given.
+        (True, {"direction": "t2b"}),
+        (False, {"direction": "b2t"}),
+        (False, {"direction": "t2b", "whole": "target", "recv_world_size": 2}),
+        (True, {"direction": "t2b", "whole": "received"}),
+        (False, {"direction": "b2t", "whole": "target"}),
+        # With one, the pair says which is the larger.
+        (True, {"direction": "b2t", "whole": "target", "pair": Layout()}),
+        (True, {"direction": "t2b", "whole": "target", "pair": Layout()}),
+        (False, {"direction": "t2b", "whole": "received", "pair": Layout()}),
+        (False, {"direction": "b2t", "whole": "target", "pair": Layout(), "recv_world_size": 2}),
+        # A layout knows on how many ranks it is.
+        (True, {"direction": "t2b", "recv_world_size": 2, "layout": RankLayout(Layout())}),
+        (False, {"direction": "t2b", "layout": RankLayout(Layout((), Mesh((("tp", 2),))))}),
+        (False, {"direction": "b2t", "layout": RankLayout(Layout())}),
+    ],
+)
+def test_the_receivers_shape_is_the_wholes_where_it_holds_it_alone(is_known: bool, more: dict[str, Any]) -> None:
+    given = GraftTransformInput({"name": "x"}, [torch.ones(6)], [None], torch.zeros(2, 3), **more)
+    assert _shape_of_one(given) == ((2, 3) if is_known else None)

@@ -61,15 +61,21 @@ def test_what_was_grafted_is_not_divergent_again() -> None:
         {"name": "b", "rel_l2": 0.5, "status": "grafted", "rank": 1},
         {"name": "c", "rel_l2": 0.1},
     )
-    assert differences(rows)[0] == (
-        f"grafted 1 tap; first divergent after them: c on target[0]: rel_l2 1.00e-01, 10,000 x {FLOOR}"
-    )
-    assert differences(rows[:3])[0] == (
-        f"grafted 1 tap; first divergent after them: none of the 1 compared row is above {FLOOR}; the last one, a on "
-        "target[0], agrees to 1.0e-07"
-    )
+    assert differences(rows) == [
+        f"grafted 1 tap; first divergent after it: c on target[0]: rel_l2 1.00e-01, 10,000 x {FLOOR}",
+        "largest rel_l2 1.00e-01 at c on target[0]",
+        "grafts replaced differences of up to rel_l2 5.00e-01 at b on target[0]",
+    ]
+    assert differences(rows[:3]) == [
+        "grafted 1 tap; first divergent after it: none; the only compared row, a on target[0], agrees to 1.0e-07, "
+        f"which is not above {FLOOR}",
+        "largest rel_l2 1.00e-07 at a on target[0]",
+        "grafts replaced differences of up to rel_l2 5.00e-01 at b on target[0]",
+    ]
+    two = frame({"name": "a", "status": "grafted"}, {"name": "b", "status": "grafted"}, {"name": "c"})
+    assert differences(two)[0].startswith("grafted 2 taps; first divergent after them: none; the only compared row")
     before = frame({"name": "a", "rel_l2": 0.3}, {"name": "b", "rel_l2": 0.5, "status": "grafted"})
-    assert differences(before)[0].startswith("grafted 1 tap; first divergent, before them: a on target[0]")
+    assert differences(before)[0].startswith("grafted 1 tap; first divergent, before it: a on target[0]")
     assert differences(rows[1:2])[0] == "grafted 1 tap; nothing else was compared"
 
 
@@ -78,7 +84,7 @@ def test_a_nan_is_not_zero() -> None:
     assert differences(rows) == [
         "first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite on one side alone, or in another "
         "way",
-        "largest rel_l2 of what is finite 0.00e+00 at a on target[0]",
+        "what is finite is equal",
     ]
 
 

@@ -36,9 +36,7 @@ def test_the_first_divergent_line_is_in_the_order_of_the_rows_whichever_steps_th
     found = so_far(rows)
     assert found.first == 2
     assert found.floor == 1e-5
-    assert found.sentences[0].startswith(
-        "grafted 1 tap; first divergent after them: first on target[0]: rel_l2 1.00e-03"
-    )
+    assert found.sentences[0].startswith("grafted 1 tap; first divergent after it: first on target[0]: rel_l2 1.00e-03")
     assert so_far(rows, noise_floor=0.1).first == 3
     assert so_far(rows, noise_floor=2.0).first is None
     assert so_far([]).sentences == []

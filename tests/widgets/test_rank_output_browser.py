@@ -66,6 +66,10 @@ def test_bars_are_live_figures_and_tables_are_shown_and_a_failure_is_looked_into
     (lab.folder / "go.flag").touch()
     lab.wait_idle()
     expect(live).to_have_count(0)
+    gone = page.locator(".jp-OutputArea-child:has(.graftlab-gone)")
+    expect(gone).to_have_count(3)
+    for number in range(3):
+        expect(gone.nth(number)).to_be_hidden()
     outputs = page.locator(".jp-Cell").nth(1).locator(".jp-OutputArea-output")
     expect(outputs.locator("img")).to_have_count(2)
     expect(outputs.locator("table")).to_have_count(1)

@@ -56,6 +56,18 @@ def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
     assert "<b>" not in screen.markup("rule-preview")
 
 
+def test_a_pattern_that_would_take_for_ever_is_told_while_it_is_typed(screen: Screen) -> None:
+    write(screen, "target", r"(?:(.)|(\w)|(.))+[A-Z]$")
+    assert "takes more than" in screen.shown("rule-preview")
+
+
+def test_the_preview_counts_what_earlier_rules_leave_to_a_new_one(session: gl.Session, screen: Screen) -> None:
+    session.edit(rename={"target": {"layers.3": "blocks.3"}})
+    write(screen, "target", r"^model\.")
+    shown = screen.shown("rule-preview")
+    assert shown.startswith("5 names seen match; 4 of them are then names of the baseline; an earlier rule rewrites 1")
+
+
 def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen) -> None:
     write(screen, "target", r"^model\.")
     screen.click("add-rule")

@@ -30,6 +30,7 @@ def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch:
         assert published == [], "nothing is shown yet"
         board._ipython_display_()
         assert "application/vnd.jupyter.widget-view+json" in published[0][0]
+        assert published[0][0]["text/plain"] == "", "a viewer without widgets would show their repr"
         (_, options), name = published[1], published[1][1]["transient"]
         assert not options["update"]
         session.run(lambda: model(0.0), lambda: model(1.0))

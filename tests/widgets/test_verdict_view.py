@@ -55,3 +55,5 @@ def test_the_button_judges_the_expression_and_shows_the_verdict(dashboard: Dashb
 def test_what_cannot_be_judged_is_said_in_the_panel(dashboard: Dashboard, expression: str, why: str) -> None:
     assert judge(dashboard, expression) == ""
     assert why in dashboard.message
+    assert "x is computed otherwise" in judge(dashboard, "f()")
+    assert dashboard.message == "", "what was wrong with the expression before"

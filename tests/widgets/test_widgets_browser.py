@@ -290,6 +290,7 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing
     lab.screenshot("static-dashboard", of=static)
 
     exported = nbconvert_html(lab.notebook_path())
+    assert "children=(" not in exported, "no repr of widgets"
     assert "first divergent: hidden layer=1 on target[0]" in exported
     assert "data:image/png;base64" in exported
 

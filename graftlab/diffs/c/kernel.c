@@ -59,9 +59,10 @@ struct side {
     int64_t nonfinite;
 };
 
-/* What is found of some elements. `place` is that of the first element of the block with the largest distance. */
+/* What is found of some elements. `place` is that of the first element of the block with the largest distance; `found`
+ * that of the distance itself, where one of the arrays is written over. */
 struct part {
-    int64_t pairs, nonfinite_differ, place;
+    int64_t pairs, nonfinite_differ, place, found;
     struct side x, y;
     double max_abs;
     struct twofold abs_d, dd, product;
@@ -91,7 +92,9 @@ static void merge(struct part *into, const struct part *from) {
     merge_sides(&into->x, into->pairs, &from->x, from->pairs);
     merge_sides(&into->y, into->pairs, &from->y, from->pairs);
     add_all(&into->abs_d, &from->abs_d), add_all(&into->dd, &from->dd), add_all(&into->product, &from->product);
-    if (from->max_abs > into->max_abs) into->max_abs = from->max_abs, into->place = from->place;
+    if (from->max_abs > into->max_abs) {
+        into->max_abs = from->max_abs, into->place = from->place, into->found = from->found;
+    }
     into->nonfinite_differ += from->nonfinite_differ;
     into->pairs += from->pairs;
 }
@@ -103,6 +106,7 @@ struct job {
     enum type type_x, type_y;
     const char *x, *y;
     int64_t count;
+    char *to; /* x or y, which is given the other one's elements; NULL: neither */
     /* Powers of two: of x, of y, and of their difference, before and after it is taken. */
     int scaled;
     double scale_x, scale_y, scale_before, scale_after;
@@ -276,15 +280,6 @@ measured:
     part->place = at;
 }
 
-static void measure_stripe(struct part *part, const struct job *job, int64_t stripe) {
-    int64_t end = (stripe + 1) * STRIPE < job->count ? (stripe + 1) * STRIPE : job->count;
-    for (int64_t at = stripe * STRIPE; at < end; at += BLOCK) {
-        struct part block;
-        measure_block(at == stripe * STRIPE ? part : &block, job, at, end - at < BLOCK ? end - at : BLOCK);
-        if (at > stripe * STRIPE) merge(part, &block);
-    }
-}
-
 /* Where in a block the distance is first so large; -1 if nowhere. */
 static int64_t find_distance(const struct job *job, int64_t block, double largest) {
     const struct loops *loops = job->loops;
@@ -305,6 +300,25 @@ static int64_t find_distance(const struct job *job, int64_t block, double larges
             if (distances[i] == largest) return at + i;
     }
     return -1;
+}
+
+/* `least`: no smaller distance is looked for, because there is one before. */
+static void measure_stripe(struct part *part, const struct job *job, int64_t stripe, double least) {
+    int64_t end = (stripe + 1) * STRIPE < job->count ? (stripe + 1) * STRIPE : job->count;
+    *part = (struct part){0};
+    for (int64_t at = stripe * STRIPE; at < end; at += BLOCK) {
+        struct part block;
+        int64_t some = end - at < BLOCK ? end - at : BLOCK;
+        measure_block(&block, job, at, some);
+        if (job->to) {
+            size_t size = SIZES[job->type_x];
+            int is_largest = block.pairs && block.max_abs > least && (!part->pairs || block.max_abs > part->max_abs);
+            if (is_largest) block.found = find_distance(job, at, block.max_abs);
+            memcpy(job->to + at * size, (job->to == job->y ? job->x : job->y) + at * size, some * size);
+        }
+        if (at == stripe * STRIPE) *part = block;
+        else merge(part, &block);
+    }
 }
 
 /* ---- The processor's own settings --------------------------------------------------------------------------------- */
@@ -340,7 +354,7 @@ struct stripes {
 static void measure_one_of(void *context, int64_t stripe) {
     struct stripes *stripes = context;
     modes before = set_modes(USUAL_MODES);
-    measure_stripe(&stripes->parts[stripe], stripes->job, stripe);
+    measure_stripe(&stripes->parts[stripe], stripes->job, stripe, -1);
     set_modes(before);
 }
 
@@ -351,7 +365,7 @@ static void measure_all(struct part *total, const struct job *job, int threads) 
     *total = (struct part){0};
     for (int64_t stripe = 0; stripe < count; stripe++) {
         struct part part;
-        if (!parts) measure_stripe(&part, job, stripe);
+        if (!parts) measure_stripe(&part, job, stripe, total->pairs ? total->max_abs : -1);
         merge(total, parts ? &parts[stripe] : &part);
     }
     free(parts);
@@ -373,6 +387,7 @@ struct results {
 struct call {
     const void *x, *y;
     int64_t count, types, threads;
+    int64_t copy; /* 1: y is given x's elements when they are measured, 2: x is given y's. Of one narrow type alone */
     struct results results;
 };
 
@@ -421,11 +436,16 @@ static void summarize(struct results *results, const struct part *part, int expo
 
 /* Returns 0, or 1 if the place of the largest distance was not found again: a fault that must not go unseen. */
 static int measure(const struct loops *loops, struct call *call) {
-    modes before = set_modes(USUAL_MODES);
     struct results *results = &call->results;
     struct job job = {.loops = loops, .type_x = call->types / TYPE_COUNT, .type_y = call->types % TYPE_COUNT,
                       .x = call->x, .y = call->y, .count = call->count, .scale_before = 1, .scale_after = 1};
     struct part first, second, *part = &first;
+    if (call->copy) {
+        /* The squares of narrow types need no second pass, for which both would have to be there still. */
+        if (job.type_x != job.type_y || !IS_NARROW[job.type_x]) return 1;
+        job.to = (char *)(call->copy == 1 ? call->y : call->x);
+    }
+    modes before = set_modes(USUAL_MODES);
     measure_all(&first, &job, call->threads);
     *results = (struct results){.numel = call->count,
                                 .max_abs_index = -1,
@@ -446,7 +466,7 @@ static int measure(const struct loops *loops, struct call *call) {
         summarize(results, part, exponent_x, exponent_y, exponent_d);
         results->min_baseline = first.x.low, results->max_baseline = first.x.high;
         results->min_target = first.y.low, results->max_target = first.y.high;
-        results->max_abs_index = find_distance(&job, part->place, part->max_abs);
+        results->max_abs_index = job.to ? part->found : find_distance(&job, part->place, part->max_abs);
     } else {
 #define NOTHING(name) results->name = NAN;
 #define KEEP(name)

@@ -1,0 +1,233 @@
+"""The runs that a verdict is made of, where both sides are functions that it calls as often as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.progress import LongWait
+from graftlab.control.floors import floor_key, known_floor, remember_floor
+from graftlab.control.run import Run
+from graftlab.control.works import Callee, call_here
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import SelfGraft, differences_of_repeat, graft_self
+from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.given import without_data
+from graftlab.verdict.groups import DATA
+from graftlab.verdict.wording import OfJobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from graftlab.control.core import SessionCore
+
+EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
+
+
+class VerdictRuns:
+    """Makes runs under plans of its own, and gives the plan that was in force back in the end. For use in ``with``.
+
+    ``count`` is how many it made so far, ``before`` the plan that was in force.
+    """
+
+    never_grafted = DATA
+    """A filter for the taps that are compared where nothing is grafted, and left alone everywhere else."""
+
+    def __init__(self, session: SessionCore) -> None:
+        self.session = session
+        self.count = 0
+        self.before = session.plan
+        self._ours: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Somebody else's newer plan is theirs.
+        if not self.session.closed and self.session.plan.version in self._ours:
+            before = {name: getattr(self.before, name) for name in FILTERS}
+            self.session.edit(**before, transform=self.before.transform)
+
+    def publish(
+        self,
+        b2t: str | None = None,
+        t2b: str | None = None,
+        compare: str | None = None,
+        keep: str | None = None,
+        leaving: str | None = None,
+    ) -> int:
+        """Put a plan of the verdict's in force; returns its version. No tap that matches ``leaving`` is grafted."""
+        left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, leaving) if each)
+        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
+        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
+        transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
+        # Beforehand too, because an interrupt may come between the edit and its result.
+        self._ours.add(self.session.plan.version + 1)
+        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transforms).version
+        self._ours.add(version)
+        return version
+
+    def both(
+        self,
+        why: str,
+        *,
+        b2t: str | None = None,
+        t2b: str | None = None,
+        compare: str | None = None,
+        keep: str | None = None,
+        leaving: str | None = None,
+    ) -> pd.DataFrame:
+        """The rows of both sides under these filters."""
+        raise NotImplementedError
+
+    def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
+        """What the baseline's ranks do to themselves. ``rows`` are of the run in which every tap was grafted."""
+        raise NotImplementedError
+
+    def target_against_itself(self) -> list[str]:
+        """Taps at which the target differs from itself, on any of its ranks."""
+        raise NotImplementedError
+
+    def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Those of the rows at taps that are grafted where every tap is."""
+        return without_data(rows)
+
+    def baseline_changed(self) -> list[str]:
+        """Taps at which the baseline does not show any more what it did before its code was swapped."""
+        return []
+
+    def of_jobs(
+        self,
+        compared: pd.DataFrame,
+        grafted: pd.DataFrame,
+        moved: Sequence[str],
+        constant: float | None,
+        threshold: float,
+    ) -> OfJobs | None:
+        """What is to be said of jobs, whose baseline differed from itself at ``moved``; None of functions."""
+        return None
+
+    def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pair that was kept in the newest run of both sides, in this step of it."""
+        raise NotImplementedError
+
+
+class CalledRuns(VerdictRuns):
+    """Calls ``baseline`` and ``target`` anew for each run; ``exact`` is the baseline in float64."""
+
+    def __init__(
+        self,
+        session: SessionCore,
+        baseline: Callee,
+        target: Callee,
+        exact: Callee | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(session)
+        self._callees = (baseline, target)
+        self._exact = exact
+        self._args, self._kwargs = args, kwargs
+
+    def both(
+        self,
+        why: str,
+        *,
+        b2t: str | None = None,
+        t2b: str | None = None,
+        compare: str | None = None,
+        keep: str | None = None,
+        leaving: str | None = None,
+    ) -> pd.DataFrame:
+        version = self.publish(b2t, t2b, compare, keep, leaving)
+        run = self._run(why, *self._callees)
+        frame = run.frame
+        if len(frame) and set(frame["plan_version"]) != {version}:
+            raise SessionError(EDITED)
+        return frame
+
+    def _run(self, why: str, baseline: Callee | None, target: Callee | None, **call: Any) -> Run:
+        self.count += 1
+        before = self.session.row_count
+        call = call or {"args": self._args, "kwargs": self._kwargs}
+        run = self.session.start(baseline, target, **call)
+        title = f"verdict, run {self.count}: {why}"
+        try:
+            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before))
+        except KeyboardInterrupt:
+            # Of no use to anybody without the verdict that waits for it.
+            self.session.interrupt()
+            raise
+
+    def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
+        key = floor_key(
+            self.session, self.before, rows, (self._callees[0], self._exact), self._args, self._kwargs, list(keep)
+        )
+        known = known_floor(self.session, key)
+        if known is not None:
+            return known
+        call = partial(
+            _graft_self_here,
+            self._callees[0],
+            self._exact,
+            self._args,
+            self._kwargs,
+            coarser_dtypes(rows),
+            self.before,
+            self.session.options.keep_budget,
+            list(keep),
+        )
+        run = self._run("the baseline against itself", call, None, args=())
+        measured = list(run.baseline)
+        remember_floor(self.session, key, measured)
+        return measured
+
+    def target_against_itself(self) -> list[str]:
+        call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
+        found = self._run("the target against itself", None, call, args=()).target
+        return list(dict.fromkeys(tap for each in found for tap in each))
+
+    def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.session.tensors(name, rank=rank, **tags)
+
+
+def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
+    """By a tap's name, which of the dtypes that it has on either side rounds the most."""
+    dtypes: dict[str, str] = {}
+    for row in records(rows):
+        name = row["name"]
+        dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
+    return dtypes
+
+
+# ---- on the baseline's ranks ----------------------------------------------------------------------------------------
+
+
+def _graft_self_here(
+    baseline: Callee,
+    exact: Callee | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtypes: dict[str, str],
+    plan: GraftPlan,
+    budget: int,
+    keep: list[str],
+) -> SelfGraft:
+    return graft_self(
+        call_here(baseline, args, kwargs),
+        dtypes,
+        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
+        budget=budget,
+        exact=None if exact is None else call_here(exact, args, kwargs),
+        keep=keep,
+    )
+
+
+def _repeat_here(target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
+    return differences_of_repeat(call_here(target, args, kwargs), budget=budget)

@@ -1,0 +1,104 @@
+"""A run that is over, read back from its folder: its rows as a frame, a report of them, and a verdict on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from graftlab.errors import SessionError
+from graftlab.rows import loading
+from graftlab.rows.schema import MEASURED
+
+if TYPE_CHECKING:
+    from graftlab.control.verdicts import Verdict
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """The rows in a session's run folder as a frame, also of one that was killed: half a line at the end is left out.
+
+    Every function of :mod:`graftlab.plots` that takes a frame takes this one. ``report`` writes the rows as a page,
+    ``verdict`` says what they tell of the computation that is other.
+
+    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line or a block
+    is not the one that was written, by its checksum.
+
+    >>> loaded = gl.load_run(session.folder)
+    >>> len(loaded) == len(session.frame)
+    True
+    >>> loaded.report(session.folder / "rows.html").name
+    'rows.html'
+    """
+    loaded = LoadedRun(loading.load_run(folder))
+    loaded.folder = Path(folder).expanduser()
+    return loaded
+
+
+class LoadedRun(pd.DataFrame):
+    """The frame that :func:`graftlab.load_run` returns. Whatever is made of it by pandas is a plain frame."""
+
+    _metadata = ["folder"]  # noqa: RUF012
+    folder: Path
+    """Where its rows were read from."""
+
+    @property
+    def _constructor(self) -> Callable[..., pd.DataFrame]:
+        return pd.DataFrame
+
+    def report(self, path: str | Path = "report.html", *, verdict: Verdict | None = None) -> Path:
+        """Write what the newest run in the folder came to as one page; returns its path.
+
+        It is that of :meth:`graftlab.Session.report`, without what is not among rows: the plan, the code, the tensors,
+        and what the ranks ran on. Raises :class:`SessionError` when it cannot be written.
+        """
+        from graftlab.control.report import write_report_of_rows
+
+        return write_report_of_rows(self.folder, path, verdict)
+
+    def verdict(self, *, floor: float | None = None, threshold: float = 5.0, run: int | None = None) -> Verdict:
+        """Which computation is other on the target, as far as rows tell.
+
+        It needs a step in which every tap was grafted b2t, as with ``GRAFTLAB_B2T_FILTER=True``: there the difference
+        at each tap is the error that arose at it. The last such step of the newest run that has one counts, or of
+        ``run``. ``floor`` is a ``rel_l2``; without it one is assumed for the dtypes. Nothing is run, so the text says
+        what is not known for that reason.
+
+        Raises :class:`SessionError` where no step has every tap grafted.
+        """
+        from graftlab.control.judging import judge_rows
+
+        chosen: Any = self if run is None else self[self["run"] == run]
+        found = _last_step(chosen, "grafted")
+        if found is None:
+            raise SessionError(
+                f"verdict: in no step of {'this run' if run is None else f'run {run}'} was every tap grafted from the "
+                "baseline, so the rows do not tell what arose where. Let the jobs run with GRAFTLAB_B2T_FILTER=True; "
+                "graftlab.plots shows the differences as they are"
+            )
+        number, step, grafted = found
+        before = _last_step(self[self["run"] == number], "compared")
+        compared = self.iloc[:0] if before is None else before[2]
+        where = f"step {step} of run {number}, in which every tap was grafted"
+        return judge_rows(compared, grafted, floor=floor, threshold=threshold, where=where)
+
+
+def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:
+    """The last step in which all that was measured, apart from weights and settings, has this status.
+
+    Of a run it is one of those with the most rows, since the last step may have been cut short.
+    """
+    from graftlab.verdict.given import without_data
+
+    computed = without_data(rows[rows["status"].isin(MEASURED)])
+    if not len(computed):
+        return None
+    wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
+    steps = wanted.groupby([computed["run"], computed["step"]]).agg(["all", "size"])
+    whole = steps[steps["all"]]
+    if not len(whole):
+        return None
+    whole = whole.loc[[whole.index.get_level_values(0).max()]]
+    run, step = whole[whole["size"] == whole["size"].max()].index[-1]
+    return int(run), int(step), rows[(rows["run"] == run) & (rows["step"] == step)]

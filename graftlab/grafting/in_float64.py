@@ -1,0 +1,137 @@
+"""The same code in float64: each operator computes in it, so that a result shows what rounding between them takes away.
+
+Code that a compiler has fused rounds less often than the eager operators do, so the two differ although nobody made a
+mistake. How far eager code is from itself in float64 tells how much of a difference that can explain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftlab.taps.backward import is_backward
+
+_WIDE = {
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_FLOATING = {*_WIDE, *_WIDE.values()}
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Have this thread's operators compute in float64, whatever lower precision their inputs have.
+
+    Their results stay in float64, so nothing is rounded between them. What is written into a tensor that is there
+    already, and a random number, has that tensor's dtype as ever; an operator that knows no float64 runs as it is.
+
+    Raises what the code raises if it insists on a dtype.
+
+    >>> with in_float64():
+    ...     torch.ones(2, dtype=torch.bfloat16).div(3).dtype
+    torch.float64
+    """
+    # An accelerator's backward pass would run in a thread of its own, without the mode.
+    with torch.autograd.set_multithreading_enabled(False), _Widens():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextlib.contextmanager
+def as_it_is() -> Iterator[None]:
+    """Inside of :func:`in_float64`: have this thread's operators compute in the dtypes that they are given."""
+    before = getattr(_here, "off", False)
+    _here.off = True
+    try:
+        yield
+    finally:
+        _here.off = before
+
+
+class _Widens(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(_here, "off", False) or func.namespace != "aten":
+            return func(*args, **kwargs)
+        schema = func._schema
+        if schema.is_mutable:
+            return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        # What autograd rounds to the dtype of a weight has to have it.
+        moves = func in _MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
+        if is_view or moves or torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **kwargs)
+        if _PACKED.search(schema.name) is None:
+            dtypes = [each.dtype for each in _tensors(args)]
+            asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+            if _FLOATING.isdisjoint(dtypes) or _WIDE.keys().isdisjoint([*dtypes, *asked]):
+                return func(*args, **kwargs)
+            with contextlib.suppress(RuntimeError):  # has no float64, as some fused attention
+                return func(*_wide(args), **_wide(kwargs))
+        return func(*_fitting(args, narrow := _narrow(args)), **_fitting(kwargs, narrow))
+
+
+# They compute nothing, and have much to copy.
+_MOVES = {torch.ops.aten.embedding.default}
+# Some of these read float64 for what they expect instead, without a check.
+_PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _narrow(args: Any) -> torch.dtype | None:
+    """The dtype in which the tensors meet that are not wide yet; None where there are no floating numbers."""
+    found = [each.dtype for each in _tensors(args) if each.dtype in _FLOATING]
+    return next((dtype for dtype in found if dtype in _WIDE), torch.float32 if found else None)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_wide(each) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _wide(each) for key, each in value.items()}
+    return value
+
+
+def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of the numbers that an operator writes into its arguments; None where they are no floating numbers."""
+    given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in _tensors(given.get(argument.name)):
+                if value.dtype in _FLOATING:
+                    return value.dtype
+    return None
+
+
+def _fitting(value: Any, dtype: torch.dtype | None) -> Any:
+    """With real floating tensors in this dtype: few operators write into one dtype what comes in another."""
+    if dtype is None or dtype.is_complex:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in _FLOATING and not value.is_complex() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fitting(each, dtype) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _fitting(each, dtype) for key, each in value.items()}
+    return value

@@ -1,0 +1,114 @@
+"""The self-graft of a job, which nobody can call again: each pass of it is so many whole steps of the job.
+
+The first pass records, the second looks whether the job shows the same once more. Only if it does, further passes graft
+the record, as in :mod:`.self_graft`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from graftlab.base.tags import TagItems
+from graftlab.grafting.self_graft import PlacedTaker, Recorder, Repeater, SelfGraft, SelfGrafter
+from graftlab.taps.calls import Taker, ambient
+from graftlab.verdict.groups import group_of
+
+Pass = Literal["record", "repeat", "graft", "drift", "rest"]
+
+# Whatever is written into one of these stays: the job would go on with other weights.
+_STATE = ("param", "optimizer")
+
+
+class SelfGraftInSteps:
+    """One order to run against itself: ``passes`` of ``steps`` steps each, from the first step on that is a multiple of
+    ``steps``. With ``before`` it goes on with that one's record.
+
+    ``dtypes``, ``keep``, ``budget`` and ``paired_names`` are as for :func:`.graft_self`.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        steps: int = 1,
+        *,
+        budget: int,
+        dtypes: Mapping[str, str] | None = None,
+        keep: Sequence[str] = (),
+        paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
+        before: SelfGraftInSteps | None = None,
+    ) -> None:
+        self.found = SelfGraft()
+        self._passes, self._steps = tuple(passes), steps
+        self._budget, self._dtypes, self._keep = budget, dict(dtypes or {}), tuple(keep)
+        self._paired_names = paired_names
+        self._record: Recorder = Recorder(budget) if before is None else before._record
+        self._first: int | None = None
+        self._at = -1
+        self._taker: PlacedTaker | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last pass has ended."""
+        return self._at >= len(self._passes)
+
+    def taker_at(self, step: int) -> Taker:
+        """What takes the taps of this step, which begins now. Called once for each step, in their order."""
+        if self._first is None:
+            self._first = -(-step // self._steps) * self._steps
+        at = (step - self._first) // self._steps
+        if at != self._at and not self.is_over:
+            self._end_pass()
+            self._at = min(at, len(self._passes))
+            self._taker = self._begin_pass() if 0 <= self._at < len(self._passes) else None
+        return _Careful(self._taker)
+
+    def _begin_pass(self) -> PlacedTaker | None:
+        this = self._passes[self._at]
+        if this == "rest":
+            return None
+        if this == "record":
+            self._record = Recorder(self._budget)
+            return self._record
+        if this == "repeat":
+            return Repeater(self._record.taps)
+        moved = this == "drift"
+        return SelfGrafter(self._record.taps, self._dtype_of, int(moved), resets=not moved)
+
+    def _end_pass(self) -> None:
+        ended, found = self._taker, self.found
+        if isinstance(ended, Recorder):
+            found.skipped, found.not_recorded = list(ended.skipped), ended.not_recorded
+            for recorded in ended.taps.values():
+                for name in self._paired_names(recorded.place[0]):
+                    group = group_of(name, recorded.tags)
+                    if group in self._keep:
+                        found.last[group] = recorded.value.cpu()
+        elif isinstance(ended, Repeater):
+            found.not_repeated = ended.differences()
+        elif isinstance(ended, SelfGrafter) and self._passes[self._at] == "drift":
+            found.outputs = ended.rows
+        elif isinstance(ended, SelfGrafter):
+            found.added = ended.rows
+
+    def _dtype_of(self, name: str) -> str:
+        return next((self._dtypes[paired] for paired in self._paired_names(name) if paired in self._dtypes), "")
+
+
+class _Careful:
+    """Gives one tap at a time to a taker that counts them, and none that shows a job's state; with None, no tap."""
+
+    def __init__(self, taker: PlacedTaker | None) -> None:
+        self._taker = taker
+        self._lock = threading.RLock()
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        if self._taker is None or _kind(ambient.get(), tags) in _STATE:
+            return value
+        with self._lock:
+            return self._taker.tap(name, value, extras, tags, replace)
+
+
+def _kind(around: TagItems, tags: Mapping[str, Any]) -> object:
+    return tags["kind"] if "kind" in tags else dict(around).get("kind")

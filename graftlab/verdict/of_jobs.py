@@ -1,0 +1,123 @@
+"""What a verdict on jobs says beside its conclusion: whether they repeat a step, and what that leaves unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.floor import assumed_floor
+from graftlab.verdict.given import data_rows, differing_data, input_names
+from graftlab.verdict.groups import is_data, kind_of
+from graftlab.verdict.wording import OfJobs
+
+
+def account(
+    compared: pd.DataFrame,
+    grafted: pd.DataFrame,
+    *,
+    moved: Sequence[str],
+    target_moved: Sequence[str],
+    given: float | None,
+    steps: int,
+    weights_grafted: int | None,
+    threshold: float,
+) -> OfJobs:
+    """What to say of jobs.
+
+    ``moved`` are the taps at which the baseline differed from one step to the next, ``target_moved`` those of the
+    target; ``given`` is the floor that the user gave, ``weights_grafted`` how many weights were grafted, or None where
+    that was not asked for.
+    """
+    constant, word, words = _floor(grafted, given, repeats=not moved)
+    first = []
+    step = "a step" if steps == 1 else f"a run of {steps} steps"
+    if moved:
+        first.append(
+            f"The jobs do not repeat {step}: from one to the next the baseline differs at {_listed(moved)}. So "
+            f"{words}, code was not swapped to see what moves the output, and dropout or other random numbers would "
+            "not show."
+        )
+    elif target_moved:
+        first.append(
+            f"The baseline repeats {step} and the target does not: from one to the next it differs at "
+            f"{_listed(target_moved)}. Code was not swapped to see what moves the output. State that the target alone "
+            "carries on (weights, a cache, random numbers) may be all there is to what is named."
+        )
+    unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold)
+    return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
+
+
+def account_of_rows(
+    compared: pd.DataFrame, grafted: pd.DataFrame, *, given: float | None, threshold: float, where: str
+) -> OfJobs:
+    """What to say where there are but the rows of a step in which every tap was grafted, and perhaps those of one in
+    which none was. ``where`` says which they are.
+    """
+    constant, word, words = _floor(grafted, given, repeats=False)
+    first = (
+        f"This is told by the rows of {where}. So {words}, code was not swapped to see what moves the output, and "
+        "whether the code repeats itself is not known."
+    )
+    unseen, of_named, _ = _given_to_both(compared, None, threshold)
+    if not len(compared):
+        unseen.append("what was inherited: in no step of this run was every tap compared and none grafted.")
+    return OfJobs(constant, word, (first,), tuple(unseen), tuple(of_named))
+
+
+def _given_to_both(
+    compared: pd.DataFrame, weights_grafted: int | None, threshold: float
+) -> tuple[list[str], list[str], list[str]]:
+    """What is not known of inputs and weights, what that means for whatever is named, and what became of the target."""
+    unseen: list[str] = []
+    of_named: list[str] = []
+    last: list[str] = []
+    weights = [row for row in records(data_rows(compared)) if kind_of(row["tags"]) == "param"]
+    if not input_names(compared):
+        unseen.append("whether both jobs are given the same inputs, which no tap shows (gl.watch(inputs=True)).")
+    if not weights:
+        told = "; none was grafted for that reason" if weights_grafted is not None else ""
+        unseen.append(f"whether both jobs hold the same weights, which no tap shows (gl.watch(params=True)){told}.")
+    elif weights_grafted is not None:
+        last.append("The target has the baseline's weights from this verdict on (graft_weights=True).")
+    elif any(said.startswith("The weights differ") for said in differing_data(compared, threshold)):
+        of_named.append(
+            "Weights were not grafted, so what is named may be the doing of those that differ. "
+            "session.verdict(graft_weights=True) first gives the target the baseline's, for good."
+        )
+    if weights_grafted is None and updates(compared).any():
+        unseen.append(
+            "what the optimizers' steps make of the weights: it would have to be grafted, for good "
+            "(graft_weights=True)."
+        )
+    return unseen, of_named, last
+
+
+def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[str]:
+    """As :func:`.differing_data`, where either of two runs may have been given other inputs than its counterpart."""
+    said = differing_data(compared, threshold)
+    if not any(sentence.startswith("The inputs") for sentence in said):
+        said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
+    return said
+
+
+def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tuple[float | None, str, str]:
+    if given is not None:
+        return given, "given ", f"the floor is the one that was given (rel_l2 {given:.1g})"
+    if repeats:
+        return None, "", ""
+    dtypes = [coarser_dtype(row) for row in records(grafted[grafted["status"].isin(MEASURED)])]
+    constant, dtype = assumed_floor(dtypes)
+    return constant, "assumed ", f"the floor is not measured but assumed for {dtype} (rel_l2 {constant:.1g})"
+
+
+def updates(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows show what an optimizer's step has made of a weight, or of its own state."""
+    found = [kind_of(tags) in ("param", "optimizer") and not is_data(tags) for tags in rows["tags"]]
+    return pd.Series(found, index=rows.index, dtype=bool)
+
+
+def _listed(taps: Sequence[str]) -> str:
+    return ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")

@@ -1,0 +1,130 @@
+"""What is read back from a run folder: a frame that plots take, a page, and as much of a verdict as rows tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import graftlab as gl
+from graftlab.rows.encoding import encode
+from graftlab.rows.schema import Row
+from graftlab.rows.store import RowStore
+
+
+def row(step: int, order: int, name: str, rel_l2: float, status: str = "grafted", **values: Any) -> Row:
+    tags = {"name": name, "step": step, "side": "target", "rank": 0, "recompute_status": "original"}
+    made = Row(0, step, order, name, tags | values.pop("tags", {}), "b2t", "target", 0, status, [0], [4], "float32")
+    usual = {"numel": 4, "rel_l2": rel_l2, "rel_diff": rel_l2**2, "max_abs": rel_l2, "mean_abs": rel_l2, "cosine": 1.0}
+    more = {
+        "nonfinite_baseline": 0,
+        "nonfinite_target": 0,
+        "nonfinite_differ": 0,
+        "max_abs_index": [0],
+        "plan_version": 0,
+    }
+    both = {f"{what}_{side}": 1.0 for side in ("baseline", "target") for what in ("mean", "std", "min", "max")}
+    return made._replace(**{**usual, **more, **both, **values})
+
+
+def step_of(step: int, errors: Sequence[float], status: str = "grafted") -> list[Row]:
+    names = ("layers.0.act", "layers.1.act", "out")
+    return [row(step, at, name, error, status) for at, (name, error) in enumerate(zip(names, errors, strict=True), 1)]
+
+
+def loaded(folder: Path, rows: Sequence[Row]) -> Any:
+    store = RowStore(folder)
+    store.append([encode(each) for each in rows])
+    store.close()
+    return gl.load_run(folder)
+
+
+COMPARED = step_of(0, [0.0, 0.1, 0.3], "compared")
+GRAFTED = step_of(1, [0.0, 0.1, 1e-7])
+
+
+def test_it_is_a_frame_and_whatever_is_made_of_it_is_a_plain_one(tmp_path: Path) -> None:
+    run = loaded(tmp_path, COMPARED)
+    assert isinstance(run, pd.DataFrame)
+    assert run["name"].tolist() == ["layers.0.act", "layers.1.act", "out"]
+    assert type(run[run["rel_l2"] > 0]) is pd.DataFrame
+    assert run.folder == tmp_path
+
+
+@pytest.mark.parametrize("draw", ["divergence", "history", "over_steps", "ranks"])
+def test_every_figure_of_frames_is_drawn_of_it(tmp_path: Path, draw: str) -> None:
+    run = loaded(tmp_path, COMPARED + GRAFTED)
+    figure = getattr(gl.plots, draw)(run, *(["out"] if draw in ("history", "ranks") else []))
+    assert isinstance(figure, Figure)
+    assert figure.axes
+
+
+def test_the_first_divergent_tap_is_found_in_it(tmp_path: Path) -> None:
+    first = gl.plots.first_divergent(loaded(tmp_path, COMPARED))
+    assert first is not None
+    assert first["name"] == "layers.1.act"
+
+
+def test_its_report_has_the_newest_runs_taps_and_says_what_rows_do_not_tell(tmp_path: Path) -> None:
+    earlier = [each._replace(run=0, name="earlier") for each in COMPARED]
+    run = loaded(tmp_path, [*earlier, *(each._replace(run=1, step=5) for each in COMPARED)])
+    page = run.report(tmp_path / "page.html").read_text()
+    assert "layers.1.act" in page
+    assert "earlier" not in page
+    assert "The plan, the code and the tensors of this run are not among its rows" in page
+    assert "No verdict was asked for." in page
+    with pytest.raises(gl.SessionError, match="cannot be written"):
+        run.report(tmp_path / "nowhere" / "page.html")
+
+
+def test_what_arose_where_is_told_by_a_step_in_which_every_tap_was_grafted(tmp_path: Path) -> None:
+    run = loaded(tmp_path, COMPARED + GRAFTED)
+    verdict = run.verdict()
+    assert verdict.named == ["layers.*.act"]
+    assert verdict.frame["label"].tolist() == ["clean", "culprit", "inherited"]
+    assert verdict.frame["error"].tolist() == [0.0, 0.1, 0.3]
+    first = verdict.text.splitlines()[0]
+    assert first.startswith("This is told by the rows of step 1 of run 0, in which every tap was grafted. So the floor")
+    assert "assumed for float32 (rel_l2 1e-05), code was not swapped" in first
+    assert "\nlayers.*.act is computed otherwise in layer 1 of 0-1 (added 0.1, " in verdict.text
+    assert isinstance(verdict.plot(), Figure)
+    assert "layers.*.act is computed otherwise" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
+    assert run.verdict(floor=0.5).named == []
+    assert "Of what was looked at, nothing adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+
+
+def test_a_step_that_was_cut_short_or_grafted_in_part_is_not_taken_for_one(tmp_path: Path) -> None:
+    mixed = [*step_of(2, [0.0, 0.0, 0.0])[:2], row(2, 3, "out", 0.9, "compared")]
+    back = [each._replace(direction="t2b", side="baseline") for each in step_of(3, [0.7, 0.7, 0.7])]
+    short = step_of(4, [0.5, 0.5, 0.5])[:1]
+    verdict = loaded(tmp_path, COMPARED + GRAFTED + mixed + back + short).verdict()
+    assert "step 1 of run 0" in verdict.text
+    assert verdict.frame["added"].tolist() == [0.0, 0.1, 1e-7]
+
+
+def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
+    run = loaded(tmp_path, COMPARED)
+    with pytest.raises(gl.SessionError, match=r"in no step of this run was every.*GRAFTLAB_B2T_FILTER=True"):
+        run.verdict()
+    with pytest.raises(gl.SessionError, match="in no step of run 7"):
+        run.verdict(run=7)
+
+
+def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:
+    verdict = loaded(tmp_path, GRAFTED).verdict()
+    assert "Not looked at: what was inherited: in no step of this run was every tap compared and none grafted." in (
+        verdict.text.splitlines()
+    )
+    assert verdict.frame["error"].isna().all()
+
+
+def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_path: Path) -> None:
+    weight = row(0, 0, "w", 0.2, "compared", tags={"kind": "param"})
+    verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
+    assert "w" not in set(verdict.frame["name"])
+    assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
+    assert "may be the doing of those that differ" in verdict.text

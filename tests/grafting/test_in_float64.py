@@ -1,0 +1,188 @@
+"""Code that runs in float64: nothing is rounded between its operators, and what it writes stays as wide as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import GrafterWorld
+from torch import Tensor, nn
+
+import graftlab as gl
+from graftlab.grafting.in_float64 import as_it_is, in_float64
+from graftlab.grafting.self_graft import graft_self, rounded_results
+from graftlab.taps import calls
+
+NARROW = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_nothing_is_rounded_between_operators(dtype: torch.dtype) -> None:
+    x = torch.linspace(0.5, 2.0, 50).to(dtype)
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = (x * 1.01).to(dtype) + 0.001
+        return torch.nn.functional.softmax(x, -1, dtype=torch.float32)
+
+    with in_float64():
+        found = function(x)
+    wide = x.double()
+    for _ in range(20):
+        wide = wide * 1.01 + 0.001
+    torch.testing.assert_close(found, wide.softmax(-1))
+    assert found.dtype == torch.float64
+    assert function(x).dtype == torch.float32
+
+
+def test_a_model_and_its_gradients_come_out_wide_and_its_weights_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).bfloat16()
+    tokens = torch.arange(6).view(2, 3)
+    with in_float64():
+        out = model(tokens)
+        out.square().sum().backward()
+    # Gradients have their weights' dtype, as autograd casts them.
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.bfloat16}
+    twin = nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).double()
+    twin.load_state_dict(model.state_dict())
+    torch.testing.assert_close(out, twin(tokens), rtol=1e-12, atol=1e-14)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_what_is_written_into_a_tensor_that_is_there_arrives_there_in_its_dtype() -> None:
+    cache = torch.zeros(4, 2, dtype=torch.bfloat16)
+    sums, picks = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)
+    x = torch.full((2, 2), 1 / 3, dtype=torch.bfloat16)
+    with in_float64():
+        y = x * 3
+        cache.view(2, 2, 2)[1] = y
+        cache[0].add_(y[0])
+        cache.index_put_((torch.tensor([1]),), y[:1])
+        torch.mm(y, x, out=cache[2:])
+        sums += y.sum(0)
+        picks.index_add_(0, torch.tensor([1]), y[0, :1])
+        torch._foreach_add_([sums], [y[0]])
+        y.mul_(x)
+    assert (cache.dtype, sums.dtype, picks.dtype, y.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+    third = x[0, 0].double().item()
+    product = torch.mm((x.double() * 3).bfloat16(), x)
+    assert cache[:2].tolist() == [[pytest.approx(3 * third, rel=4e-3)] * 2] * 2
+    torch.testing.assert_close(cache[2:], product)
+    assert sums.tolist() == [pytest.approx(9 * third, rel=8e-3)] * 2
+    assert picks[1].item() == pytest.approx(3 * third)
+    assert y[0, 0].item() == 3 * third * third
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        torch.rand_like,
+        lambda x: torch.multinomial(x.abs(), 2),
+        lambda x: torch.rand(3),
+    ],
+)
+def test_random_numbers_are_those_of_the_run_before(draws: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(1, 2, 8)
+    torch.manual_seed(5)
+    expected = draws(x)
+    torch.manual_seed(5)
+    with in_float64():
+        found = draws(x)
+    torch.testing.assert_close(found, expected, check_dtype=False)
+
+
+def test_complex_numbers_integers_and_lists_of_tensors_are_wide_too_or_as_they_were() -> None:
+    x = torch.linspace(0, 1, 6)
+    with in_float64():
+        turned = torch.polar(x, x) * torch.view_as_complex(torch.ones(6, 2))
+        joined = torch.cat([x.bfloat16(), x])
+        picked = torch.arange(6)[x > 0.5]
+        counted = torch.bucketize(x, torch.tensor([0.25, 0.5]))
+    assert (turned.dtype, joined.dtype) == (torch.complex128, torch.float64)
+    assert (picked.dtype, counted.dtype) == (torch.int64, torch.int64)
+    assert joined[6:].equal(x.double())
+
+
+def test_an_operator_that_knows_no_float64_runs_as_it_is() -> None:
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    quantized = torch.ones(64, 64, dtype=torch.int8)
+    scales = torch.ones(64, dtype=torch.bfloat16)
+    with in_float64():
+        assert torch._weight_int8pack_mm(x, quantized, scales).tolist() == [[64.0] * 64] * 2
+        assert torch._weight_int8pack_mm(x * 2, quantized, scales).tolist() == [[128.0] * 64] * 2
+
+
+def test_operators_are_as_they_are_where_that_is_asked_for_and_afterwards() -> None:
+    x = torch.ones(2)
+    with in_float64():
+        with as_it_is():
+            with as_it_is():
+                pass
+            assert (x + 1).dtype == torch.float32
+        assert (x + 1).dtype == torch.float64
+    assert (x + 1).dtype == torch.float32
+
+
+# ---- before a grafter -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> GrafterWorld:
+    """This process taps as a baseline's rank does."""
+    world = GrafterWorld(1, 1)
+    monkeypatch.setattr(calls, "_grafter", world.baseline.grafter)
+    monkeypatch.setattr(calls, "_taker", world.baseline.grafter)
+    return world
+
+
+def small_steps(x: Tensor) -> Tensor:
+    x = gl.tap("x", x)
+    for _ in range(50):
+        x = x * 1.001
+    return gl.tap("y", lambda: x) if x.dtype == torch.int8 else gl.tap("y", x)
+
+
+def test_the_distance_from_float64_is_what_rounding_inside_of_a_tap_takes_away(rank: GrafterWorld) -> None:
+    x = torch.full((100,), 1.5, dtype=torch.bfloat16)
+
+    def exact() -> Any:
+        with in_float64():
+            return small_steps(x)
+
+    found = graft_self(lambda: small_steps(x), {}, budget=1 << 20, exact=exact)
+    [at_x, at_y] = found.exact
+    assert (at_x.name, at_x.rel_l2) == ("x", 0.0)
+    assert at_y.rel_l2 == pytest.approx(1.001**50 - 1, rel=1e-2)
+
+
+def test_results_are_moved_and_exact_and_the_grafter_hears_nothing_of_it(rank: GrafterWorld) -> None:
+    x = torch.full((100,), 1.5, dtype=torch.bfloat16)
+    found = rounded_results(lambda: small_steps(x), budget=1 << 20)
+    assert found.error is None
+    steps = (found.moved.double() - 1.5).abs()
+    assert steps.max() <= 4 * torch.finfo(torch.bfloat16).eps
+    assert steps.min() > 0 or steps.mean() > 0
+    torch.testing.assert_close(found.exact, torch.full((100,), 1.5 * 1.001**50, dtype=torch.float64))
+    rank.end()
+    assert rank.rows == []
+
+
+def test_code_that_insists_on_a_dtype_says_so_in_a_line(rank: GrafterWorld) -> None:
+    def insists() -> Tensor:
+        y = torch.ones(2) * 2
+        if y.dtype != torch.float32:
+            raise TypeError("\nfloat32 only\nand no other")
+        return y
+
+    found = rounded_results(insists, budget=1 << 20)
+    assert (found.exact, found.error) == (None, "TypeError: float32 only")
+    assert found.moved.tolist() == [2.0, 2.0]

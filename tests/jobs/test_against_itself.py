@@ -1,0 +1,111 @@
+"""A job's grafter: told to, it gives the taps of whole steps to what runs against itself, and takes them again."""
+
+from __future__ import annotations
+
+import mmap
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import OneThreadExchange, Post
+
+from graftlab.base.world import Place, RunInfo
+from graftlab.errors import SessionError
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.job_grafter import JobGrafter
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.messages import RunAgainstItself
+from graftlab.rows.schema import Row
+
+
+class Reports:
+    """What the job tells."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def seen(self, tags: dict[str, Any]) -> None: ...
+
+    def adopted(self, version: int, step: int) -> None: ...
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def post() -> Post:
+    return Post()
+
+
+@pytest.fixture
+def job(reports: Reports, post: Post) -> JobGrafter:
+    """The baseline's job, in a run with a target that asks for nothing."""
+    place, run = Place("baseline", 0, 1, 1), RunInfo(0, 0, (0, 1))
+    exchange: Any = OneThreadExchange(place, post)
+    OneThreadExchange(Place("target", 0, 1, 1), post).begin_run(run)
+    page = WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+    grafter = JobGrafter(place, exchange, page, ContextVar("tags", default=()), reports, KeptPairs())
+    grafter.begin_run(run, GraftPlan(version=1))
+    return grafter
+
+
+def step(job: JobGrafter, value: float = 1.0) -> None:
+    job.tap("x", torch.full((4,), value), None, {})
+    job.step()
+
+
+def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_they_are_taken_again(
+    job: JobGrafter, post: Post
+) -> None:
+    sent = post.sent
+    step(job)
+    assert len(sent) == 1
+    job.run_against_itself(RunAgainstItself(2, ("record", "repeat"), budget=1 << 20))
+    # Ordered, and not yet: the plan is another one.
+    step(job)
+    assert len(sent) == 2
+    job.offer_plan(GraftPlan(version=2))
+    step(job)
+    assert len(sent) == 3
+    assert job.against_itself() is None
+    step(job)
+    step(job, 2.0)
+    found = job.against_itself()
+    assert found is not None
+    assert found.not_repeated == ["x"]
+    # Nobody asked for more, and the plan is still that one.
+    step(job)
+    assert len(sent) == 3
+    job.offer_plan(GraftPlan(version=3))
+    step(job)
+    step(job)
+    assert len(sent) == 4
+
+
+def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
+    with pytest.raises(SessionError, match="nothing is recorded here to run against"):
+        job.run_against_itself(RunAgainstItself(2, ("repeat",)))
+    job.run_against_itself(RunAgainstItself(2, ("record",)))
+    job.run_against_itself(RunAgainstItself(3, ("repeat",)))
+    job.run_against_itself(RunAgainstItself(-1))
+    with pytest.raises(SessionError, match="nothing is recorded"):
+        job.run_against_itself(RunAgainstItself(4, ("graft",)))
+
+
+def test_what_fails_in_there_ends_graftlab_and_not_the_job(job: JobGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Exception] = []
+    job.on_failure = failures.append
+    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.offer_plan(GraftPlan(version=2))
+    job.step()
+    monkeypatch.setattr("graftlab.grafting.self_graft.plain_tensor", lambda shown: 1 / 0)
+    value = torch.ones(4)
+    assert job.tap("x", value, None, {}) is value
+    assert [type(failure) for failure in failures] == [ZeroDivisionError]

@@ -1,0 +1,139 @@
+"""A job's rank goes on with other peers: what was on its way from the old ones is never taken for theirs."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from kit.implementations import WORLDS, MakeWorld
+from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
+
+from graftlab.base.tags import TagItems
+from graftlab.base.world import RunInfo
+from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.job_grafter import JobGrafter, Offer
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.schema import Row
+
+PLAN = GraftPlan(t2b="True", compare=None)
+
+
+class Job:
+    """A grafter on a mailbox, and what it reported."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.rows: list[Row] = []
+        self.moves: list[RunInfo] = []
+        self.failures: list[Exception] = []
+        self.mailbox = mailbox
+        ambient: ContextVar[TagItems] = ContextVar("tags", default=())
+        self.grafter = JobGrafter(mailbox.place, mailbox.exchange, _page(), ambient, self, KeptPairs())
+        self.grafter.on_failure = self.failures.append
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def seen(self, tags: dict[str, Any]) -> None: ...
+
+    def adopted(self, version: int, step: int) -> None: ...
+
+    def tap(self, value: float) -> float:
+        """What the model goes on with."""
+        put = self.mailbox.put(torch.full((2,), value))
+        taken = self.grafter.tap("x", put, None, {})
+        return float(taken[0])
+
+    def offer(self, mailbox: Mailbox, run: RunInfo) -> list[str]:
+        """Offer to go on in another world; the list tells when that is closed instead."""
+        closed: list[str] = []
+        self.grafter.offer(
+            Offer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))
+        )
+        self.mailbox = mailbox
+        return closed
+
+
+def _page() -> WhereaboutsPage:
+    return WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+
+
+@pytest.fixture(params=WORLDS)
+def worlds(request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
+    make: MakeWorld = request.param
+    with make(1, 1) as old, make(1, 1) as new:
+        yield old, new
+
+
+def run(number: int = 0, first_step: int = 0) -> RunInfo:
+    return RunInfo(number, first_step, (0, 1), (1, 1 + number))
+
+
+def test_what_a_dead_rank_had_sent_ahead_pairs_with_nothing_of_those_who_come_after_it(
+    worlds: tuple[World, World],
+) -> None:
+    old, new = worlds
+    stays = Job(old.baseline)
+    stays.grafter.begin_run(run(), PLAN)
+    old.target.exchange.begin_run(run())
+    old.target.publish(key("x"), torch.full((2,), 1.0))
+    # A step ahead, and not received yet: on its way, when its sender dies.
+    old.target.exchange.end_step(0)
+    old.target.publish(key("x", step=1), torch.full((2,), 2.0))
+    old.deliver()
+    assert stays.tap(-1.0) == 1.0
+    old.target.die()
+    comes = new.target
+    comes.exchange.begin_run(run(1, 1))
+    comes.publish(key("x", step=1), torch.full((2,), 30.0))
+    new.deliver()
+    closed = stays.offer(new.baseline, run(1))
+    stays.grafter.step()
+    assert stays.tap(-2.0) == 30.0
+    assert stays.moves == [run(1, first_step=1)]
+    assert [(row.run, row.step, row.status) for row in stays.rows] == [(0, 0, "grafted"), (1, 1, "grafted")]
+    assert not stays.failures
+    assert not closed
+
+
+def test_who_moves_at_a_later_step_than_others_keeps_nobody_waiting_for_the_steps_before(
+    worlds: tuple[World, World],
+) -> None:
+    old, new = worlds
+    stays = Job(old.baseline)
+    stays.grafter.begin_run(run(), PLAN)
+    stays.offer(new.baseline, run(1))
+    # Ahead: it resumes at a step of its own.
+    comes = Job(new.target)
+    coming = in_background(lambda: comes.grafter.begin_run(run(1, first_step=3), PLAN))
+    stays.grafter.step()
+    for _ in range(2):
+        stays.tap(-1.0)
+        stays.grafter.step()
+    coming.result(DEADLINE)
+    assert comes.tap(7.0) == 7.0
+    assert stays.tap(-1.0) == 7.0
+    assert [(row.step, row.status) for row in stays.rows] == [(1, "missing"), (2, "missing"), (3, "grafted")]
+    assert "target[0] ended the step without this tap" in str(stays.rows[0].error)
+
+
+def test_what_is_offered_and_taken_back_or_outdone_is_closed_and_never_moved_to(worlds: tuple[World, World]) -> None:
+    old, new = worlds
+    stays = Job(old.baseline)
+    stays.grafter.begin_run(run(), PLAN)
+    first = stays.offer(new.baseline, run(1))
+    second = stays.offer(new.baseline, run(2))
+    assert (first, second) == (["closed"], [])
+    stays.grafter.offer(None)
+    assert second == ["closed"]
+    stays.mailbox = old.baseline
+    old.target.exchange.begin_run(run())
+    old.target.publish(key("x", step=1), torch.full((2,), 5.0))
+    old.deliver()
+    stays.grafter.step()
+    assert stays.tap(-1.0) == 5.0
+    assert stays.moves == []

@@ -1,0 +1,161 @@
+"""A verdict on jobs: in the steps that they make anyway, under plans that do not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kit.deadline import DEADLINE
+from kit.job_scripts import end, start, variables
+from kit.support import wait_until
+
+import graftlab as gl
+from graftlab.plan.plan import FILTERS
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+Jobs = list[subprocess.Popen[str]]
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "stop"
+    yield path
+    path.touch()
+
+
+def listened(folder: Path, stop: Path, script: str) -> tuple[gl.Session, Jobs]:
+    """A session of two jobs that run this script, the target's with a fault, once they are under way."""
+    session = gl.listen(baseline=1, target=1, folder=folder, timeout=4 * DEADLINE)
+    told = {"address": folder, "timeout": 4 * DEADLINE}
+    jobs = [
+        start(script, stop, fault, **variables(role, 1, 1, **told))
+        for role, fault in (("baseline", "none"), ("target", "act"))
+    ]
+    # Two that import all of torch, and where they train what optimizers import besides.
+    wait_until(lambda: session.row_count > 4, "rows", within=4 * DEADLINE)
+    return session, jobs
+
+
+def filters_of(plan: gl.GraftPlan) -> dict[str, str | None]:
+    return {name: getattr(plan, name) for name in FILTERS}
+
+
+def on_look(session: gl.Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do this when a verdict looks whether its second plan, under which every tap is grafted, is in force."""
+    adopted = session.adopted
+
+    def look(version: int) -> dict[str, int]:
+        if session.plan.b2t is not None:
+            monkeypatch.undo()
+            act()
+        return adopted(version)
+
+    monkeypatch.setattr(session, "adopted", look)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
+    tmp_path: Path, stop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, jobs = listened(tmp_path / "run", stop, "repeats.py")
+    before = filters_of(session.edit(b2t="name == 'nobody'", keep="name == 'out'"))
+    verdict = session.verdict()
+    assert verdict.named == ["layers.*.act"]
+    assert "layers.*.act is computed otherwise in layer 1 of 0-2 (added 0.01, " in verdict.text
+    assert " x the floor, float32)." in verdict.text
+    # Swapped, which needs that a step is repeated: the output is compared with that of another one.
+    assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    labels = {row.name: row.label for row in verdict.frame.itertuples()}
+    assert [labels[name] for name in ("tokens", "layers.1.h", "layers.1.act", "layers.2.h", "out")] == [
+        *("clean", "clean", "culprit", "inherited", "inherited")
+    ]
+    assert "Not looked at: whether both jobs hold the same weights, which no tap shows" in verdict.text
+    assert filters_of(session.plan) == before
+    wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
+    assert "layers.*.act is computed otherwise" in session.report(tmp_path / "report.html").read_text()
+
+    # Runs of several steps.
+    verdict = session.verdict(steps=2, explain=False)
+    assert verdict.named == ["layers.*.act"]
+    assert verdict.frame["step"].tolist() == [0] * 8 + [1] * 8
+    assert filters_of(session.plan) == before
+
+    with pytest.raises(gl.SessionError, match=r"jobs of their own.*session\.verdict\(\) judges"):
+        session.verdict("f()", "f()")
+    with pytest.raises(gl.SessionError, match="no tap named 'nothing' was measured"):
+        session.verdict(output="nothing")
+    assert filters_of(session.plan) == before
+    on_look(session, monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.verdict()
+    assert filters_of(session.plan) == before
+    on_look(session, monkeypatch, lambda: session.edit(keep=None))
+    with pytest.raises(gl.SessionError, match="somebody edited the plan"):
+        session.verdict()
+    assert session.plan.keep is None  # theirs stays
+    before = filters_of(session.edit(**before))
+
+    # A notebook that goes away in the middle of one leaves its jobs the plan from before.
+    on_look(session, monkeypatch, session.close)
+    with pytest.raises(gl.SessionError):
+        session.verdict()
+    assert session.closed
+    again = gl.listen(baseline=1, target=1, folder=tmp_path / "run", append=True, timeout=2 * DEADLINE)
+    wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
+    assert filters_of(again.plan) == before
+
+    # And so does a job that dies.
+    target = again.ranks[1].pid
+    assert target == jobs[1].pid
+    on_look(again, monkeypatch, lambda: os.kill(jobs[1].pid, signal.SIGKILL))
+    with pytest.raises(gl.RunError, match=r"(?s)the verdict was given up, .* failed on target\[0\]"):
+        again.verdict()
+    assert filters_of(again.plan) == before
+    with pytest.raises(gl.SessionError, match=r"target\[0\] is not there, and a verdict needs every rank"):
+        again.verdict()
+    assert jobs[0].poll() is None
+    wait_until(lambda: "baseline[0]" in again.adopted(again.plan.version), "the plan from before in force")
+    stop.touch()
+    code, out, err = end(jobs[0])
+    assert (code, out) == (0, "went on True\n"), err
+    again.close()
+
+
+def test_of_jobs_that_train_what_is_named_goes_with_the_floor_that_was_used(tmp_path: Path, stop: Path) -> None:
+    session, jobs = listened(tmp_path / "run", stop, "trains.py")
+    verdict = session.verdict()
+    first = verdict.text.splitlines()[0]
+    assert first.startswith("The jobs do not repeat a step: from one to the next the baseline differs at input.x")
+    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), code was not swapped" in first
+    assert "\nThe weights differ already: " in verdict.text
+    assert "layers.*.act is computed otherwise in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
+    # These compute with weights that the fault has moved; which the text says of whatever is named.
+    assert "layers.*.linear" in verdict.named
+    assert "\nWeights were not grafted, so what is named may be the doing of those that differ." in verdict.text
+    assert "what the optimizers' steps make of the weights: it would have to be grafted, for good" in verdict.text
+    assert "the output" not in verdict.text.replace("what moves the output", "")
+    assert not session.plan.b2t
+
+    verdict = session.verdict(graft_weights=True, floor=1e-4)
+    assert verdict.named == ["layers.*.act"]
+    assert "the floor is the one that was given (rel_l2 0.0001)" in verdict.text
+    assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32)." in verdict.text
+    assert "may be the doing" not in verdict.text
+    assert "The target has the baseline's weights from this verdict on" in verdict.text
+    updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]
+    assert len(updates) == 12
+    assert updates["added"].max() == 0.0
+    stop.touch()
+    for job in jobs:
+        code, out, err = end(job)
+        assert (code, out) == (0, "trained True\n"), err
+    session.close()

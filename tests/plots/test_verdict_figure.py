@@ -1,0 +1,89 @@
+"""The figure of a verdict: what is at fault is named where it can be read, and NaN is not zero."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from graftlab.plots import style
+from graftlab.plots.verdict import added_errors
+
+
+def taps(*lines: dict[str, Any]) -> pd.DataFrame:
+    usual: dict[str, Any] = {
+        "tags": {},
+        "step": 0,
+        "added": 1e-8,
+        "ratio": 0.1,
+        "floor": 1e-7,
+        "error": 1e-7,
+        "error_ratio": 1.0,
+        "label": "clean",
+    }
+    frame = pd.DataFrame([{"name": f"t{at}", "order": at, **usual, **line} for at, line in enumerate(lines)])
+    return frame.assign(group=frame["name"])
+
+
+def heights(figure: Figure, gid: str) -> list[float]:
+    found = [artist for artist in figure.findobj() if artist.get_gid() == gid]
+    return [float(y) for artist in found for _, y in np.asarray(artist.get_offsets())]  # type: ignore[attr-defined]
+
+
+def tick(figure: Figure, label: str) -> float:
+    (ax,) = figure.axes
+    names = [each.get_text() for each in ax.get_yticklabels()]
+    return float(ax.get_yticks()[names.index(label)])
+
+
+def test_what_is_not_finite_on_one_side_is_at_the_top_and_zero_is_below_the_scale() -> None:
+    figure = added_errors(
+        taps(
+            {"added": 0.0, "ratio": 0.0},
+            {"added": math.nan, "ratio": math.inf, "label": "culprit"},
+            {"added": 1e-9, "ratio": math.inf, "label": "culprit"},
+            {"added": math.nan, "ratio": math.nan, "error": math.nan, "error_ratio": math.nan},
+        )
+    )
+    assert heights(figure, f"added {style.VERMILLION}") == [tick(figure, "not finite")] * 2
+    assert heights(figure, f"added {style.GREEN}") == [tick(figure, "0 (exact)")], "what has no value is not drawn"
+    assert tick(figure, "0 (exact)") < 1e-7 < tick(figure, "not finite")
+    assert len(heights(figure, "inherited")) == 3
+
+
+def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -> None:
+    figure = added_errors(taps(*({"added": 0.1, "ratio": 1e6, "label": "culprit"} for _ in range(6)), {}))
+    figure.canvas.draw()
+    (ax,) = figure.axes
+    notes = [text for text in ax.texts if isinstance(text, Annotation) and text.get_gid() == "culprit"]
+    assert [note.get_text() for note in notes] == [
+        "culprit: t3 (and 2 more groups)",
+        "culprit: t2",
+        "culprit: t1",
+        "culprit: t0",
+    ]
+    boxes = [note.get_bbox_patch().get_window_extent() for note in notes]  # type: ignore[union-attr]
+    assert all(box.y0 > ax.get_window_extent().y1 for box in boxes)
+    assert all(upper.y0 >= lower.y1 - 1 for lower, upper in itertools.pairwise(boxes))
+    steps = added_errors(taps({"label": "culprit"}, {"step": 1}))
+    steps.canvas.draw()
+    at = {text.get_text(): text.get_window_extent() for text in steps.axes[0].texts}
+    assert not at["step 0"].overlaps(at["culprit: t0"])
+
+
+def test_taps_of_one_name_are_told_apart_by_their_tags() -> None:
+    figure = added_errors(taps(*({"name": "gelu", "tags": {"layer": layer}} for layer in range(3))))
+    assert [each.get_text() for each in figure.axes[0].get_xticklabels()] == [f"gelu layer={n}" for n in range(3)]
+
+
+def test_a_page_need_not_shrink_it_until_its_names_are_unreadable() -> None:
+    figure = added_errors(taps(*({} for _ in range(113))))
+    # JupyterLab gives an output some 860 pixels; a figure is drawn with 110 to the inch.
+    points = 860 / (figure.get_size_inches()[0] * 110) * figure.axes[0].get_xticklabels()[0].get_fontsize()
+    assert points * 110 / 72 >= 8
+    assert "one in 2 named" in figure.axes[0].get_xlabel()
