@@ -66,8 +66,10 @@ def test_weights_match_completely_and_nothing_is_said_against_them(port: Port) -
 @pytest.mark.ranks
 def test_taps_match_completely_and_compare_clean(port: Port, session: gl.Session) -> None:
     proposal = session.match(*sides(port))
-    # The temperature again: one number, which the other side does not show.
-    assert set(proposal.unmatched_target) <= {"output[2]"}
+    # The temperature again: one number, which the other side does not show. And what timm's attention gives to its
+    # projection, which transformers shows in some versions only.
+    left = {"output[2]", *(f"blocks.{layer}.attn.norm" for layer in range(3))}
+    assert set(proposal.unmatched_target) <= left
     assert proposal.problems == ()
     assert all(pair.by_value for pair in proposal.pairs)
     session.edit(pairs=proposal)
@@ -255,7 +257,8 @@ IN_THE_CODE: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "the tanh approximation of GELU": (
         "vit",
         lambda m: each(m.blocks, lambda block: setattr(block.mlp, "act", nn.GELU("tanh"))),
-        r".*(intermediate_act_fn|activation_fn)",
+        # Named after the target's where the baseline's one tap is the partner of several.
+        r".*(intermediate_act_fn|activation_fn|mlp\.act)",
     ),
     "heads of attention in another order": (
         "llama",
