@@ -219,8 +219,8 @@ class Gathering:
             if self.generation(side) > 1:
                 self._joined.remark(
                     f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
-                    f"{first_step} here: only if both sides compute the same there does this run compare like with like; "
-                    f"a job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
+                    f"{first_step} here: this run compares like with like only if both sides compute the same there; a "
+                    f"job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
                 )
 
     def missing(self) -> str:

@@ -76,10 +76,26 @@ class Relay:
             self._thread.join(timeout)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"x")
+        # Its descriptors end with it.
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"x")
 
     def _serve(self) -> None:
+        try:
+            self._pass_on()
+        except Exception:
+            # Whoever has an end of a line sees that it has ended, and goes on without.
+            logger.exception("the lines to other machines are cut")
+        finally:
+            for pair in list(self._pairs.values()):
+                pair.near.drain(1.0)
+                self._end(pair)
+            self._post.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _pass_on(self) -> None:
         poller = select.poll()
         poller.register(self._post.fileno(), select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
@@ -107,11 +123,6 @@ class Relay:
         self._from_afar()
         for pair in list(self._pairs.values()):
             self._from_near(pair)
-            pair.near.drain(1.0)
-            self._end(pair)
-        self._post.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _from_afar(self) -> None:
         self._post.pump()

@@ -111,12 +111,12 @@ class Desk:
         try:
             self._serve()
         except Exception as error:
-            logger.critical("the desk failed", exc_info=True)
-            if self._fail is None:
-                # Nobody would hear the notebook any more.
-                self._end()
-            else:
+            if self._fail is not None:
                 self._fail(error)
+                return
+            # Nobody would hear the notebook any more.
+            logger.critical("the desk failed", exc_info=True)
+            self._end()
 
     def _serve(self) -> None:
         poller = select.poll()

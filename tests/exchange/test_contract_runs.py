@@ -144,6 +144,13 @@ def test_what_the_leader_said_in_an_earlier_run_is_not_heard_in_this_one(world: 
     assert world.target.exchange.announcements(0, 3) == [b"of this run"]
 
 
+def test_a_leader_that_begins_later_keeps_nobody_waiting_for_what_it_never_says(world: World) -> None:
+    world.baseline.exchange.announce(3, b"its first")
+    world.deliver()
+    assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[], [], [b"its first"]]
+    assert world.target.waits_so_far == 0
+
+
 def ends_the_run(leader: Mailbox) -> None:
     leader.exchange.end_run()
 

@@ -175,9 +175,9 @@ def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(j
     jobs.gathering.note_linked(jobs.ranks[2], Linked(2, (0, 1), ()))
     jobs.move(0, 2, 140)
     jobs.link(3, 0, 1, 2)
-    jobs.move(0, 3, 150)
-    assert jobs.heard(1) == []
     jobs.move(2, 3, 150)
+    assert jobs.heard(1) == []
+    jobs.move(0, 3, 150)
     assert begun(jobs.heard(1)).first_step == 150
 
 

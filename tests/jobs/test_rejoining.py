@@ -117,7 +117,9 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     plan = session.edit(b2t="True")
     wait_until(lambda: len(session.adopted(plan.version)) == 2, "a plan in force on both")
     # What fails in graftlab's own thread there ends its part, and not the job.
-    (tmp_path / "plant").touch()
+    plant = tmp_path / "plant"
+    plant.touch()
+    wait_until(lambda: not plant.exists(), "the planting")
     session.edit(b2t=None)
     wait_until(lambda: "gone" in session.status()["state"][1], "the end of graftlab in the target")
     assert again.poll() is None
@@ -125,7 +127,7 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     wait_until(lambda: session.status()["step"][0] > last + 5, "the baseline's going on alone")
     stop.touch()
     ends = [end(job) for job in (one, again)]
-    assert [(code, out) for code, out, _ in ends] == [(0, "counted True\n"), (0, "counted False\n")], ends
+    assert [(code, out) for code, out, _ in ends] == [(0, "counted True\n")] * 2, ends
     assert ends[1][2].count("GraftWarning") == 1
     assert "graftlab failed on target[0] and takes no more taps; the job goes on (planted in graftlab's" in ends[1][2]
     wait_until(lambda: session.runs[-1].done, "the end of the run")

@@ -1,7 +1,7 @@
 """A job of either side whose tensors say which of its own steps they are of, from the one at which it resumes.
 
 With FALL_AT its last rank kills itself before that step, unless torchrun has restarted it. When the file that PLANT
-names is there, graftlab's own thread fails from then on, whatever it hears.
+names is there, graftlab's own thread fails from then on, whatever it hears; the file is gone when that is so.
 """
 
 import os
@@ -21,7 +21,7 @@ def broken(*_: object) -> None:
 
 
 stop, scale, number, pause = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-fall_at, plant = int(os.environ.get("FALL_AT", -1)), Path(os.environ.get("PLANT", stop))
+fall_at, plant = int(os.environ.get("FALL_AT", -1)), Path(os.environ.get("PLANT", "nothing"))
 is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
 rest = threading.Event()
 gl.attach()
@@ -30,6 +30,7 @@ while not stop.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     if plant.exists():
         desk.unpack_to_rank = broken
+        plant.unlink()
     gl.tap("count", torch.full((4,), scale * (1 + number)))
     gl.step()
     number += 1
