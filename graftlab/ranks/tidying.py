@@ -1,12 +1,14 @@
 """Run by the forkserver alone, which outlives a notebook that was killed: removes what that could not.
 
 multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process ends
-as it should.
+as it should. The forkserver imports this last, so it also keeps all that was imported before from being looked through
+by the garbage collectors of the ranks.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import select
 import shutil
@@ -40,5 +42,7 @@ def remove_after(pid: int, folder: str) -> None:
 
 
 if VARIABLE in os.environ:
+    # Or each rank would copy the memory that torch's own objects lie in, to count their references.
+    gc.freeze()
     _pid, _, _folder = os.environ.pop(VARIABLE).partition(os.pathsep)
     remove_after(int(_pid), _folder)

@@ -167,10 +167,7 @@ def eager(launched: gl.Session) -> Callable[[str], tuple[Any, pd.DataFrame]]:
     return of
 
 
-@captures
-@kinds
-@pytest.mark.parametrize("plan", PLANS)
-def test_rows_and_tokens_are_those_of_an_eager_target(
+def rows_and_tokens_are_those_of_an_eager_target(
     session: gl.Session, eager: Any, plan: str, kind: str, device: str
 ) -> None:
     tokens, rows = eager(plan)
@@ -182,6 +179,29 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
     status = run.target[0][1]
     assert status["captures"] < status["replays"]
     assert status["grafts"] == ("breaks" if kind == "breakable" else "gates")
+
+
+WITH_GATES = KINDS[:-1]
+# Each plan with one of the runners that have gates, and with the one that has breaks; with all of them in soak.
+PAIRS = [(plan, kind) for n, plan in enumerate(PLANS) for kind in (WITH_GATES[n % len(WITH_GATES)], "breakable")]
+
+
+@captures
+@pytest.mark.parametrize(("plan", "kind"), PAIRS)
+def test_rows_and_tokens_are_those_of_an_eager_target(
+    session: gl.Session, eager: Any, plan: str, kind: str, device: str
+) -> None:
+    rows_and_tokens_are_those_of_an_eager_target(session, eager, plan, kind, device)
+
+
+@pytest.mark.soak
+@captures
+@kinds
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_and_tokens_are_those_of_an_eager_target_under_every_plan_in_every_runner(
+    session: gl.Session, eager: Any, plan: str, kind: str, device: str
+) -> None:
+    rows_and_tokens_are_those_of_an_eager_target(session, eager, plan, kind, device)
 
 
 @kinds

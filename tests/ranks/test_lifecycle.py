@@ -299,6 +299,19 @@ def test_the_stop_button_ends_the_wait_and_not_the_ranks(gated: Kernel, tmp_path
     assert ended.values[-1] == "(['baseline went on'], ['target went on'])"
 
 
+def test_a_rank_shares_what_the_forkserver_imported_and_its_garbage_collector_leaves_it_alone() -> None:
+    def shared() -> bool:
+        import gc
+
+        import torch
+
+        # An import makes objects that no collection may reach, or the rank would have to copy them.
+        return gc.get_freeze_count() > 10_000 and not any(each is torch.__dict__ for each in gc.get_objects())
+
+    with gl.launch(1, 1) as session:
+        assert session.run(shared).baseline == [True]
+
+
 # ---- one rank ends --------------------------------------------------------------------------------------------------
 
 
