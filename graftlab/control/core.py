@@ -58,8 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionCore:
-    """Ranks of both sides, the plan in force, and every row so far. What a notebook holds,
-    :class:`graftlab.Session`, adds what needs more than that.
+    """Ranks of both sides, the plan in force, and every row so far. :class:`graftlab.Session` adds what needs more.
 
     Methods may be called from any thread (widgets do).
     """

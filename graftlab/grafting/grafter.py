@@ -339,17 +339,8 @@ class Grafter:
         )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
-        call = TapCall(
-            run.run,
-            self._step,
-            self._order - self._before_step,
-            tags,
-            Action(),
-            self.place,
-            self._plan.version,
-            0,
-            None,
-        )
+        order = self._order - self._before_step
+        call = TapCall(run.run, self._step, order, tags, Action(), self.place, self._plan.version, 0, None)
         self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
