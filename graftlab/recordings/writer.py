@@ -9,7 +9,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,7 @@ class Writer:
         self._shard: dict[str, torch.Tensor] = {}
         self._lines: list[Entry] = []
         self._bytes = self._shards = self._taps = 0
-        self._disk = ThreadPoolExecutor(1, "graftlab-recording-disk")
-        self._syncs: deque[Future[None]] = deque()
+        self._disk = _Disk()
         self._thread = threading.Thread(target=self._write_all, name="graftlab-recording", daemon=True)
         self._thread.start()
 
@@ -102,11 +100,11 @@ class Writer:
         if self.error is None:
             try:
                 self._flush()
-                self._wait_for_disk(0)
+                self._disk.wait(0)
                 self._append(msgspec.json.encode(End(self._taps, steps, left_out)) + b"\n")
             except OSError as error:
                 self._fail(error)
-        self._disk.shutdown()
+        self._disk.close()
         self._index.close()
 
     def _write_all(self) -> None:
@@ -165,22 +163,67 @@ class Writer:
             safetensors.torch.save_file(self._shard, path)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
-        self._syncs.append(self._disk.submit(_sync, path))
-        self._wait_for_disk(_ON_THEIR_WAY)
+        self._disk.take(path)
+        self._disk.wait(_ON_THEIR_WAY)
         self._append(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines))
         self._taps += len(self._lines)
         self._shards += 1
         self._bytes = 0
         self._shard, self._lines = {}, []
 
-    def _wait_for_disk(self, most: int) -> None:
-        """Wait until no more than so many files are on their way. Raises what the disk said of the others."""
-        while len(self._syncs) > most:
-            self._syncs.popleft().result()
-
     def _append(self, data: bytes) -> None:
         while data:
             data = data[self._index.write(data) :]
+
+
+class _Disk:
+    """Brings files from the system's cache to the disk. With a thread of its own that is there from the beginning on:
+    a recording may end when the interpreter does, which starts none any more and ends those of executors first.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paths: deque[Path | None] = deque()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._work, name="graftlab-recording-disk", daemon=True)
+        self._thread.start()
+
+    def take(self, path: Path) -> None:
+        """Have this file there, some time."""
+        self._put(path)
+
+    def wait(self, most: int) -> None:
+        """Wait until no more than so many files are on their way. Raises what the disk has said of any."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._paths) <= most or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        self._put(None)
+        self._thread.join()
+
+    def _put(self, path: Path | None) -> None:
+        with self._changed:
+            self._paths.append(path)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._paths))
+                path = self._paths[0]
+            if path is None:
+                return
+            error = None
+            try:
+                _sync(path)
+            except OSError as problem:
+                error = problem
+            with self._changed:
+                self._paths.popleft()
+                self._error = self._error or error
+                self._changed.notify_all()
 
 
 def _sync(path: Path) -> None:
