@@ -223,23 +223,6 @@ def test_a_mistake_beside_rounding_is_named(session: gl.Session) -> None:
     assert "not at fault" not in compared.text
 
 
-def forgets_the_decomposition(module: Any, inputs: Any) -> Callable[..., Any]:
-    """Inductor with a custom decomposition that has a mistake."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(module, inputs, decompositions={torch.ops.aten.sin.default: lambda x: x - x**3 / 7})
-
-
-@pytest.mark.parametrize(
-    ("function", "x", "backend"),
-    [pytest.param(in_small_steps, HALF, forgets_the_decomposition, marks=NEEDS_A_COMPILER)],
-)
-def test_a_custom_decomposition_with_a_mistake_is_named(
-    function: Any, x: Tensor, backend: Any, session: gl.Session
-) -> None:
-    assert session.compare_compiled(function, args=(x,), backend=backend).verdict.named == ["out"]
-
-
 def test_what_is_other_after_the_last_tap_is_told(session: gl.Session) -> None:
     def ends_untapped(x: Tensor) -> Tensor:
         return gl.tap("h", x * 3).sin()
