@@ -377,7 +377,7 @@ class Session(SessionCore):
         Raises what :meth:`verdict` raises.
 
         >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
-        Compiled without taps its result is 0.0e+00 from the eager one, with taps 0.0e+00.
+        Compiled, its result is equal to the eager one, without taps and with them.
         No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
         """
         self._require_workers("run code on")

@@ -61,7 +61,7 @@ class Verdict:
         return found
 
     def plot(self, **options: Any) -> Figure:
-        """Added and inherited error of each tap over the floor, culprits marked; see :func:`graftlab.plots.verdict`.
+        """Added and inherited error of each tap over the floor, with the culprits marked.
 
         >>> figure = session.verdict(forward, forward, args=(x,)).plot()
         """

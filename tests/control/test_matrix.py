@@ -115,7 +115,7 @@ def test_a_death_is_told_frees_the_others_and_is_mended_by_a_restart(
 def test_a_death_while_idle_is_seen_and_mended(session: gl.Session) -> None:
     session.ranks[0].signal(signal.SIGKILL)
     wait_until(lambda: not session.ranks[0].alive, "the news of the death")
-    with pytest.raises(gl.SessionClosedError, match=r"baseline\[0\] killed by SIGKILL"):
+    with pytest.raises(gl.SessionClosedError, match=r"baseline\[0\] is gone \(killed by SIGKILL\)"):
         session.run("1")
     session.restart()
     assert session.run("1").baseline == [1]

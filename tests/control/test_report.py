@@ -154,7 +154,7 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
 
         view.locator("input.find").fill("layers.77 PART3")
         expect(rows).to_have_count(1)
-        expect(view.locator(".count")).to_have_text(f"1 of {LAYERS * PARTS + 1} taps")
+        expect(view.locator(".count")).to_have_text(f"1 of {LAYERS * PARTS + 1:,} taps")
         assert requests == [path.as_uri()]
         assert errors == []
     finally:

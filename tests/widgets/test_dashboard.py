@@ -135,7 +135,7 @@ def test_the_first_line_is_the_conclusion_with_step_plan_and_floor(session: gl.S
     board.act("floor", 50.0)
     board.browser.kernel_works()
     board.panel.refresh()
-    assert "first divergent: <b>third</b> on target[0]: 1 of 4 elements are NaN" in board.shown("verdict")
+    assert "first divergent: <b>third</b> on target[0]: 1 of 4 elements is NaN" in board.shown("verdict")
     assert (board.view["floor"], board.view["first"]) == (50.0, 2)
     board.act("floor", None)
     board.browser.kernel_works()
