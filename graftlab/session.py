@@ -163,7 +163,7 @@ class Session(SessionCore):
     Methods may be called from any thread (widgets do).
 
     >>> session
-    <Session 1+1: 2 ranks alive, ... runs, ... rows, plan ...>
+    <Session 1+1: 2 ranks alive, ...>
     """
 
     _verdict: Verdict | None = None

@@ -6,12 +6,14 @@ The model runs on its main thread; what the notebook wants meanwhile is the desk
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import types
 from functools import partial
 
@@ -51,6 +53,9 @@ from graftlab.taps import calls as taps
 
 # Seconds until an interrupt that came at a bad moment is tried again.
 _LOOK_AGAIN = 0.01
+# So long, in seconds, an interrupt leaves an import alone. A script that is imported may never end.
+_FOR_AN_IMPORT = 2.0
+_IMPORTER = importlib.__import__.__code__.co_filename
 
 
 def main(spec: RankSpec, connection: socket.socket) -> None:
@@ -89,6 +94,8 @@ class Rank:
         active.activate(self._grafter, here)
         # The run that goes on here, and the last one that was to be interrupted before it began.
         self._run_number, self._interrupted_run = -1, -1
+        # Until when an interrupt waits for an import to end, once one has had to.
+        self._import_may_take = 0.0
         self._streams = [
             LabelledStream(stream, self._print, partial(self._print_live, number))
             for number, stream in enumerate((sys.stdout, sys.stderr))
@@ -115,6 +122,7 @@ class Rank:
 
     def _run(self, request: RunRequest) -> None:
         run = self._run_number = request.info.run
+        self._import_may_take = 0.0
         result, failure = None, None
         self._last_failure.forget()
         self._grafter.interrupt_due = False
@@ -152,7 +160,7 @@ class Rank:
 
     def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
-        is_harmless = may_raise_at(frame)
+        is_harmless = may_raise_at(frame) and not self._spares_import(frame)
         while frame is not None and frame.f_code is not Workplace.do.__code__:
             frame = frame.f_back
         if frame is None and self._run_number < 0:
@@ -167,6 +175,16 @@ class Rank:
             return
         self._grafter.interrupt_due = False
         raise KeyboardInterrupt
+
+    def _spares_import(self, frame: types.FrameType | None) -> bool:
+        """Whether a module is being imported, which may have some time: half a C extension stays broken for good."""
+        while frame is not None and frame.f_code.co_filename != _IMPORTER:
+            frame = frame.f_back
+        if frame is None:
+            return False
+        now = time.monotonic()
+        self._import_may_take = self._import_may_take or now + _FOR_AN_IMPORT
+        return now < self._import_may_take
 
     def _interrupt_again(self, run: int, number: int) -> None:
         if run == self._run_number and self._grafter.interrupt_due:
