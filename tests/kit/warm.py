@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -256,6 +257,8 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(asked["env"])
+    # What was imported may have asked for it, in the environment of the first test of all.
+    tempfile.tempdir = None
     if asked["network"]:
         _change_machine(asked["network"], *asked["own_folder"])
     os.chdir(asked["cwd"])
