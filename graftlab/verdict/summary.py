@@ -66,15 +66,16 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
         row = facts.row(facts.first(differing))
         said.append(f"non-finite values differ in {_rows(differing)}, first at {_place(row)}: {_nonfinite(row)}")
     known = measured & ~np.isnan(facts.value)
+    without = measured & np.isnan(facts.value) & ~differs
     if (known & ~grafted).any():
         if facts.value[known & ~grafted].max() == 0:
-            said.append("what is finite is equal" if differing.any() else "every compared row is equal")
+            some = differing.any() or without.any()
+            said.append("what is finite is equal" if some else "every compared row is equal")
         else:
             what = "rel_l2 of what is finite" if differing.any() else "rel_l2"
             said.append(f"largest {what} {_largest(facts, known & ~grafted)}")
     if (known & grafted).any():
         said.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
-    without = measured & np.isnan(facts.value) & ~differs
     if without.any():
         row = facts.row(facts.first(without))
         said.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")

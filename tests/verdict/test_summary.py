@@ -88,6 +88,13 @@ def test_a_nan_is_not_zero() -> None:
     ]
 
 
+def test_what_has_no_finite_value_is_not_called_equal() -> None:
+    said = differences(frame({"name": "a"}, {"name": "b", "rel_l2": math.nan}))
+    assert "what is finite is equal" in said
+    assert "every compared row is equal" not in said
+    assert said[-1].startswith("not compared: 1 row without a finite value on either side")
+
+
 def test_a_nan_after_the_first_divergent_row_is_told_too() -> None:
     rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "logits", "nonfinite_differ": 12})
     assert differences(rows)[1] == (
