@@ -16,8 +16,8 @@ from benchmarks.lines import Line, Setup, Spread, quantity
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena, create_segment
+from graftlab.exchange.exchanging import RankExchange
 from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.tcp import Post
 
 _SIZES = ((64 << 10, 300), (4 << 20, 60), (64 << 20, 10))
@@ -69,7 +69,7 @@ def _be_a_rank(rank: int, folder: str, token: str, sizes: list[tuple[int, int]],
     dist.destroy_process_group()
 
 
-def _exchange(rank: int, token: str) -> tuple[SharedMemoryExchange[None], Post]:
+def _exchange(rank: int, token: str) -> tuple[RankExchange[None], Post]:
     post = Post(keys_of(token), b"rank %d" % rank, "127.0.0.1")
     ports: list[int] = [0, 0]
     dist.all_gather_object(ports, post.port)
@@ -80,11 +80,11 @@ def _exchange(rank: int, token: str) -> tuple[SharedMemoryExchange[None], Post]:
     post.rouse()
     arena = Arena(*create_segment(), writable=True)
     place = Place("target" if rank else "baseline", 0, 1, 1)
-    return SharedMemoryExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post
+    return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post
 
 
 def _measure(
-    exchange: SharedMemoryExchange[None], rank: int, step: int, size: int, repeats: int
+    exchange: RankExchange[None], rank: int, step: int, size: int, repeats: int
 ) -> tuple[list[float], list[float]]:
     """What ours took the receiver, and gloo's, in turn."""
     tensor, ours, gloo = torch.ones(size // 4), [], []

@@ -11,7 +11,7 @@ import torch
 
 from graftlab.base.tags import own_tags
 from graftlab.control.judging_jobs import StepRuns
-from graftlab.control.judging_runs import CalledRuns, VerdictRuns
+from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee
 from graftlab.errors import SessionError
@@ -121,8 +121,8 @@ class _Judging:
         self._not_swapped: dict[str, None] = {}
 
     def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
-        compared = self._runs.both("without grafts", compare="True")
-        grafted = self._runs.both("what each tap adds", b2t="True")
+        compared = self._runs.both("without grafts", Wanted(compare="True"))
+        grafted = self._runs.both("what each tap adds", Wanted(b2t="True"))
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
@@ -277,7 +277,7 @@ class _Judging:
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere it is other'}"
-            frame = self._runs.both(why, b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely)
+            frame = self._runs.both(why, Wanted(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self._not_swapped.update(dict.fromkeys(waited["name"]))
@@ -326,7 +326,7 @@ class _Judging:
         keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return {}
-        self._runs.both("how the values differ", b2t="True", keep=keep, leaving=self._lonely)
+        self._runs.both("how the values differ", Wanted(b2t="True", keep=keep, leaving=self._lonely))
         hints = {}
         for group, row in worst.items():
             try:

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
-from graftlab.control.judging_runs import EDITED, VerdictRuns, coarser_dtypes
+from graftlab.control.judging_runs import EDITED, VerdictRuns, Wanted, coarser_dtypes
 from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
 from graftlab.control.run import Run
@@ -82,21 +82,12 @@ class StepRuns(VerdictRuns):
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
-    def both(
-        self,
-        why: str,
-        *,
-        b2t: str | None = None,
-        t2b: str | None = None,
-        compare: str | None = None,
-        keep: str | None = None,
-        leaving: str | None = None,
-    ) -> pd.DataFrame:
+    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
         before = self.session.row_count
-        version = self.publish(b2t, t2b, compare, keep, leaving)
+        version = self.publish(wanted)
         # In the first grafted steps the target gets the baseline's weights and state; in the next ones it has them.
-        first = self._after_steps(why, version, 2 if self._graft_weights and b2t else 1)
-        first += self._steps if self._graft_weights and b2t else 0
+        first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
+        first += self._steps if self._graft_weights and wanted.b2t else 0
         for rank in self.session.ranks:
             # Its answer comes after its rows.
             self._ask(rank, AskKeptTags(failed=False), KeptTags)
@@ -105,7 +96,7 @@ class StepRuns(VerdictRuns):
         if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise SessionError(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
-        if b2t is not None:
+        if wanted.b2t is not None:
             written = frame["status"].isin(MEASURED) & ~frame.index.isin(without_data(frame).index)
             self._weights_grafted += int(written.sum())
             frame = frame[~written]
@@ -191,7 +182,7 @@ class StepRuns(VerdictRuns):
                 self.session.options.keep_budget,
             )
             self._ask(rank, order, Noted)
-        if self.publish(compare="True") != version:
+        if self.publish(Wanted(compare="True")) != version:
             raise SessionError(EDITED)
         self._after_steps(why, version, len(passes))
         found = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The filters of one run, None where it needs none. No tap that matches ``leaving`` is grafted."""
+
+    b2t: str | None = None
+    t2b: str | None = None
+    compare: str | None = None
+    keep: str | None = None
+    leaving: str | None = None
+
+
 class VerdictRuns:
     """Makes runs under plans of its own, and gives the plan that was in force back in the end. For use in ``with``.
 
@@ -54,35 +65,19 @@ class VerdictRuns:
             before = {name: getattr(self.before, name) for name in FILTERS}
             self.session.edit(**before, transform=self.before.transform)
 
-    def publish(
-        self,
-        b2t: str | None = None,
-        t2b: str | None = None,
-        compare: str | None = None,
-        keep: str | None = None,
-        leaving: str | None = None,
-    ) -> int:
-        """Put a plan of the verdict's in force; returns its version. No tap that matches ``leaving`` is grafted."""
-        left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, leaving) if each)
-        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (b2t, t2b))
+    def publish(self, wanted: Wanted) -> int:
+        """Put a plan of the verdict's in force; returns its version."""
+        left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
+        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
         # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
         # Beforehand too, because an interrupt may come between the edit and its result.
         self._ours.add(self.session.plan.version + 1)
-        version = self.session.edit(b2t=b2t, t2b=t2b, compare=compare, keep=keep, transform=transforms).version
-        self._ours.add(version)
-        return version
+        plan = self.session.edit(b2t=b2t, t2b=t2b, compare=wanted.compare, keep=wanted.keep, transform=transforms)
+        self._ours.add(plan.version)
+        return plan.version
 
-    def both(
-        self,
-        why: str,
-        *,
-        b2t: str | None = None,
-        t2b: str | None = None,
-        compare: str | None = None,
-        keep: str | None = None,
-        leaving: str | None = None,
-    ) -> pd.DataFrame:
+    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
         """The rows of both sides under these filters."""
         raise NotImplementedError
 
@@ -135,17 +130,8 @@ class CalledRuns(VerdictRuns):
         self._exact = exact
         self._args, self._kwargs = args, kwargs
 
-    def both(
-        self,
-        why: str,
-        *,
-        b2t: str | None = None,
-        t2b: str | None = None,
-        compare: str | None = None,
-        keep: str | None = None,
-        leaving: str | None = None,
-    ) -> pd.DataFrame:
-        version = self.publish(b2t, t2b, compare, keep, leaving)
+    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
+        version = self.publish(wanted)
         run = self._run(why, *self._callees)
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:

@@ -17,7 +17,7 @@ from mmap import mmap
 
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.exchanging import RankExchange
 from graftlab.grafting.arrival import Unasked
 from graftlab.jobs.greeting import Joined, Share
 from graftlab.jobs.job_line import JobLine
@@ -173,7 +173,7 @@ class Assembly:
         if not complete:
             return None
         joined = means.joined
-        exchange: LiveExchange[Unasked] = SharedMemoryExchange(
+        exchange: LiveExchange[Unasked] = RankExchange(
             means.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
         )
         return self._world(exchange, linker.arena.map, None, linker)

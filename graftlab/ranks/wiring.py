@@ -11,7 +11,7 @@ from graftlab.base.world import Place
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.shared_memory import SharedMemoryExchange
+from graftlab.exchange.exchanging import RankExchange
 from graftlab.grafting.arrival import Unasked
 
 
@@ -31,4 +31,4 @@ def exchange_of(
     own = arenas.pop(place.world_rank)
     channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
     links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
-    return SharedMemoryExchange(place, own, links, budget=budget, timeout=timeout), own.map
+    return RankExchange(place, own, links, budget=budget, timeout=timeout), own.map

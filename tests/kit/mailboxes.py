@@ -22,8 +22,8 @@ from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.contract import LiveExchange, Receipt
 from graftlab.exchange.device import Gpu
+from graftlab.exchange.exchanging import RankExchange
 from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.shared_memory import SharedMemoryExchange
 from graftlab.exchange.tcp import Post, RemoteChannel
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import forkserver
@@ -261,7 +261,7 @@ def make_mailbox(
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
-    exchange: SharedMemoryExchange[Any] = SharedMemoryExchange(place, own, peers, gpu=made, **options)
+    exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, **options)
     return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
 
 

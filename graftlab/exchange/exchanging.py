@@ -44,7 +44,7 @@ from graftlab.exchange.sending import Sender
 from graftlab.exchange.whereabouts import WhereaboutsPage
 
 
-class SharedMemoryExchange(Generic[Memo]):
+class RankExchange(Generic[Memo]):
     """Implements :class:`graftlab.exchange.contract.LiveExchange`; see there for the promises.
 
     ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
