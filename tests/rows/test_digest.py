@@ -190,6 +190,7 @@ def test_a_fault_in_some_rows_costs_those_alone_and_is_counted(
     with caplog.at_level(logging.ERROR):
         digest.catch_up()
     assert digest.behind == 0
+    assert "some of the rows 2 to 3 are in no summary" in caplog.text
     assert digest.unread == 2
     assert digest.run(0).values.step.tolist() == [0, 1, 4]
     assert digest.newest is digest.run(0)

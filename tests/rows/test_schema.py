@@ -83,6 +83,13 @@ def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
     assert tuple(to_frame([]).columns) == (*COLUMNS, BECAME)
 
 
+def test_a_row_says_of_what_it_is_not_told_that_nothing_was_measured_matched_or_waited_for() -> None:
+    row = Row(1, 4, 9, "h", {"name": "h"}, "b2t", "target", 1, "missing", [0])
+    rest = dict(zip(COLUMNS[COLUMNS.index("senders") + 1 :], row[COLUMNS.index("senders") + 1 :], strict=True))
+    said = {name: value for name, value in rest.items() if value is not None}
+    assert said == {"plan_version": 0, "occurrence": 0, "seconds": 0.0}
+
+
 def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
     class Wrong(NamedTuple):
         name: str
