@@ -177,7 +177,7 @@ def test_a_tap_that_is_not_reached_again_is_said() -> None:
 
 
 def test_another_dtype_or_shape_is_not_the_same() -> None:
-    makes = iter([torch.ones(2), torch.ones(2).double()] + [torch.ones(2), torch.ones(1, 2)])
+    makes = iter([torch.ones(2), torch.ones(2).double(), torch.ones(2), torch.ones(1, 2)])
     for _ in range(2):
         assert graft(lambda: gl.tap("x", next(makes))).not_repeated == ["x"]
 

@@ -40,7 +40,8 @@ def modules() -> dict[str, ModuleType]:
             def launch(*given: Any, **constants: Any) -> None:
                 nonlocal program
                 arguments = [Pointer(each.view(-1)) if isinstance(each, torch.Tensor) else each for each in given]
-                for program in range(grid[0]):
+                for each in range(grid[0]):
+                    program = each
                     self.run(*arguments, **constants)
 
             return launch

@@ -164,11 +164,8 @@ def test_the_time_of_a_file_grows_with_its_size_and_ends_where_it_is_said(monkey
 def test_the_time_is_looked_at_every_so_many_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_SECONDS", -1.0)
     budget = budgets.Budget(0)
-    counted = 0
     with pytest.raises(budgets.BudgetExceeded):
-        for counted in range(10_000):
-            budget.count()
-    assert counted < 1000
+        [budget.count() for _ in range(1000)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])

@@ -783,8 +783,8 @@ def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
     deep: Any = Fails(1)
     for _ in range(32):
         deep = [deep]
-    (told,), made = dropped(deep)
+    (told,), _ = dropped(deep)
     assert told == {"where": f"requests[0].request{'[0]' * 32}", "reason": "ValueError: x"}
-    (told,), made = dropped([deep])
+    (told,), _ = dropped([deep])
     assert told["reason"] == "more than 32 containers deep: ValueError: x"
     assert told["where"] == f"requests[0].request{'[0]' * 32}"

@@ -161,7 +161,7 @@ def test_groups_that_are_split_in_several_ways_are_refused() -> None:
     sent, rest = grouped([WHOLE, WHOLE])
     other = RankLayout(parse_layout("shard(dim=0, mesh='tp')").on(TWO_GROUPS[1]))
     rest["received_layouts"][2:] = [other, other]
-    with pytest.raises(LayoutError, match="split in several ways.*dim=1.*dim=0"):
+    with pytest.raises(LayoutError, match=r"split in several ways.*dim=1.*dim=0"):
         made(sent, torch.zeros(4, 6), **rest)
 
 
