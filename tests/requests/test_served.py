@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.values import assert_values
 
 import graftlab.requests
 from graftlab.errors import RequestError
-from graftlab.requests.served import Request
+from graftlab.requests import DumpSettings, LoggingSettings
+from graftlab.requests.served import Finished, Request
 
 MOST = 2**63 - 1
 
@@ -115,3 +117,7 @@ def test_the_room_names_what_needs_torch_when_it_is_asked_for() -> None:
         assert getattr(graftlab.requests, name) is getattr(identity, name)
     with pytest.raises(AttributeError, match=r"module 'graftlab\.requests' has no attribute 'nothing'"):
         _ = graftlab.requests.nothing
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(Request, Finished, DumpSettings, LoggingSettings)
