@@ -190,7 +190,7 @@ some_rows = st.lists(
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "ahead"])), max_size=8),
     st.integers(64, 4096),
 )
-@examples(60)
+@examples(30)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
     rows: list[Row], batches: list[tuple[int, str]], piece: int
 ) -> None:
