@@ -128,6 +128,13 @@ def test_a_follower_waits_for_the_leader_and_not_for_ever(world: World) -> None:
     assert world.target.exchange.announcements(0, 2) is None
 
 
+def test_before_the_leaders_first_word_a_follower_has_heard_nothing_of_any_step(world: World) -> None:
+    world.target.exchange.timeout = 0.05
+    assert world.target.exchange.announcements(0, 0) is None
+    world.baseline.exchange.announce(0, b"begin")
+    assert world.target.exchange.announcements(0, 0) == [b"begin"]
+
+
 def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
     world.target.exchange.timeout = 0.05
     assert world.target.exchange.announcements(0, 1) is None
