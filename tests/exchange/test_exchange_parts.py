@@ -185,6 +185,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> No
     assert one.drain(DEADLINE)
 
 
+@pytest.mark.slow
 def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
     with eager_threads():

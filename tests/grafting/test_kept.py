@@ -319,6 +319,7 @@ def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself() -> Non
     assert pair.baseline.tolist() == [[0.0, 2.0], [1.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_other_threads_may_ask_while_pairs_come_and_go() -> None:
     kept, stop = KeptPairs(800), threading.Event()
 

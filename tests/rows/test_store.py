@@ -224,7 +224,7 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
 
 @pytest.mark.slow
 @given(some_rows, asked_when, st.integers(64, 4096))
-@examples(60)
+@examples(30)
 def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
     rows: list[Row], batches: list[tuple[int, str]], piece: int
 ) -> None:
