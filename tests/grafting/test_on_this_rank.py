@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +252,45 @@ def test_partial_sums_are_taken_where_it_is_clear_in_which_group(monkeypatch: py
     for layout, ranks in ((wide, 4), (most, 2), (on_two, 4)):
         with pytest.raises(LayoutError, match="the sums cannot be taken on the receiving side"):
             whole_of_partial(own, own, layout, ranks)
+
+
+def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_partial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Replicate: ...
+
+    class Partial: ...
+
+    class Shard: ...
+
+    class Shown:
+        placements = (Partial(), Shard(), Partial())
+
+        def detach(self) -> Shown:
+            return self
+
+        def redistribute(self, placements: list[Any]) -> Shown:
+            kinds.append([type(each).__name__ for each in placements])
+            assert not torch.is_grad_enabled()
+            return self
+
+        def to_local(self) -> Any:
+            return local
+
+    class Waited(torch.Tensor):
+        def trigger_wait(self) -> None: ...
+
+        def wait(self) -> torch.Tensor:
+            return own
+
+    kinds: list[list[str]] = []
+    local = own = torch.ones(2)
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace(Replicate=Replicate))
+    layout = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("tp", 2),))))
+    for each in (own, torch.zeros(2).as_subclass(Waited)):
+        local = each
+        assert whole_of_partial(Shown(), torch.zeros(2), layout, 2) is own
+    assert kinds == [["Replicate", "Shard", "Replicate"]] * 2
 
 
 # ---- rounding -------------------------------------------------------------------------------------------------------
