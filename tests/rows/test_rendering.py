@@ -91,8 +91,8 @@ def test_columns_that_are_folded_are_counted_and_named() -> None:
 
 def test_up_to_sixty_rows_are_all_shown_and_of_more_the_worst() -> None:
     for count, shown, said in (
-        (1, 1, "1 rows"),
-        (60, 60, "60 rows"),
+        (1, 1, "1 row;"),
+        (60, 60, "60 rows;"),
         (61, 60, "the 60 worst of 61 rows, in execution"),
     ):
         frame = to_frame([row(order, 1e-3 + order) for order in range(count)])
