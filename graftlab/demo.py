@@ -72,7 +72,7 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
     elif suspect["nonfinite_differ"] > 0:
         lines.append(
             f"First tap that differs: {suspect['name']} on {suspect['side']}[{suspect['rank']}], where "
-            f"{suspect['nonfinite_differ']:g} values are NaN or infinite on one side alone, or in another way."
+            f"{suspect['nonfinite_differ']:g} values are NaN or infinite on one side and not the same on the other."
         )
     else:
         lines.append(

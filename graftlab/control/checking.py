@@ -14,7 +14,7 @@ import numpy as np
 from graftlab.base.html import bundle
 from graftlab.base.tags import own_tags
 from graftlab.base.world import Side
-from graftlab.control.works import Callee, call_here
+from graftlab.control.works import Callee, call_here, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.sketches import replicas_of, show
@@ -95,6 +95,7 @@ def check(
     """See :meth:`graftlab.session.Session.check`."""
     if (baseline is None) == (target is None):
         raise SessionError("check: give one side's function, baseline= or target=, which is run alone")
+    refuse_no_expression(baseline, target)
     side: Side = "target" if baseline is None else "baseline"
     size = getattr(session.options, side)
     if size < 2:

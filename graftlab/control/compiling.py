@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
+from graftlab.base.world import Side
 from graftlab.control.judging import judge
 from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
@@ -20,6 +21,7 @@ from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import RoundedResults, rounded_results
+from graftlab.plan.plan import PlanEdit
 from graftlab.taps.compiled_calls import CompiledCall
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class CompiledComparison:
             return f"That is more than rounding: {floor}."
         return (
             f"That is more than rounding ({floor}), though no tap adds as much: what is computed between the last tap "
-            f"and the result is other. Tap the result."
+            f"and the result differs. Tap the result."
         )
 
     def _of_float64(self) -> list[str]:
@@ -235,8 +237,9 @@ class _Compiled:
     ) -> Run:
         rows, before = self._session.row_count, self._session.plan
         # A graft of the plan in force would repair the very thing that is looked for.
-        plan = self._session.edit(b2t="False", t2b="False", compare="False", keep=None)
-        run = self._session.start(baseline, target, args=args, kwargs=kwargs)
+        nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
+        callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
+        run, plan = self._session.start_under(nothing, callees, args, kwargs or {})
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:

@@ -6,7 +6,6 @@ Each thing that a session does has a file of its own beside this one; the core j
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import pandas as pd
 
 from graftlab.base.html import bundle
 from graftlab.base.words import counted
+from graftlab.base.world import Side
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub
 from graftlab.control.joined_jobs import JoinedJobs
@@ -25,7 +25,7 @@ from graftlab.control.keeping import how_to_keep
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
-from graftlab.control.ranks_table import ranks_frame, ranks_table
+from graftlab.control.ranks_table import ranks_frame, titled_table
 from graftlab.control.reports import Reports
 from graftlab.control.run import OnFailure, Run
 from graftlab.control.run_folder import describe_session
@@ -158,23 +158,26 @@ class SessionCore:
         >>> run.wait().done
         True
         """
-        baseline, target = self._or_default("baseline", baseline), self._or_default("target", target)
-        if baseline is None and target is None:
-            raise SessionError("session.run: give baseline=, target= or both something to call")
-        works: dict[int, Work] = {}
-        code: dict[str, str | CodeType] = {}
-        for side, callee in (("baseline", baseline), ("target", target)):
-            if callee is None:
-                continue
-            # One expression for both sides is one piece of work, so that a mistake in it is reported once.
-            if not (works and isinstance(callee, str) and callee == baseline):
-                work = self._works.of(side, callee, tuple(args), kwargs or {})
-            code[side] = code_of(callee)
-            works.update({rank.place.world_rank: work for rank in self._ranks if rank.place.side == side})
-        return self._begin(works, on_failure, code)
+        return self.start_under({}, {"baseline": baseline, "target": target}, args, kwargs or {}, on_failure)[0]
 
-    def _or_default(self, side: str, callee: Callee | None) -> Callee | None:
-        return self.by_default.get(side) if callee is None else callee
+    def start_under(
+        self,
+        changes: PlanEdit,
+        callees: Mapping[Side, Callee | None],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_failure: OnFailure = "stop",
+    ) -> tuple[Run, GraftPlan]:
+        """Start a run with these changes of the plan, and return it with that plan. A refused run changes no plan."""
+        given = {side: self.by_default.get(side) if callee is None else callee for side, callee in callees.items()}
+        made = self._works.of_sides(given, tuple(args), kwargs)
+        if not made:
+            raise SessionError("session.run: give baseline=, target= or both something to call")
+        works = {rank.place.world_rank: made[rank.place.side] for rank in self._ranks if rank.place.side in made}
+        code: dict[str, str | CodeType] = {
+            side: code_of(callee) for side, callee in given.items() if callee is not None
+        }
+        return self._begin(works, on_failure, code, changes)
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.
@@ -188,7 +191,8 @@ class SessionCore:
         [6.0]
         """
         work = self._works.of_cell(source)
-        return self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure, {on: source}).wait()
+        run, _ = self._begin({rank.place.world_rank: work for rank in self.select(on)}, on_failure, {on: source}, {})
+        return run.wait()
 
     def select(self, on: str) -> list[RankHandle]:
         """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
@@ -202,13 +206,17 @@ class SessionCore:
             raise SessionError(f"{on!r} names no rank; write baseline, target, both, or one of {labels}")
         return chosen
 
-    def _begin(self, works: Mapping[int, Work], on_failure: OnFailure, code: Mapping[str, str | CodeType]) -> Run:
+    def _begin(
+        self, works: Mapping[int, Work], on_failure: OnFailure, code: Mapping[str, str | CodeType], changes: PlanEdit
+    ) -> tuple[Run, GraftPlan]:
         if on_failure not in get_args(OnFailure):
             raise SessionError(f"on_failure={on_failure!r}: a run takes 'stop' or 'continue'")
         with self._lock:
             self._require_open()
             self._require_workers("run code on")
-            return self._runs.begin(works, self.plan, on_failure, code)
+            self._runs.refuse_what_cannot_begin(works)
+            plan = self.edit(**changes) if changes else self.plan
+            return self._runs.begin(works, plan, on_failure, code), plan
 
     @property
     def runs(self) -> list[Run]:
@@ -568,7 +576,10 @@ class SessionCore:
         )
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(repr(self), _html(self))
+        title = f"session of {self.options.baseline} + {self.options.target} ranks"
+        done = f"{counted(len(self.runs), 'run')}, {counted(self.row_count, 'row')}"
+        facts = f"{done}, plan {self.plan.version}, {self.folder}"
+        return bundle(repr(self), titled_table(title, facts, self.ranks, self.closed, self.failing, self.lost_groups))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -584,17 +595,3 @@ class SessionCore:
     def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         self._require_open()
         return self._queries.ask(rank, question, expected)
-
-
-def _html(session: SessionCore) -> str:
-    """What a notebook shows for a session."""
-    strip = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
-    lost = "".join(
-        f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
-        for side, why in session.lost_groups.items()
-        if not session.closed
-    )
-    title = f"session of {session.options.baseline} + {session.options.target} ranks"
-    done = f"{counted(len(session.runs), 'run')}, {counted(session.row_count, 'row')}"
-    facts = f"{done}, plan {session.plan.version}, {session.folder}"
-    return f"<b>{title}</b> {html.escape(facts)}{lost}{strip}"

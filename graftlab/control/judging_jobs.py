@@ -84,7 +84,7 @@ class StepRuns(VerdictRuns):
 
     def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
         before = self.session.row_count
-        version = self.publish(wanted)
+        version = self._publish(wanted)
         # In the first grafted steps the target gets the baseline's weights and state; in the next ones it has them.
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
@@ -101,6 +101,14 @@ class StepRuns(VerdictRuns):
             self._weights_grafted += int(written.sum())
             frame = frame[~written]
         return frame.reset_index(drop=True)
+
+    def _publish(self, wanted: Wanted) -> int:
+        """Put a plan of the verdict's in force; returns its version."""
+        # Beforehand too, because an interrupt may come between the edit and its result.
+        self.expect()
+        plan = self.session.edit(**self.changes(wanted))
+        self.expect(plan.version)
+        return plan.version
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         try:
@@ -182,7 +190,7 @@ class StepRuns(VerdictRuns):
                 self.session.options.keep_budget,
             )
             self._ask(rank, order, Noted)
-        if self.publish(Wanted(compare="True")) != version:
+        if self._publish(Wanted(compare="True")) != version:
             raise SessionError(EDITED)
         self._after_steps(why, version, len(passes))
         found = []

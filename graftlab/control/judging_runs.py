@@ -11,12 +11,13 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.world import Side
 from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft, differences_of_repeat, graft_self
-from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
 from graftlab.verdict.groups import DATA
@@ -65,17 +66,17 @@ class VerdictRuns:
             before = {name: getattr(self.before, name) for name in FILTERS}
             self.session.edit(**before, transform=self.before.transform)
 
-    def publish(self, wanted: Wanted) -> int:
-        """Put a plan of the verdict's in force; returns its version."""
+    def changes(self, wanted: Wanted) -> PlanEdit:
+        """What makes of the plan one of the verdict's."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
         # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
-        # Beforehand too, because an interrupt may come between the edit and its result.
-        self._ours.add(self.session.plan.version + 1)
-        plan = self.session.edit(b2t=b2t, t2b=t2b, compare=wanted.compare, keep=wanted.keep, transform=transforms)
-        self._ours.add(plan.version)
-        return plan.version
+        return {"b2t": b2t, "t2b": t2b, "compare": wanted.compare, "keep": wanted.keep, "transform": transforms}
+
+    def expect(self, version: int | None = None) -> None:
+        """Know this version, or the next one, as the verdict's own."""
+        self._ours.add(self.session.plan.version + 1 if version is None else version)
 
     def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
         """The rows of both sides under these filters."""
@@ -131,21 +132,34 @@ class CalledRuns(VerdictRuns):
         self._args, self._kwargs = args, kwargs
 
     def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
-        version = self.publish(wanted)
-        run = self._run(why, *self._callees)
+        baseline, target = self._callees
+        callees: dict[Side, Callee] = {"baseline": baseline, "target": target}
+        run, version = self._run(why, callees, self._args, self._kwargs, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise SessionError(EDITED)
         return frame
 
-    def _run(self, why: str, baseline: Callee | None, target: Callee | None, **call: Any) -> Run:
+    def _run(
+        self,
+        why: str,
+        callees: Mapping[Side, Callee],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        changes: PlanEdit | None = None,
+    ) -> tuple[Run, int]:
+        """One run to its end, and the version of the plan that it began under."""
         self.count += 1
         before = self.session.row_count
-        call = call or {"args": self._args, "kwargs": self._kwargs}
-        run = self.session.start(baseline, target, **call)
+        if changes:
+            # Beforehand too, because an interrupt may come between the edit and its result.
+            self.expect()
+        run, plan = self.session.start_under(changes or {}, callees, args, kwargs or {})
+        if changes:
+            self.expect(plan.version)
         title = f"verdict, run {self.count}: {why}"
         try:
-            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before))
+            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before)), plan.version
         except KeyboardInterrupt:
             # Of no use to anybody without the verdict that waits for it.
             self.session.interrupt()
@@ -169,15 +183,15 @@ class CalledRuns(VerdictRuns):
             self.session.options.keep_budget,
             list(keep),
         )
-        run = self._run("the baseline against itself", call, None, args=())
+        run, _ = self._run("the baseline against itself", {"baseline": call})
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
 
     def target_against_itself(self) -> list[str]:
         call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
-        found = self._run("the target against itself", None, call, args=()).target
-        return list(dict.fromkeys(tap for each in found for tap in each))
+        run, _ = self._run("the target against itself", {"target": call})
+        return list(dict.fromkeys(tap for each in run.target for tap in each))
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)

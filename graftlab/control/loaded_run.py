@@ -20,7 +20,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     """The rows in a session's run folder as a frame, also of one that was killed: half a line at the end is left out.
 
     Every function of :mod:`graftlab.plots` that takes a frame takes this one. ``report`` writes the rows as a page,
-    ``verdict`` says what they tell of the computation that is other.
+    ``verdict`` says what they tell of the computation that differs.
 
     Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line or a block
     is not the one that was written, by its checksum.
@@ -58,7 +58,7 @@ class LoadedRun(pd.DataFrame):
         return write_report_of_rows(self.folder, path, verdict)
 
     def verdict(self, *, floor: float | None = None, threshold: float = 5.0, run: int | None = None) -> Verdict:
-        """Which computation is other on the target, as far as rows tell.
+        """Which computation differs on the target, as far as rows tell.
 
         It needs a step in which every tap was grafted b2t, as with ``GRAFTLAB_B2T_FILTER=True``: there the difference
         at each tap is the error that arose at it. The last such step of the newest run that has one counts, or of

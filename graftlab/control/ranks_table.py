@@ -96,3 +96,20 @@ def _state(rank: RankHandle, state: str, failing: Mapping[str, str], lost_groups
     if rank.label in failing:
         return f"failed: {failing[rank.label]}"
     return f"{state}; its group is gone" if rank.place.side in lost_groups else state
+
+
+def titled_table(
+    title: str,
+    facts: str,
+    ranks: Sequence[RankHandle],
+    closed: bool,
+    failing: Mapping[str, str],
+    lost_groups: Mapping[str, str],
+) -> str:
+    """What a notebook shows for a session: these words, which process groups are gone and why, and the ranks."""
+    lost = "".join(
+        f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
+        for side, why in lost_groups.items()
+        if not closed
+    )
+    return f"<b>{title}</b> {html.escape(facts)}{lost}{ranks_table(ranks, closed, failing, lost_groups)}"

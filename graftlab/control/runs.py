@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 
 from graftlab.base.world import RunInfo
@@ -66,6 +66,22 @@ class Runs:
         """What went wrong so far in the run that goes on, by rank."""
         return self._runs[-1].failing if self.busy else {}
 
+    def refuse_what_cannot_begin(self, works: Iterable[int]) -> None:
+        """Raise :class:`SessionBusyError` while a run goes on, :class:`SessionClosedError` where a rank is gone."""
+        if self.busy:
+            raise SessionBusyError(
+                f"run {self._runs[-1].number} is still going on ({self._runs[-1].where()}); wait for it with "
+                f"run.wait(), or stop its code with session.interrupt()"
+            )
+        for rank in (self._ranks[world_rank] for world_rank in sorted(works)):
+            if not rank.alive:
+                # Of a rank that the session ended itself the log says nothing of the end.
+                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                raise SessionClosedError(
+                    f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
+                    f"%graft restart, brings the same ranks and plan back.{end}"
+                )
+
     def begin(
         self,
         works: Mapping[int, Work],
@@ -75,22 +91,10 @@ class Runs:
     ) -> Run:
         """Have ranks, by world rank, do their works as one run under this plan. ``code`` is what :attr:`Run.code` is.
 
-        Raises :class:`SessionBusyError` while another run goes on, :class:`SessionClosedError` where a rank is gone.
+        Raises as :meth:`refuse_what_cannot_begin` does.
         """
-        if self.busy:
-            raise SessionBusyError(
-                f"run {self._runs[-1].number} is still going on ({self._runs[-1].where()}); wait for it with "
-                f"run.wait(), or stop its code with session.interrupt()"
-            )
+        self.refuse_what_cannot_begin(works)
         ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
-        for rank in ranks:
-            if not rank.alive:
-                # Of a rank that the session ended itself the log says nothing of the end.
-                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
-                raise SessionClosedError(
-                    f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
-                    f"%graft restart, brings the same ranks and plan back.{end}"
-                )
         run = self._make(ranks, on_failure, code)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
         for rank in ranks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.words import counted
-from graftlab.verdict.wording import Findings, text_of
+from graftlab.verdict.wording import NOT_LOOKED_AT, Findings, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which computation is other, whether it is the cause, and what is only inherited.
+    """Which computation differs, whether it is the cause, and what is only inherited.
 
     ``runs`` is how many runs it took. See :meth:`graftlab.Session.verdict`.
 
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def named(self) -> list[str]:
-        """The groups of taps whose computation is other, in execution order."""
+        """The groups of taps whose computation differs, in execution order."""
         return self.findings.named
 
     @property
@@ -76,8 +76,13 @@ class Verdict:
         return bundle(repr(self), self._html())
 
     def _html(self) -> str:
-        first, *others = self.text.split("\n")
-        text = f"<p><b>{html.escape(first)}</b></p>" + "".join(f"<p>{html.escape(line)}</p>" for line in others)
+        lines = self.text.split("\n")
+        # What was not looked at comes first, and the conclusion is still what the eye finds.
+        told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_LOOKED_AT)), 0)
+        text = "".join(
+            f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"
+            for place, line in enumerate(lines)
+        )
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]
         lines = []

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from graftlab.base import shipping
+from graftlab.base.world import Side
 from graftlab.errors import SessionError
 from graftlab.ranks.messages import Call, Evaluate, Execute
 from graftlab.taps.calls import here
@@ -49,18 +50,45 @@ class Works:
             raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
         return Call(shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
 
+    def of_sides(
+        self, callees: Mapping[Side, Callee | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[Side, Call | Evaluate]:
+        """What each side that has a callee is to do. Raises as :meth:`of` does."""
+        made: dict[Side, Call | Evaluate] = {}
+        shared: dict[str, Call | Evaluate] = {}
+        for side, callee in callees.items():
+            if callee is None:
+                continue
+            # One expression for both sides is one piece of work, so that a mistake in it is reported once.
+            work = shared.get(callee) if isinstance(callee, str) else None
+            made[side] = work or self.of(side, callee, args, kwargs)
+            if isinstance(callee, str):
+                shared[callee] = made[side]
+        return made
+
     def of_cell(self, source: str) -> Execute:
         """Execute a cell. Raises :class:`SessionError` for what is not Python."""
         return Execute(source, self._named(source, "exec", "the cell"))
 
     def _named(self, source: str, mode: Literal["eval", "exec"], what: str) -> str:
         filename = f"<graft cell {next(self._cells)}>"
-        try:
-            compile(source.strip() if mode == "eval" else source, filename, mode, dont_inherit=True)
-        except (SyntaxError, ValueError) as error:
-            shown = "".join(traceback.format_exception_only(error)).rstrip()
-            raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+        _refuse_no_python(source, filename, mode, what)
         return filename
+
+
+def refuse_no_expression(*callees: Callee | None) -> None:
+    """Raise :class:`SessionError` for a text that is no Python expression, before anything is made for its run."""
+    for callee in callees:
+        if isinstance(callee, str):
+            _refuse_no_python(callee, "<graft cell>", "eval", "the expression")
+
+
+def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"], what: str) -> None:
+    try:
+        compile(source.strip() if mode == "eval" else source, filename, mode, dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
 
 
 def code_of(callee: Callee) -> str | CodeType:

@@ -178,7 +178,7 @@ def _commands() -> dict[str, Command]:
     )
     expression(
         "verdict",
-        "Tell which computation is other on the target, whether it is the cause, and what is only inherited.\n\n"
+        "Tell which computation differs on the target, whether it is the cause, and what is only inherited.\n\n"
         "The expression is evaluated several times on both sides, and has to be repeatable. Jobs of a session that\n"
         "listens are judged in the steps that they make anyway, without an expression.",
         "the Verdict",

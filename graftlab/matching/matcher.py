@@ -297,7 +297,8 @@ class Matcher:
         elif rel is None:
             note += "; its values could not be compared in that layout"
         elif rel > limit_for(baseline.dtype, target.dtype):
-            note += f", where the values match; here they differ by {rel:.2g}"
+            there = "where the values match" if example.by_value else "where grafts showed it"
+            note += f", {there}; here the values differ by rel_l2 {rel:.2g}"
         return Pair(baseline.name, target.name, example.layout, example.whole, "rule", rel, note)
 
     def guess(self) -> None:

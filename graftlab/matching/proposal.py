@@ -179,13 +179,14 @@ class Proposal:
         """One sentence: how many of the target's taps have a partner, by what, and what is wrong."""
         targets = {pair.target for pair in self.pairs}
         total = len(targets) + len(self.unmatched_target)
-        counted = Counter(pair.sureness for pair in self.pairs)
-        by = ", ".join(f"{counted[each]} {each}" for each in SURENESS if counted[each]) or "none"
+        found = Counter(pair.sureness for pair in self.pairs)
+        by = ", ".join(f"{found[each]} {each}" for each in SURENESS if found[each]) or "none"
         text = f"{len(targets)} of {total} target taps have a partner ({by})"
         if self.unmatched_baseline:
-            text += f"; {len(self.unmatched_baseline)} baseline taps have none"
+            left = len(self.unmatched_baseline)
+            text += f"; {counted(left, 'baseline tap')} {'has' if left == 1 else 'have'} none"
         if self.problems:
-            text += f"; {len(self.problems)} problems"
+            text += f"; {counted(len(self.problems), 'problem')}"
         return text
 
     def __repr__(self) -> str:
@@ -213,9 +214,22 @@ class Proposal:
             rich += "".join(f"<p>{html.escape(problem)}</p>" for problem in self.problems)
         for side, left in (("target", self.unmatched_target), ("baseline", self.unmatched_baseline)):
             if left:
-                rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in left.items()]
+                rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in _folded_alone(left)]
                 rich += table((f"{side} without a partner", "why"), rows)
         return bundle(repr(self), rich)
+
+
+def _folded_alone(left: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Taps without a partner and why; in one line where names, and reasons, differ in their numbers alone."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, why in left.items():
+        groups.setdefault((pattern_of(name), pattern_of(why)), []).append((name, why))
+    return [
+        each[0]
+        if len(each) == 1
+        else (f"{each[0][0]} … {each[-1][0]} ({len(each)} taps)", _note_of([w for _, w in each]))
+        for each in groups.values()
+    ]
 
 
 def _note_of(notes: Sequence[str]) -> str:

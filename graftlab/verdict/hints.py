@@ -199,12 +199,12 @@ def _permuted(x: Tensor, y: Tensor) -> Tell:
 
 
 def _by_channel(x: Tensor, y: Tensor) -> Tell:
-    text = "each place of the last dim has a factor of its own, as where a scale's or a norm's weight is other"
+    text = "each place of the last dim has a factor of its own, as where a scale's or a norm's weight differs"
     yield from _scaled(x, y, tuple(range(x.dim() - 1)), text)
 
 
 def _by_row(x: Tensor, y: Tensor) -> Tell:
-    text = "each row (last dim) has a factor of its own, as where a norm's eps or a softmax's sum is other"
+    text = "each row (last dim) has a factor of its own, as where a norm's eps or a softmax's sum differs"
     yield from _scaled(x, y, (x.dim() - 1,), text)
 
 

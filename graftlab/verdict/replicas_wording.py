@@ -37,7 +37,7 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
     if not found:
         lines.append(f"The {checked.world_size} ranks agree where they hold copies ({agree} groups of taps).")
     if own:
-        more = ", ..." if len(own) > 4 else ""
+        more = f" and {len(own) - 4} more" if len(own) > 4 else ""
         lines.append(
             f"{len(own)} groups of taps are each rank's own, as shards are: {', '.join(own[:4])}{more}. Whether they "
             "are the right shards only a baseline tells."
@@ -66,7 +66,7 @@ def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
         worst = max(rows, key=lambda each: each.apart)
         layers = sorted({n[0] for each in rows if (n := numbers_in(each.name))})
         where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
-        size = "of other shapes, or not finite on some" if math.isinf(worst.apart) else f"apart by {worst.apart:.2g}"
+        size = "of other shapes, or not finite on some" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
         others = sorted({rank for each in rows for rank in each.ranks})
         differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {spans(others)} differ"
         lines.append(
@@ -85,7 +85,10 @@ def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
             lines.append("Gradients of weights that are copies have to be reduced over the ranks before the step.")
     left = len(groups) - _MOST_TOLD
     if any(each.layout.startswith("inferred") for each in found):
-        lines.append("What was inferred may be meant so: layouts= says what each rank holds.")
+        lines.append(
+            "Layouts were inferred from the values, so a difference may be intended: say with layouts= what each rank "
+            "holds."
+        )
     if left > 0:
         lines.append(f"Of {left} more group{'s' if left > 1 else ''} of taps the copies differ as well.")
     return lines

@@ -150,7 +150,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
     row = facts.row(at)
     if facts.differ[at] > 0:
         others = int((compared & (facts.differ > 0)).sum()) - 1
-        more = f", and in {counted(others, 'row')} more" if others else ""
+        more = f"; so are elements of {others:,} more row{'s' if others > 1 else ''}" if others else ""
         how = f"{_nonfinite(row)}{more}"
     else:
         how = _how_far(row, floor)
@@ -175,7 +175,7 @@ def _how_far(row: Mapping[str, Any], floor: tuple[float, str]) -> str:
 def _nonfinite(row: Mapping[str, Any]) -> str:
     count = int(row["nonfinite_differ"])
     are = "is" if count == 1 else "are"
-    return f"{count:,} of {row['numel']:,.0f} elements {are} NaN or infinite on one side alone, or in another way"
+    return f"{count:,} of {row['numel']:,.0f} elements {are} NaN or infinite on one side and not the same on the other"
 
 
 def unmatched_filters(plans: Sequence[GraftPlan], run: RunDigest) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A verdict in words: what was not looked at first, then what is computed otherwise, and what it does to the output."""
+"""A verdict in words: what was not looked at, then what is computed differently, and what it does to the output."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.groups import kind_of_group, numbers_in
+
+NOT_LOOKED_AT = "Not looked at: "
+"""How a sentence begins that says what the verdict does not speak of."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def text_of(findings: Findings) -> str:
         lines.append(_not_repeatable("target", findings.target_not_repeated))
     lines += findings.of_jobs.first if findings.of_jobs else ()
     lines += findings.data
-    lines += [f"Not looked at: {line}" for line in findings.unseen]
+    lines += [f"{NOT_LOOKED_AT}{line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += [f"Hint ({group}): {hint}." for group, hint in findings.hints.items()]
     lines += findings.remarks
@@ -162,14 +165,17 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
     where = _layers(rows, over) + _ranks(over, findings.target_ranks)
-    return f"{described(group)} is computed otherwise{where} ({', '.join(details)})."
+    what = described(group)
+    # The name of a tap stays as it is.
+    what = what[0].upper() + what[1:] if kind_of_group(group) else what
+    return f"{what} is computed differently{where} ({', '.join(details)})."
 
 
 def _following(groups: Sequence[str]) -> str:
     shown = ", ".join(described(group) for group in groups[:3]) + (
         f" and {len(groups) - 3} more" if len(groups) > 3 else ""
     )
-    return f"Its backward is other as well, as it has to be: {shown}. Mend the forward before you judge these."
+    return f"Its backward differs as well, as it has to: {shown}. Mend the forward before you judge these."
 
 
 _OF_KIND = {
@@ -233,20 +239,20 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
-    output = described(output)
+    output = f", {described(output)}," if kind_of_group(output) else f" {output}"
     if math.isnan(causes.restored):
-        return [f"What {groups} do to the output {output} could not be measured."]
+        return [f"What {groups} do to the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
-            f"With the baseline's {groups} the output {output} is still {causes.restored:.2g} x its floor: something "
+            f"With the baseline's {groups} the output{output} is still {causes.restored:.2g} x its floor: something "
             "acts outside of the taps. State that is written before its tap (a KV cache) is such a thing; tap it."
         ]
     lines = []
     if causes.total <= findings.threshold:
-        lines.append(f"The output {output} agrees all the same ({causes.total:.2g} x its floor).")
+        lines.append(f"The output{output} agrees all the same ({causes.total:.2g} x its floor).")
     else:
         lines.append(
-            f"With the baseline's {groups} the output {output} agrees ({causes.restored:.2g} x its floor; "
+            f"With the baseline's {groups} the output{output} agrees ({causes.restored:.2g} x its floor; "
             f"{causes.total:.2g} x without)."
         )
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]

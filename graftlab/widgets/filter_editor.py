@@ -68,9 +68,11 @@ class FilterEditor(Panel):
         self.add_class("graftlab-filter-editor")
         self._open(
             [
-                *self._lines.values(),
+                # Above all that grows and shrinks while one types: a button that moves between the press and the
+                # release of the mouse is not clicked.
                 row(self._apply, self._revert, widgets.HTML(f'<span class="quiet">{keys}</span>')),
                 self._message_line,
+                *self._lines.values(),
                 self._adopted,
                 self._renames,
                 self._earlier,

@@ -104,6 +104,7 @@ def quiet(markup: str, kind: str = "") -> str:
 
 
 STYLE = """
+.graftlab-filter-editor > .graftlab-message { min-height: 22px; margin: 0 4px }
 .graftlab-filter-editor .name { font-weight: 600; line-height: 1.2; margin-top: 3px }
 .graftlab-filter-editor .caption { font-size: 11px; line-height: 1.2; color: var(--gl-faint) }
 .graftlab-filter-editor .graftlab-below { margin: 0 4px 6px; width: auto; max-width: 100% }

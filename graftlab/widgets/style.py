@@ -42,6 +42,12 @@ PANEL_STYLE = """
   border: 2px solid var(--gl-rule); border-top-color: var(--gl-accent);
   border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
 }
+.graftlab-panel.jupyter-widgets-disconnected::before {
+  content: "Not live: the kernel that this belonged to was restarted or has ended. Run the cell again.";
+  font: inherit; font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--gl-bad); padding: 0 0 4px;
+}
+.graftlab-panel.jupyter-widgets-disconnected > * { opacity: 0.55; pointer-events: none }
+.graftlab-panel .jupyter-widgets-disconnected::before { content: none; padding: 0 }
 @keyframes graftlab-turn { to { transform: rotate(360deg) } }
 @media (prefers-reduced-motion: reduce) { .graftlab-panel .spinner { animation: none } }
 """

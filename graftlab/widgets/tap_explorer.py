@@ -16,6 +16,7 @@ import traitlets
 
 from graftlab import plots
 from graftlab.base.html import cell, number, shortened, table
+from graftlab.base.words import counted
 from graftlab.control.session_plots import SessionPlots
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
@@ -74,7 +75,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         with self.view.hold_sync():
             if taps != self.view.taps:
                 self.view.taps = taps
-            figures = explorer.figures(self.found, f"{row_count:,} rows{catching_up}")
+            figures = explorer.figures(self.found, f"{counted(row_count, 'row')}{catching_up}")
             if figures != self.view.figures:
                 self.view.figures = figures
 

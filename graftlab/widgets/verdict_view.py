@@ -30,7 +30,7 @@ class VerdictView(Panel):
         self._expression.disabled = self._of_jobs
         if self._of_jobs:
             self._expression.placeholder = "what the jobs do"
-        tooltip = "Run both sides several times, and tell which computation is other"
+        tooltip = "Run both sides several times, and tell which computation differs"
         self._result = widgets.HTML().add_class("graftlab-verdict-text")
         self._open([row(self._expression, self.button("Judge", "judge", tooltip, self._judge)), self._result])
 

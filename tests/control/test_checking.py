@@ -116,7 +116,7 @@ def shifted_hidden() -> None:
 def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
     inferred = session.check(target=shifted_hidden)
     assert inferred.found == ["near"]
-    assert "What was inferred may be meant so: layouts= says what each rank holds." in inferred.text
+    assert "a difference may be intended: say with layouts= what each rank holds." in inferred.text
     layouts = {"name == 'hidden'": "replicate('tp')", "name == 'near'": "shard(dim=0, mesh='tp')"}
     check = session.check(target=shifted_hidden, layouts=layouts)
     assert check.found == ["hidden"]

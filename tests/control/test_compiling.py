@@ -229,7 +229,7 @@ def test_what_is_other_after_the_last_tap_is_told(session: gl.Session) -> None:
 
     compared = session.compare_compiled(ends_untapped, args=(X,), backend=faulty)
     assert compared.verdict.named == []
-    assert "what is computed between the last tap and the result is other. Tap the result." in compared.text
+    assert "what is computed between the last tap and the result differs. Tap the result." in compared.text
 
 
 def test_code_that_does_not_run_in_float64_is_compared_all_the_same_and_told_of(session: gl.Session) -> None:

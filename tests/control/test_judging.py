@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kit.support import reset, run_cell
 
 import graftlab as gl
+from graftlab.control.verdicts import Verdict
 from graftlab.errors import RunError, SessionError
 from graftlab.ranks.messages import Failure
 
@@ -63,10 +65,10 @@ def chain(fault: str = "") -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fault", "group", "said"),
     [
-        ("act", "layers.*.act", "layers.*.act is computed otherwise in layers 0-3 ("),
-        ("layer 2", "layers.*.act", "layers.*.act is computed otherwise in layer 2 of 0-3 ("),
-        ("input", "input", "input is computed otherwise ("),
-        ("out", "out", "out is computed otherwise ("),
+        ("act", "layers.*.act", "layers.*.act is computed differently in layers 0-3 ("),
+        ("layer 2", "layers.*.act", "layers.*.act is computed differently in layer 2 of 0-3 ("),
+        ("input", "input", "input is computed differently ("),
+        ("out", "out", "out is computed differently ("),
     ],
 )
 def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str, group: str, said: str) -> None:
@@ -164,7 +166,7 @@ def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> 
 def test_a_target_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("random",)).text
     assert text.startswith("The target does not repeat itself: run twice, it differs at layers.0.act, ")
-    assert "layers.*.act is computed otherwise" in text
+    assert "layers.*.act is computed differently" in text
 
 
 def lonely() -> None:
@@ -446,6 +448,9 @@ def test_a_verdict_shows_itself(session: gl.Session) -> None:
     shown = verdict._repr_mimebundle_()
     assert verdict.text in shown["text/plain"]
     assert ">culprit</td>" in shown["text/html"]
+    # What was not looked at stands first; what was found is what the eye finds.
+    partly = Verdict(replace(verdict.findings, unseen=["one tap."]), verdict.runs)._repr_mimebundle_()["text/html"]
+    assert partly.startswith("<p>Not looked at: one tap.</p><p><b>layers.*.act is computed differently")
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes

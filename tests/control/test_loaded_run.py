@@ -90,9 +90,9 @@ def test_what_arose_where_is_told_by_a_step_in_which_every_tap_was_grafted(tmp_p
     first = verdict.text.splitlines()[0]
     assert first.startswith("This is told by the rows of step 1 of run 0, in which every tap was grafted. So the floor")
     assert "assumed for float32 (rel_l2 1e-05), code was not swapped" in first
-    assert "\nlayers.*.act is computed otherwise in layer 1 of 0-1 (added 0.1, " in verdict.text
+    assert "\nlayers.*.act is computed differently in layer 1 of 0-1 (added 0.1, " in verdict.text
     assert isinstance(verdict.plot(), Figure)
-    assert "layers.*.act is computed otherwise" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
+    assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
     assert "Of what was looked at, nothing adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
 

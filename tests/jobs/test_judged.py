@@ -69,7 +69,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     before = filters_of(session.edit(b2t="name == 'nobody'", keep="name == 'out'"))
     verdict = session.verdict()
     assert verdict.named == ["layers.*.act"]
-    assert "layers.*.act is computed otherwise in layer 1 of 0-2 (added 0.01, " in verdict.text
+    assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
     assert " x the floor, float32)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
@@ -81,7 +81,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     assert "Not looked at: whether both jobs hold the same weights, which no tap shows" in verdict.text
     assert filters_of(session.plan) == before
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
-    assert "layers.*.act is computed otherwise" in session.report(tmp_path / "report.html").read_text()
+    assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
 
     # Runs of several steps.
     verdict = session.verdict(steps=2, explain=False)
@@ -137,7 +137,9 @@ def test_of_jobs_that_train_what_is_named_goes_with_the_floor_that_was_used(tmp_
     assert first.startswith("The jobs do not repeat a step: from one to the next the baseline differs at input.x")
     assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), code was not swapped" in first
     assert "\nThe weights differ already: " in verdict.text
-    assert "layers.*.act is computed otherwise in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
+    assert (
+        "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
+    )
     # These compute with weights that the fault has moved; which the text says of whatever is named.
     assert "layers.*.linear" in verdict.named
     assert "\nWeights were not grafted, so what is named may be the doing of those that differ." in verdict.text

@@ -614,7 +614,12 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
         ),
         ("%%graft transform\nx = 1", "TransformError: "),
         ("%graft plot --kind scatter nothing", "SessionError: no pair of tensors is kept for 'nothing'"),
+        ("%graft rename target ( x", "PlanError: rename '(' -> 'x' for target is not usable"),
         ("%graft run f(", "SessionError: the expression is not Python, so nothing was run"),
+        ("%graft verdict f(", "SessionError: the expression is not Python, so nothing was run"),
+        ("%graft match f(", "SessionError: the expression is not Python, so nothing was run"),
+        ("%graft check f(", "SessionError: the expression is not Python, so nothing was run"),
+        ("%graft compiled f(", "SessionError: the expression is not Python, so nothing was run"),
         ("%%graft both\nif True", "SessionError: the cell is not Python, so nothing was run"),
         ("session.run('1', 2)", "SessionError: target= must be a function or an expression, not int"),
         ("session.close()\nsession.run('1')", "SessionClosedError: this session is closed"),
@@ -625,6 +630,7 @@ def test_errors_of_graftlab_show_their_message_only(notebook: Kernel, cell: str,
     assert reply.error.startswith(message), reply.error or reply.stderr
     assert "Traceback" not in reply.error
     assert PACKAGE not in reply.error
+    assert value(notebook, "len(session.runs), session.plan.version") == "(0, 0)", "what was refused made a plan"
 
 
 @pytest.mark.ranks

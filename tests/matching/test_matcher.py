@@ -205,7 +205,7 @@ def test_a_rule_needs_two_layers_and_says_how_far_the_values_are(shift: int) -> 
     assert (pair.baseline, pair.sureness) == (f"h.{3 + shift}.mlp", "rule")
     assert pair.rel is not None
     assert pair.rel > 0.5
-    assert "as in 3 other layers, where the values match; here they differ by" in pair.note
+    assert "as in 3 other layers, where the values match; here the values differ by rel_l2" in pair.note
     alone = match_taps(*layered(2, wrong=[1], shift=shift), guesses=False)
     assert [pair.target for pair in alone.pairs] == ["layers.0.ffn"]
     assert alone.unmatched_target == {"layers.1.ffn": "no baseline tap has its values"}
@@ -456,6 +456,19 @@ def test_what_a_notebook_shows_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+
+
+def test_taps_without_a_partner_take_a_line_for_all_layers_with_their_reason() -> None:
+    left = {f"h.{n}.act": f"has the same values as h.{n}.mlp, which is paired" for n in range(12)}
+    shown = Proposal((), {**left, "norm": "no target tap has its values"})
+    assert shown.summary.endswith("; 13 baseline taps have none")
+    rich = shown._repr_mimebundle_()["text/html"]
+    assert "h.0.act … h.11.act (12 taps)" in rich
+    assert "has the same values as h.0.mlp, which is paired (and alike, with other numbers, in 11 layers more)" in rich
+    assert "h.5.act" not in rich
+    assert ">norm<" in rich
+    alone = Proposal((), {"norm": "no target tap has its values"}, {}, ("one",))
+    assert alone.summary.endswith("; 1 baseline tap has none; 1 problem")
 
 
 def test_rules_are_read_back_as_pairs() -> None:

@@ -99,5 +99,5 @@ def test_over_a_floor_that_was_not_measured_nothing_is_ever_called_rounding() ->
         "the assumed floor, threshold 5)."
     )
     named = text([row(1, "y", 3e-3)], told(WATCHED, moved=["y"]), "culprit")
-    assert "\ny is computed otherwise (added 0.003, 3e+02 x the assumed floor, float32)." in named
+    assert "\ny is computed differently (added 0.003, 3e+02 x the assumed floor, float32)." in named
     assert "2 x the given floor" in text([row(1, "y", 2e-3)], told(WATCHED, given=1e-3), "culprit")

@@ -82,8 +82,8 @@ def test_what_was_grafted_is_not_divergent_again() -> None:
 def test_a_nan_is_not_zero() -> None:
     rows = frame({"name": "a"}, {"name": "logits", "nonfinite_differ": 12})
     assert differences(rows) == [
-        "first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite on one side alone, or in another "
-        "way",
+        "first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite on one side and not the "
+        "same on the other",
         "what is finite is equal",
     ]
 
@@ -99,7 +99,7 @@ def test_a_nan_after_the_first_divergent_row_is_told_too() -> None:
     rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "logits", "nonfinite_differ": 12})
     assert differences(rows)[1] == (
         "non-finite values differ in 1 row, first at logits on target[0]: 12 of 64 elements are NaN or infinite on one "
-        "side alone, or in another way"
+        "side and not the same on the other"
     )
 
 
@@ -111,7 +111,7 @@ def test_rows_without_any_finite_pair_are_told_too() -> None:
     )
     first, *more = differences(rows)
     assert first.startswith("first divergent: a on target[0]: 64 of 64")
-    assert first.endswith("and in 2 rows more")
+    assert first.endswith("; so are elements of 2 more rows")
     assert more == []
 
 

@@ -121,6 +121,13 @@ class Screen:
         self.page.keyboard.insert_text(text)
 
 
+def center(of: Locator) -> tuple[float, float]:
+    """Where the middle of an element is on the page."""
+    box = of.bounding_box()
+    assert box is not None
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
 @pytest.fixture
 def screen(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Screen]:
     yield (screen := Screen(lab, request.param))
@@ -133,6 +140,7 @@ def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Scree
     page = screen.page
     b2t, t2b = page.locator(".graftlab-filter-b2t"), page.locator(".graftlab-filter-t2b")
     apply = page.locator("button.graftlab-apply")
+    place = center(apply)
 
     screen.write(b2t, "name == 'hidden' and")
     expect(b2t.locator(".graftlab-below")).to_contain_text("^")
@@ -145,15 +153,20 @@ def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Scree
     screen.write(t2b, "layer == 1")
     expect(page.locator(".graftlab-filter-editor")).to_contain_text("both")
     expect(apply).to_be_disabled()
+    assert center(apply) == place, "a fault, an overlap or a match moved the button"
     screen.lab.screenshot("filter-editor-overlap", of=page.locator(".graftlab-filter-editor"))
 
     screen.write(t2b, "")
     screen.write(b2t, "name == 'hidden' and layer == 1")
-    # The lines below both have their height by then, so that the button stays under the pointer.
+    expect(apply).to_be_enabled()
+    # What is said below a line comes and goes while the mouse is pressed; the button stays under the pointer.
+    middle = center(apply)
+    page.mouse.move(*middle)
+    page.mouse.down()
     expect(b2t.locator(".graftlab-below")).to_contain_text("1 of 5")
     expect(t2b.locator(".graftlab-below")).to_contain_text("matches nothing")
-    expect(apply).to_be_enabled()
-    apply.click()
+    assert center(apply) == middle
+    page.mouse.up()
     expect(page.locator(".graftlab-adopted")).to_contain_text("Plan 2")
     expect(page.locator(".graftlab-adopted")).to_contain_text("all 2 ranks")
     answer = screen.ask_until(2)
@@ -282,6 +295,14 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing
     expect(page.locator(".graftlab-static")).to_contain_text("closed")
     expect(page.locator(".graftlab-static .graftlab-on-light")).to_have_count(1)
     lab.command("docmanager:save")
+
+    # What is on the page when the kernel is restarted does not pass for live.
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    page.wait_for_selector(".graftlab-dashboard.jupyter-widgets-disconnected", state="attached")
+    before = "(panel, of) => getComputedStyle(of ? panel.querySelector(of) : panel, '::before').content"
+    assert "Not live" in live.evaluate(before, None)
+    assert live.evaluate(before, ".jupyter-widgets-disconnected") == "none", "a broken link at every part"
+
     lab.server.end_kernels()
     lab.reopen()
     static = page.locator(".graftlab-static")
