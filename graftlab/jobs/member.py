@@ -310,7 +310,7 @@ class Member:
         self._lasting = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
-            self._grafter.forget_itself()
+            self._grafter.forget_itself(message.version)
 
     def _run_against_itself(self, order: RunAgainstItself) -> Noted:
         self._grafter.run_against_itself(order)
@@ -409,11 +409,11 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             self._config.meeting,
         )
-        self._grafter.forget_itself()
         self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None
         if lasting is not None:
             self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_itself(self._grafter.newest_plan.version)
         if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         self._drop_assembly()
