@@ -32,6 +32,7 @@ from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.place import own_device, place_of
+from graftlab.jobs.unmatched import unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk, packed
@@ -349,6 +350,9 @@ class Member:
         if run is None:
             return
         self._grafter.end_run()
+        if self.place.rank == 0:
+            for said in unmatched_filters(self._config, self._grafter.plan, self._line.taps):
+                warn(f"{self.place.label}: {said}")
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
         self._line.send(RunDone(run.run, None, failure))
