@@ -126,8 +126,8 @@ class _Judging:
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
-        outputs = self._outputs(rows, output)
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
+        outputs = self._outputs(rows, output)
         selves = self._runs.baseline_against_itself(rows, list(outputs))
         unseen = _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
