@@ -311,6 +311,16 @@ export function mount(root, act = null) {
     const base = HEIGHT - BOTTOM + 4;
     g.fillStyle = g.strokeStyle = ink; g.textBaseline = "top";
     if (across() / (last - first) >= 13) {
+      // A slanted "x" is a "+", and names that have room are read best as they are written.
+      const slot = across() / (last - first), named = points.slice(first, last);
+      if (named.every((point) => g.measureText(point.label).width + 12 <= slot)) {
+        g.textAlign = "center";
+        named.forEach((point, n) => {
+          const x = xOf(first + n);
+          if (x >= LEFT && x <= LEFT + across()) g.fillText(point.label, x, base);
+        });
+        return;
+      }
       g.textAlign = "right";
       for (let n = first; n < last; n++) {
         const x = xOf(n) + 3;
