@@ -45,6 +45,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session", autouse=True)
 def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Set for the kernels and ranks that tests start, which inherit the environment."""
+    from graftlab.ranks import forkserver  # imports torch, which only those need who run tests
+
+    # Or each rank that makes a DTensor would take a second to import it.
+    forkserver.PRELOADED.append("torch.distributed.tensor.parallel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAFTLAB_HOME", str(tmp_path_factory.mktemp("runs")))
         patch.setenv("HF_HUB_OFFLINE", "1")

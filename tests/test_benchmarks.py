@@ -70,6 +70,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
     assert all(subject in refused.stderr for subject in command.SUBJECTS)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_told_and_costs_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

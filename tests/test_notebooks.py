@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import notebooks
+from kit import kernels, notebooks
 from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -18,6 +18,7 @@ def execute(name: str, tmp_path: Path) -> list[Any]:
     """Run a notebook as a person would; returns the outputs of its code cells."""
     from nbclient import NotebookClient
 
+    kernels.start_warm()
     document = notebooks.read(NOTEBOOKS / name)
     kernel = {"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")}
     client = NotebookClient(

@@ -57,7 +57,6 @@ class _Side(NamedTuple):
 class _Total(NamedTuple):
     """``squares`` is of the difference, ``place`` where that is largest; all but low and high are scaled."""
 
-    pairs: int
     x: _Side
     y: _Side
     max_abs: float
@@ -65,7 +64,6 @@ class _Total(NamedTuple):
     squares: float
     product: float
     place: int
-    nonfinite: dict[str, int]
 
 
 def measure(x: torch.Tensor, y: torch.Tensor) -> DiffStats:
@@ -73,14 +71,16 @@ def measure(x: torch.Tensor, y: torch.Tensor) -> DiffStats:
     size = CPU_BLOCK if x.is_cpu else DEVICE_BLOCK
     x, y = x.detach(), y.detach()
     blocks = [(x[at : at + size], y[at : at + size]) for at in range(0, x.numel(), size)]
-    total, scale = _total(_parts(x, y, blocks, _Scale())), _Scale()
-    if total.pairs == 0:
-        return DiffStats(numel=x.numel(), **total.nonfinite)  # type: ignore[arg-type]
+    parts, scale = _parts(x, y, blocks, _Scale()), _Scale()
+    nonfinite = _nonfinite(parts)
+    if not any(part["pairs"] for part in parts):
+        return DiffStats(numel=x.numel(), **nonfinite)  # type: ignore[arg-type]
+    total = _total(parts)
     ends = [max(abs(side.low), abs(side.high)) for side in (total.x, total.y)]
     needed = _Scale(*(_exponent(magnitude) for magnitude in (*ends, total.max_abs)))
     if needed != scale:
         total, scale = _total(_parts(x, y, blocks, needed)), needed
-    return _statistics(total, scale, x.numel())
+    return _statistics(total, scale, x.numel(), nonfinite)
 
 
 def _parts(x: torch.Tensor, y: torch.Tensor, blocks: Sequence[Block], scale: _Scale) -> list[dict[str, float]]:
@@ -136,17 +136,16 @@ def _measure_blocks(blocks: Sequence[Block], scale: _Scale) -> list[dict[str, fl
     return [part | {"place": part["place"] + start} for part, start in zip(parts, starts, strict=False)]
 
 
-def _total(parts: list[dict[str, float]]) -> _Total:
-    names_of_counts = ("nonfinite_baseline", "nonfinite_target", "nonfinite_differ")
-    nonfinite = {name: int(sum(part[name] for part in parts)) for name in names_of_counts}
+def _nonfinite(parts: Sequence[dict[str, float]]) -> dict[str, int]:
+    names = ("nonfinite_baseline", "nonfinite_target", "nonfinite_differ")
+    return {name: int(sum(part[name] for part in parts)) for name in names}
+
+
+def _total(parts: Sequence[dict[str, float]]) -> _Total:
     parts = [part for part in parts if part["pairs"]]
     pairs = int(sum(part["pairs"] for part in parts))
-    if not pairs:
-        nothing = _Side(0, 0, 0, 0, 0)
-        return _Total(0, nothing, nothing, 0, 0, 0, 0, -1, nonfinite)
     farthest = max(parts, key=lambda part: part["max_abs"])  # the first of several
     return _Total(
-        pairs,
         _side(parts, "x", pairs),
         _side(parts, "y", pairs),
         farthest["max_abs"],
@@ -154,7 +153,6 @@ def _total(parts: list[dict[str, float]]) -> _Total:
         _sum(part["squares"] for part in parts),
         _sum(part["product"] for part in parts),
         int(farthest["place"]),
-        nonfinite,
     )
 
 
@@ -218,7 +216,7 @@ def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _Side:
     )
 
 
-def _statistics(total: _Total, scale: _Scale, numel: int) -> DiffStats:
+def _statistics(total: _Total, scale: _Scale, numel: int, nonfinite: dict[str, int]) -> DiffStats:
     x, y = total.x, total.y
     if x.squares == 0 or y.squares == 0:
         rel_l2 = 1.0 if x.squares else math.inf if y.squares else 0.0
@@ -244,7 +242,7 @@ def _statistics(total: _Total, scale: _Scale, numel: int) -> DiffStats:
         std_target=_times_two_to(y.std, scale.y),
         min_target=y.low,
         max_target=y.high,
-        **total.nonfinite,
+        **nonfinite,
     )
 
 

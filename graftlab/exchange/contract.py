@@ -172,7 +172,8 @@ class LiveExchange(Exchange[Memo], Announcements, Protocol[Memo]):
     """What joins ranks that run at the same time: their tensors, and their leader's word."""
 
     def await_past(self, step: int) -> bool:
-        """Wait until no participant is in this step or before it any more; False when one is after the time limit.
+        """Wait until no rank of the other side is in this step or before it any more; False when one is after the time
+        limit.
 
         Who only sends waits for nobody else, and may be as many steps ahead as its buffer holds.
         """

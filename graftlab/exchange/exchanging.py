@@ -180,11 +180,12 @@ class RankExchange(Generic[Memo]):
         return [peer.announced.pop(heard) for heard in sorted(peer.announced) if heard <= step]
 
     def await_past(self, step: int) -> bool:
-        peers = self._peers.by_rank
+        # Ranks of one side tell each other nothing of their steps. Through the other side they are held together too.
+        peers = self._peers.others
         self._peers.pump(0)
-        if not all(peer.is_past(step) for peer in peers.values()):
-            with self._peers.wait([rank for rank, peer in peers.items() if not peer.is_past(step)]) as wait:
-                while not all(peer.is_past(step) for peer in peers.values()):
+        if not all(peer.is_past(step) for peer in peers):
+            with self._peers.wait([peer.world_rank for peer in peers if not peer.is_past(step)]) as wait:
+                while not all(peer.is_past(step) for peer in peers):
                     remaining = wait.remaining()
                     if remaining <= 0:
                         return False

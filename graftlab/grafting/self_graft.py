@@ -309,7 +309,7 @@ def _label(place: Place) -> str:
     name, tags, _, occurrence = place
     parts = [f"{tag}={value}" for tag, value in tags]
     if occurrence:
-        parts.append(f"the {occurrence + 1}th time")
+        parts.append(f"call {occurrence + 1}")
     return f"{name} ({', '.join(parts)})" if parts else name
 
 

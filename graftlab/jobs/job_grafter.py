@@ -163,7 +163,7 @@ class JobGrafter(Grafter):
         self._itself, self._itself_under = None, -1
 
     def _await_others(self) -> None:
-        """Before a step ends: wait for whoever is more than one behind."""
+        """Before a step ends: wait for those of the other side that are more than one behind."""
         with self._lock:
             if self._run is not None and threading.get_ident() not in self._at_work:
                 self._exchange.await_past(self._step - 1)

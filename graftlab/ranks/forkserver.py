@@ -22,8 +22,9 @@ from graftlab.ranks import tidying
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WORKER = "graftlab.ranks.worker"
-_TIDYING = tidying.__name__
+PRELOADED = ["graftlab.ranks.worker"]
+"""What the forkserver imports, so that ranks need not. Changes count until it starts."""
+
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 
 
@@ -52,7 +53,7 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 def prepare() -> None:
     """Start the forkserver unless it runs already. Raises OSError where it cannot listen."""
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([_WORKER, _TIDYING])
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, tidying.__name__])
     told = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
     with hidden_main(), _environment_of_forkserver({tidying.VARIABLE: told, **_same_import_path()}):
         multiprocessing.forkserver.ensure_running()

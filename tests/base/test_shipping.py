@@ -206,6 +206,7 @@ def warned(pack: Callable[[], bytes]) -> list[warnings.WarningMessage]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_large_is_named_where_its_author_wrote_it_and_the_warning_points_at_the_user() -> None:
     cell = run_cell(
         f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,14 +22,20 @@ def levels() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def small_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A kernel whose blocks are so small that tensors of a few elements have several."""
     compiler = hook.machine_compiler() or hook.zig_compiler()
     if compiler is None:
         pytest.skip("no C compiler was found, so there is no kernel of small blocks")
-    library: Path = tmp_path_factory.mktemp("kernel") / "kernel.so"
     made = f"{hook.kernel_hash(ROOT)} for {compiler.tag}"
-    hook.compile_kernel(kernel.SOURCES, library, compiler, made, SMALL)
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # of all workers of this run, of which the first compiles it
+    library: Path = folder / "small-blocks.so"
+    with (folder / "small-blocks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            hook.compile_kernel(kernel.SOURCES, library, compiler, made, SMALL)
     return library
 
 

@@ -168,6 +168,7 @@ def test_one_magnitude_all_over_is_not_lost_in_roundings_either(size: int, dtype
     assert found.std_target == pytest.approx(wide_y.std(correction=0).item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_threads_measure_without_disturbing_each_other() -> None:
     pairs = [[random((100_003,), dtype, seed) for seed in (0, 1)] for dtype in (torch.float32, torch.bfloat16) * 2]
     pairs[1][0][::5] = NAN

@@ -7,8 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from kit.values import assert_values
 
-from graftlab.diffs.samples import distributions, sample
+from graftlab.diffs.kernel import Kernel
+from graftlab.diffs.maps import DifferenceMap
+from graftlab.diffs.samples import Distributions, Sample, distributions, sample
+from graftlab.diffs.statistics import DiffStats
 
 INF, NAN = math.inf, math.nan
 
@@ -117,3 +121,7 @@ def test_pairs_that_are_equal_or_of_one_number_have_no_worst_or_that_one() -> No
     assert (same.worst, same.worst_index, len(same.baseline), same.nonfinite) == (0, None, 9, 0)
     alone = sample(torch.tensor(2.0), torch.tensor(1.0))
     assert (alone.worst, alone.worst_index, alone.baseline.tolist(), alone.numel) == (1, (), [2.0], 1)
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(Distributions, Sample, DiffStats, DifferenceMap, Kernel)

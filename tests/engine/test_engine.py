@@ -113,6 +113,7 @@ def test_many_requests_get_the_tokens_of_decoding_without_a_cache(
     assert everything_free(engine)
 
 
+@pytest.mark.slow
 def test_the_window_is_felt_by_the_workload() -> None:
     assert [decoded(r.input_ids, r.max_new_tokens) for r in workload(20)] != [
         decoded(r.input_ids, r.max_new_tokens, 5) for r in workload(20)
@@ -382,6 +383,7 @@ def info(temperatures: list[float], seeds: list[int], positions: list[int], top_
     )
 
 
+@pytest.mark.slow
 def test_a_draw_does_not_depend_on_what_else_is_served() -> None:
     requests = [
         dataclasses.replace(r, temperature=1.0 + i % 3, seed=i, top_k=[None, 5][i % 2])

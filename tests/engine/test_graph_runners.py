@@ -264,6 +264,7 @@ def test_batches_that_grow_and_shrink_in_any_order_are_those_of_the_eager_engine
     assert not engines[1].live
 
 
+@pytest.mark.slow
 @runners
 def test_a_forward_that_is_repeated_gives_the_same(kind: str) -> None:
     steps = itertools.count()
@@ -371,6 +372,7 @@ def test_a_graph_holds_nothing_of_the_batch_it_was_captured_with(kind: str) -> N
     assert [each() for each in held if each() is not None] == []
 
 
+@pytest.mark.slow
 @runners
 def test_graphs_may_be_captured_in_inference_mode_and_replayed_outside_it(kind: str) -> None:
     engine = Engine(model(), runner=RUNNERS[kind])
@@ -462,6 +464,7 @@ def test_identities_are_read_in_the_graph_and_padded_with_nobodys(kind: str, dev
     assert len(paddings) > 1
 
 
+@pytest.mark.slow
 @runners
 def test_identities_that_are_switched_on_are_captured_with_the_next_batch(kind: str, device: str) -> None:
     engine = Engine(model(device), runner=RUNNERS[kind], max_requests=1)
@@ -529,6 +532,7 @@ def test_attention_for_graphs_refuses_more_tokens_than_its_buffers_hold() -> Non
         engine.generate([[1, 2, 3, 4]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_for_graphs_gives_the_numbers_of_the_eager_one(window: int | None, device: str) -> None:
     """Prefills in pieces, and decodes, of which both runners write the same into one cache."""
@@ -572,6 +576,7 @@ def test_token_sizes_without_room_are_refused(runner: Any) -> None:
         Engine(model(), runner=partial(runner, registry=registry, token_sizes=[4, 17]))
 
 
+@pytest.mark.slow
 def test_runners_over_tokens_share_a_registry() -> None:
     registry = build_prefill_registry("cpu", 8, 64)
     breakable = Engine(model(), runner=partial(BreakableGraphRunner, registry=registry))
@@ -601,6 +606,7 @@ def expected_halved(count: int, *names: str) -> dict[str, list[int]]:
     return served(Engine(own), workload(count))
 
 
+@pytest.mark.slow
 def test_what_the_host_makes_of_a_modules_output_goes_on_through_the_next_graph(device: str) -> None:
     names = ("blocks.0.attention.q_proj", "blocks.1.mlp", "final_norm")
     engine = Engine(model(device), runner=partial(BreakableGraphRunner, breaks=dict.fromkeys(names, halved)))
@@ -631,6 +637,7 @@ def test_a_break_sees_the_values_of_its_own_batch(device: str) -> None:
     torch.testing.assert_close(latest, wanted)
 
 
+@pytest.mark.slow
 def test_another_function_at_a_break_needs_no_capture_and_another_module_needs_one(device: str) -> None:
     engine = Engine(model(device), runner=BreakableGraphRunner)
     runner = engine.runner
@@ -710,6 +717,7 @@ def test_a_draft_that_is_always_right_spares_all_other_forwards(ahead: int) -> N
     assert runner.accepted == runner.guessed == runner.replays * ahead
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_never_right_changes_nothing() -> None:
     wrong = copy.deepcopy(model())
     # Whatever the model finds likeliest, this one finds least likely.
@@ -720,18 +728,21 @@ def test_a_draft_that_is_never_right_changes_nothing() -> None:
     assert runner.accepted == 0 < runner.guessed
 
 
+@pytest.mark.slow
 def test_some_guesses_of_a_smaller_model_come_true() -> None:
     engine, runner = drafting(draft())
     assert served(engine, workload(30)) == expected(30)
     assert 0 < runner.accepted < runner.guessed
 
 
+@pytest.mark.slow
 def test_guesses_go_on_to_the_end_of_the_longest_request() -> None:
     engine, _ = drafting(draft(), ahead=5)
     requests = [Request(f"r{i}", (i,), CONFIG.max_positions - 1) for i in range(3)]
     assert served(engine, requests) == served(Engine(model()), requests)
 
 
+@pytest.mark.slow
 def test_what_was_guessed_for_a_request_is_not_for_another_of_its_name() -> None:
     eager = Engine(model())
     tails = {i: eager.generate([[i]], max_new_tokens=3)[0]["output_ids"] for i in range(61)}
@@ -769,6 +780,7 @@ def test_the_graphs_of_both_models_share_their_buffers_with_a_decode_runner() ->
     assert {name for name, _ in shared} == per_request
 
 
+@pytest.mark.slow
 def test_engines_that_share_buffers_take_turns_without_harm() -> None:
     engines = [drafting(draft())[0], Engine(model(), runner=partial(DecodeGraphRunner, share_pool=True))]
     outputs: list[dict[str, list[int]]] = [{}, {}]

@@ -165,6 +165,7 @@ def test_what_a_model_cannot_be_made_of_is_refused() -> None:
 # ---- the eager engine, against the model without a cache ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @models
 def test_the_eager_engine_gives_the_uncached_models_tokens(name: str) -> None:
     built = model(name)
@@ -225,6 +226,7 @@ def test_every_runner_gives_the_eager_engines_tokens(
     assert 1 <= runner.captures < runner.replays
 
 
+@pytest.mark.slow
 @runners
 @models
 def test_what_the_model_reads_comes_through_the_registrys_slot(kind: str, name: str) -> None:
@@ -246,6 +248,7 @@ def test_a_runner_that_replays_nothing_gives_the_same_tokens(name: str) -> None:
     assert engine.runner.captures == 0
 
 
+@pytest.mark.slow
 def test_a_draft_may_have_multimodal_positions_too() -> None:
     engine = Engine(model("mrope"), runner=drafting("mrope"))
     assert served(engine) == expected("mrope")

@@ -122,6 +122,7 @@ def test_a_sender_does_not_wait_while_the_budget_lasts(a_world: MakeWorld) -> No
         assert sender.bytes_in_use() == 8 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [True, False])
 def test_small_tensors_beyond_number_do_not_make_a_sender_wait(empty: bool, world: World) -> None:
     # More frames than a socket holds, and nobody reads.
@@ -196,6 +197,7 @@ def test_memory_that_is_released_is_used_again(a_world: MakeWorld) -> None:
         assert len(offsets) <= 2 or not world.shares_memory
 
 
+@pytest.mark.slow
 def test_many_small_tensors_are_released_before_the_step_ends(world: World) -> None:
     sender, receiver = world.baseline, world.target
     most = 0

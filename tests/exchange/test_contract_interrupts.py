@@ -149,6 +149,7 @@ def end(rank: Mailbox) -> int:
     return rank.step
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_an_exchange_that_goes_on(
     a_world: MakeWorld, interrupter: Interrupter
 ) -> None:

@@ -128,6 +128,13 @@ def test_a_follower_waits_for_the_leader_and_not_for_ever(world: World) -> None:
     assert world.target.exchange.announcements(0, 2) is None
 
 
+def test_before_the_leaders_first_word_a_follower_has_heard_nothing_of_any_step(world: World) -> None:
+    world.target.exchange.timeout = 0.05
+    assert world.target.exchange.announcements(0, 0) is None
+    world.baseline.exchange.announce(0, b"begin")
+    assert world.target.exchange.announcements(0, 0) == [b"begin"]
+
+
 def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
     world.target.exchange.timeout = 0.05
     assert world.target.exchange.announcements(0, 1) is None
@@ -151,7 +158,7 @@ def test_a_leader_that_begins_later_keeps_nobody_waiting_for_what_it_never_says(
     assert world.target.waits_so_far == 0
 
 
-def test_a_rank_can_wait_until_no_other_is_in_a_step_any_more_and_not_for_ever(a_world: MakeWorld) -> None:
+def test_a_rank_can_wait_until_the_other_side_is_in_a_step_no_more_and_not_for_ever(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         world.begin()
         ahead = world.baseline.exchange
@@ -169,6 +176,16 @@ def test_a_rank_can_wait_until_no_other_is_in_a_step_any_more_and_not_for_ever(a
         second.exchange.end_run()
         ahead.timeout = DEADLINE
         assert ahead.await_past(2)
+
+
+def test_ranks_of_one_side_do_not_wait_for_each_others_steps_which_they_are_not_told_of(a_world: MakeWorld) -> None:
+    with a_world(1, 2) as world:
+        world.begin()
+        leader, first, _ = world.mailboxes
+        waiting = in_background(lambda: first.exchange.await_past(0))
+        first.until_it_waits()
+        leader.exchange.end_step(0)
+        assert waiting.result(DEADLINE)
 
 
 def ends_the_run(leader: Mailbox) -> None:

@@ -242,6 +242,19 @@ def test_the_end_of_a_step_waits_for_the_reads_of_that_step_alone(machine: Machi
     assert sender.bytes_in_use() == 0
 
 
+def test_the_end_of_a_run_waits_for_the_reads_that_came_after_its_last_step(machine: Machine, world: World) -> None:
+    sender, receiver = world.mailboxes
+    sender.publish(key(), on_gpu(A_MIB))
+    receipt = receiver.receive(key())
+    machine.reads_take_long = True
+    receipt.release()
+    assert machine.synchronized == 0
+    receiver.exchange.end_run()
+    assert machine.synchronized == 1
+    sender.exchange.end_run()
+    assert sender.bytes_in_use() == 0
+
+
 def test_what_nobody_asked_for_is_free_when_the_receivers_end_the_step(world: World) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key(), on_gpu(A_MIB), memo="unmatched")

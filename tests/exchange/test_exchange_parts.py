@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.exchange_scripts import write_without_end
 from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
+from kit.values import assert_values
 
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
@@ -184,6 +185,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> No
     assert one.drain(DEADLINE)
 
 
+@pytest.mark.slow
 def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
     with eager_threads():
@@ -401,3 +403,7 @@ def test_a_segment_seen_first_in_inference_mode_can_be_written_outside_of_it() -
             window.copy_(torch.full((3,), float(mode)))
             assert not window.is_inference()
     assert window.tolist() == [0.0] * 3
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(Whereabouts)

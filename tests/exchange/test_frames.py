@@ -97,6 +97,17 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
         assert [type(value) for _, value in back.key.tags] == [type(value) for _, value in frame.key.tags]
 
 
+def test_each_kind_of_frame_has_its_number_by_which_other_processes_know_it() -> None:
+    key = TapKey(1, "x", (), "original", 0)
+    where = WhereaboutsToTell("idle", 0, 0, 0, 0.0, "", ())
+    made: list[Frame] = [
+        *(Published(key, 1, "float32", (), 4, None, None), Declined(key), Released([1]), StepEnded(1), RunEnded()),
+        *(Announced(1, b""), ChunkShared(1, b""), ChunkAnswered(None), WaitsForYou(1, True), Yield(1)),
+        *(Declined(TapKey(1, "\ud800", (), "original", 0)), IsAt(where, 0)),
+    ]
+    assert [msgspec.msgpack.decode(encode(frame))[0] for frame in made] == list(range(12))
+
+
 class Mischief:
     """Ends the process that unpickles it."""
 

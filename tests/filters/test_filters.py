@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.values import assert_values
 
 from graftlab.errors import FilterError, GraftError
 from graftlab.filters.expressions import HELPERS, MAX_LENGTH, Filter, compile_filter
@@ -565,3 +566,7 @@ def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int) -> 
     with pytest.raises(FilterError) as refused:
         compile_filter(" " * blanks + "x.y")
     assert refused.value.position == blanks
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(Filter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,76 @@ def test_what_had_to_go_for_newer_pairs_is_told() -> None:
         kept.find("x", {"layer": 0})
 
 
+def test_a_failure_is_still_told_when_what_it_was_given_had_to_go() -> None:
+    kept = KeptPairs(2 * MIB)
+    kept.add(the_input(torch.zeros(MIB // 8), torch.zeros(MIB // 8), layer=0, step=5), None)
+    for layer in (1, 2):
+        keep_number(kept, layer, MIB, layer=layer, step=5)
+    assert [tags["layer"] for tags in kept.tags(failed=True)] == [1, 2]
+    with pytest.raises(SessionError, match="x layer=0 at step 5 was not kept: its transform failed"):
+        kept.find("x", {"layer": 0}, failed=True)
+
+
+def test_of_several_taps_that_are_not_held_the_newest_is_told_of() -> None:
+    kept = KeptPairs(2 * MIB)
+    assert kept.missing() == []
+    for step in (3, 4):
+        for layer in (1, 2):
+            keep_number(kept, 0, 4 * MIB, layer=layer, step=step)
+    assert [(tags["layer"], tags["step"]) for tags in kept.missing()] == [(1, 4), (2, 4)]
+    with pytest.raises(SessionError, match="x layer=2 at step 4 was not kept"):
+        kept.find("x", {})
+    # What was kept before another tap's newest was missed is not held against it.
+    keep_number(kept, 7, MIB, layer=1, step=5)
+    assert [tags["layer"] for tags in kept.missing()] == [2]
+    assert kept.find("x", {}) is not None
+
+
+def test_a_pair_exactly_as_large_as_the_budget_is_kept_and_the_sizes_are_told_in_whole_mib() -> None:
+    kept = KeptPairs(2 * MIB)
+    assert keep_number(kept, 1, 2 * MIB, index=0) is None
+    assert keep_number(kept, 1, 2 * MIB + 8, index=1) == "not kept: the tensors have 2 MiB and the budget is 2 MiB"
+    with pytest.raises(SessionError, match=r"keep_budget=3 << 20\) or more keeps it"):
+        kept.find("x", {"index": 1})
+    assert [tags["index"] for tags in kept.tags()] == [0]
+
+
+def test_a_pairs_bytes_count_what_two_tensors_share_once() -> None:
+    received, target = torch.zeros(4), torch.zeros(6)
+    for value, nbytes in ((received, 40), (None, 40), (torch.zeros(4), 56)):
+        assert KeptPair(the_input(received, target), value).nbytes == nbytes
+
+
+def test_extras_that_cannot_be_copied_are_left_out_with_a_note() -> None:
+    class Uncopied:
+        def __deepcopy__(self, memo: object) -> object:
+            raise TypeError("no copies")
+
+    given = the_input(torch.zeros(1), torch.zeros(1))
+    note = KeptPairs().add(replace(given, target_extras={"k": Uncopied()}), None)
+    assert note == "kept without the extras of its own tap, which cannot be copied: no copies"
+    extras = {"k": [1]}
+    kept = KeptPairs()
+    assert kept.add(replace(given, target_extras=extras), torch.zeros(1)) is None
+    extras["k"].append(2)
+    pair = kept.find("x", {})
+    assert pair is not None
+    assert pair.graft_input.target_extras == {"k": [1]}
+
+
+def test_the_heap_is_tidied_each_time_an_eighth_of_the_budget_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tidied: list[int] = []
+    monkeypatch.setattr("graftlab.grafting.kept._trim", tidied.append)
+    kept = KeptPairs(800)
+    for count in range(1, 26):
+        keep_number(kept, 0, 40, index=count)
+        # 120 bytes are the first to be more than 100.
+        assert tidied == [0] * (count // 3)
+    monkeypatch.setattr("graftlab.grafting.kept._trim", None)
+    for count in range(3):
+        keep_number(kept, 0, 40, index=count)
+
+
 def test_taps_whose_pairs_had_to_go_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlab.grafting.kept._MISSING_LIMIT", 5)
     kept = KeptPairs(2 * MIB)
@@ -248,6 +319,7 @@ def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself() -> Non
     assert pair.baseline.tolist() == [[0.0, 2.0], [1.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_other_threads_may_ask_while_pairs_come_and_go() -> None:
     kept, stop = KeptPairs(800), threading.Event()
 

@@ -98,6 +98,34 @@ def test_an_error_is_added_at_one_tap_and_not_inherited_by_the_next() -> None:
     assert found.outputs[-1].rel_l2 > 3 * found.outputs[1].rel_l2
 
 
+def test_what_is_added_is_measured_by_the_records_size_and_its_largest_difference_by_its_root_mean_square() -> None:
+    record, shift = torch.tensor([3.0, -4.0]), torch.tensor([0.0, 0.5])
+    found = graft(lambda: gl.tap("x", record.clone(), layer=3), exact=lambda: gl.tap("x", record + shift, layer=3))
+    (row,) = found.exact
+    assert row.rel_max == pytest.approx(0.5 / math.sqrt(12.5))
+    assert row.squares == pytest.approx(25.0)
+    assert row.rel_l2 == pytest.approx(0.1)
+    assert (row.name, row.tags["layer"], row.occurrence, row.dtype) == ("x", 3, 0, "float32")
+
+
+def test_beside_a_record_of_zeros_any_difference_is_without_bound() -> None:
+    found = graft(lambda: gl.tap("x", torch.zeros(2)), exact=lambda: gl.tap("x", torch.tensor([0.0, 1e-30])))
+    assert [(row.rel_max, row.squares) for row in found.exact] == [(math.inf, 0.0)]
+    found = graft(lambda: gl.tap("x", torch.zeros(2)), exact=lambda: gl.tap("x", torch.zeros(2)))
+    assert [(row.rel_max, row.squares) for row in found.exact] == [(0.0, 0.0)]
+
+
+def test_a_tap_is_told_from_the_same_tap_reached_again() -> None:
+    def twice() -> None:
+        for _ in range(2):
+            gl.tap("x", torch.ones(2))
+        gl.tap("x", torch.rand(2), layer=1)
+        gl.tap("x", torch.rand(2))
+
+    assert [row.occurrence for row in graft(lambda: [gl.tap("x", torch.ones(2)) for _ in range(3)]).added] == [0, 1, 2]
+    assert graft(twice).not_repeated == ["x (layer=1)", "x (call 3)"]
+
+
 def test_the_coarser_dtype_of_a_tap_is_that_it_is_moved_by() -> None:
     narrow = by_name(graft(chain, dtypes={"layers.0.x": "bfloat16"}).added)
     assert 1e-4 < narrow["layers.1.x"].rel_l2 < 1e-2
@@ -148,7 +176,17 @@ def test_a_tap_that_is_not_reached_again_is_said() -> None:
     assert graft(once).not_repeated == ["first call was not reached again"]
 
 
+def test_another_dtype_or_shape_is_not_the_same() -> None:
+    makes = iter([torch.ones(2), torch.ones(2).double(), torch.ones(2), torch.ones(1, 2)])
+    for _ in range(2):
+        assert graft(lambda: gl.tap("x", next(makes))).not_repeated == ["x"]
+
+
 def test_nan_in_the_same_places_is_the_same() -> None:
+    for dtype in (torch.float32, torch.complex64):
+        before, after = torch.tensor([1.0, math.nan], dtype=dtype), torch.tensor([math.nan, 1.0], dtype=dtype)
+        makes = iter([before, after])
+        assert graft(lambda makes=makes: gl.tap("x", next(makes))).not_repeated == ["x"]
     assert graft(lambda: gl.tap("x", torch.tensor([1.0, math.nan]))).not_repeated == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit import warm
+from kit.deadline import DEADLINE
 from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
@@ -102,10 +103,21 @@ def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Pat
 
 
 def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Path) -> None:
-    code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path, timeout=30)))
-    assert (code, out) == (0, "done False\n")
-    assert err.count("GraftWarning") == 1
-    assert "target[0] had not joined within 30 s" in err
+    # The first of two ranks starts the host, which takes its time; so that of the second is for the target alone.
+    first, waits = (
+        {**variables("baseline", 2, 1, run_dir=tmp_path, timeout=limit), "RANK": str(rank), "WORLD_SIZE": "2"}
+        for rank, limit in ((0, DEADLINE), (1, 8))
+    )
+    holds = start("trusted_model.py", **first)
+    try:
+        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the joining of the first")
+        code, out, err = end(start("trusted_model.py", **waits))
+        assert (code, out) == (0, "done False\n")
+        assert err.count("GraftWarning") == 1
+        assert "target[0] had not joined within 8 s" in err
+    finally:
+        holds.kill()
+        end(holds)
 
 
 def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
+from kit import warm
 from kit.deadline import DEADLINE
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -96,9 +100,39 @@ class Kernel:
         return matches
 
 
+class WarmProvisioner(LocalProvisioner):
+    """Starts a kernel as a fork of a process that has imported torch: any kernel, once it is the default."""
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        cwd = kwargs.get("cwd")
+        with open(os.devnull, "w") as nowhere:
+            self.process = warm.start(
+                cmd[1:], kwargs["env"], cwd=cwd, start_new_session=True, stdout=nowhere, stderr=nowhere
+            )
+        # Of the group that it is about to make, or a signal to the kernel would reach what it is forked from.
+        self.pid = self.pgid = self.process.pid
+        self.cwd = cwd or Path.cwd()
+        return self.connection_info
+
+
+PROVISIONER = "graftlab-warm"
+PROVISIONERS = f"[{KernelProvisionerFactory.GROUP_NAME}]\n{PROVISIONER} = kit.kernels:WarmProvisioner\n"
+"""What makes a package's ``entry_points.txt`` say where it is."""
+
+
+def start_warm() -> None:
+    """Let all kernels that this process starts be warm."""
+    factory = KernelProvisionerFactory.instance()
+    factory.provisioners[PROVISIONER] = EntryPoint(
+        PROVISIONER, f"{__name__}:WarmProvisioner", KernelProvisionerFactory.GROUP_NAME
+    )
+    factory.default_provisioner_name = PROVISIONER
+
+
 @contextlib.contextmanager
 def kernel(**environment: str) -> Iterator[Kernel]:
     """A kernel with these variables in its environment, and a folder of its own for its temporary files."""
+    start_warm()
     # Short, because sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="gl-") as folder:
         temporary = Path(folder) / "tmp"

@@ -255,6 +255,12 @@ class Screen:
         """The words of a widget."""
         return words(self.markup(name, within))
 
+    def lines(self, name: str) -> list[list[str]]:
+        """The cells of the table in a widget."""
+        body = self.markup(name).partition("<tbody>")[2]
+        rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+        return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
+
     @property
     def message(self) -> str:
         """What the panel says, and none of those in it; the same as the trait of that name."""

@@ -60,6 +60,7 @@ class Script:
         env: Mapping[str, str],
         cwd: str | Path | None = None,
         start_new_session: bool = False,
+        stdout: int | IO[Any] = subprocess.PIPE,
         stderr: int | IO[Any] = subprocess.PIPE,
         network: str | None = None,
         own_folder: tuple[str, str] | None = None,
@@ -69,8 +70,9 @@ class Script:
         pipes = [os.pipe() for _ in range(3)]
         told, tells = socket.socketpair()
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1], tells.fileno()]
-        if stderr != subprocess.PIPE:
-            theirs[2] = stderr if isinstance(stderr, int) else stderr.fileno()
+        for stream, given in ((1, stdout), (2, stderr)):
+            if given != subprocess.PIPE:
+                theirs[stream] = given if isinstance(given, int) else given.fileno()
         asked = {
             "arguments": self.args,
             "env": dict(env),
@@ -208,8 +210,10 @@ def _nursery() -> _Nursery:
 
 def next_script(descriptor: int) -> dict[str, Any]:
     """Import everything; fork for each request, and return it in the child. Ends with the test's end of the socket."""
+    gc.disable()  # or it would look through all that again and again, for a tenth of the time
     for module in _IMPORTED:
         importlib.import_module(module)
+    gc.enable()
     gc.freeze()  # or each child would look through all that, and copy it
     asks = socket.socket(fileno=descriptor)
     poller = select.poll()

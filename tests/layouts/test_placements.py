@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from kit.groups import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -47,7 +48,7 @@ class MLP(torch.nn.Module):
         self.down = torch.nn.Linear(16, 8)
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
@@ -84,8 +85,8 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Any, ...]]]:
     """What each rank holds of each tensor: its name, layout, local tensor, whole shape and whole."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run_rank, (folder,), nprocs=WORLD_SIZE)
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(run_rank, folder, WORLD_SIZE)
     per_rank = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
     return [list(tensors) for tensors in zip(*per_rank, strict=True)]
 

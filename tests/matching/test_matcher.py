@@ -82,6 +82,7 @@ def test_every_tap_of_a_right_port_finds_its_partner_by_value(named: tuple[str, 
     check_expected(name, proposal)
 
 
+@pytest.mark.slow
 def test_each_pairs_layout_takes_one_tensor_out_of_the_other(named: tuple[str, Port]) -> None:
     _, port = named
     baseline, target = taps_of(port)

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
+from kit.groups import run_ranks
 from kit.support import SMALL_MODEL
 
 from graftlab.models import (
@@ -356,7 +356,7 @@ def run_rank(rank, folder):
 def results(tmp_path_factory) -> list[dict]:
     """What each rank of one group of processes found out."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (folder,), nprocs=WORLD_SIZE)
+    run_ranks(run_rank, folder, WORLD_SIZE)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
 
 

@@ -83,6 +83,7 @@ def test_taps_match_completely_and_compare_clean(port: Port, session: gl.Session
     assert verdict.named == []
 
 
+@pytest.mark.ranks
 def test_a_fused_projection_has_all_its_parts_even_where_they_are_tapped_apart_too(session: gl.Session) -> None:
     """timm shows qkv fused and then q and k by themselves; transformers has one tap of each."""
     port = public_port("vit")

@@ -87,6 +87,7 @@ def test_an_empty_frame_says_so() -> None:
     assert "no rows to show" in ax.texts[0].get_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_of_a_run_gives_the_figure_that_a_frame_of_it_does(seed: int) -> None:
     random = Random(seed)

@@ -835,6 +835,7 @@ def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_the_worst_elements_are_always_among_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlab.diffs.maps.BLOCK", 10_000)
     baseline = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))

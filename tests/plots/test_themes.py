@@ -40,6 +40,7 @@ def pixels(png: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return np.asarray(image.imread(io.BytesIO(png))[..., :3], dtype=np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_on_dark_paper_the_paper_is_dark_nothing_black_is_left_on_it_and_all_is_undone(number: int) -> None:
     figure = figure_of(number)
@@ -56,6 +57,7 @@ def test_on_dark_paper_the_paper_is_dark_nothing_black_is_left_on_it_and_all_is_
     assert light.mean() > dark.mean()
 
 
+@pytest.mark.slow
 def test_data_keep_their_colours() -> None:
     figure = gl.plots.heatmap(torch.zeros(4, 4), torch.eye(4))
     light = pixels(to_png(figure))
@@ -93,6 +95,7 @@ def test_on_dark_paper_black_points_are_filled_as_before_and_blue_letters_are_li
     assert said.get_color() == "#0072B2"
 
 
+@pytest.mark.slow
 def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> None:
     figure = figure_of(0)
     markup = to_html(figure)

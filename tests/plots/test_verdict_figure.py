@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
@@ -56,6 +57,7 @@ def test_what_is_not_finite_on_one_side_is_at_the_top_and_zero_is_below_the_scal
     assert len(heights(figure, "inherited")) == 3
 
 
+@pytest.mark.slow
 def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -> None:
     figure = added_errors(taps(*({"added": 0.1, "ratio": 1e6, "label": "culprit"} for _ in range(6)), {}))
     figure.canvas.draw()
@@ -81,6 +83,7 @@ def test_taps_of_one_name_are_told_apart_by_their_tags() -> None:
     assert [each.get_text() for each in figure.axes[0].get_xticklabels()] == [f"gelu layer={n}" for n in range(3)]
 
 
+@pytest.mark.slow
 def test_a_page_need_not_shrink_it_until_its_names_are_unreadable() -> None:
     figure = added_errors(taps(*({} for _ in range(113))))
     # JupyterLab gives an output some 860 pixels; a figure is drawn with 110 to the inch.

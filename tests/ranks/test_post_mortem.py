@@ -59,6 +59,7 @@ def test_what_has_failed_is_not_run_on(last: LastFailure, command: str) -> None:
     assert last.ask("p factor") == "3"
 
 
+@pytest.mark.slow
 def test_the_frames_are_let_go_of() -> None:
     last, held = LastFailure(), Held()
     seen = weakref.ref(held)

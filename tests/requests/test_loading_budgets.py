@@ -104,3 +104,102 @@ def test_more_objects_than_the_budget_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(budgets, "_OBJECTS", 1000)
     with pytest.raises(DumpError, match="more than 1,000 objects"):
         load_dump(file_of(tmp_path, pickle.dumps({"requests": [list(range(2000))]})))
+
+
+# ---- where each budget ends ------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    value: Any = ()
+    for _ in range(depth - 1):
+        value = (value,)
+    return value
+
+
+def test_the_memory_of_a_file_grows_with_its_size_and_ends_where_it_is_said() -> None:
+    budget = budgets.Budget(10)
+    budget.take((64 << 20) + 16 * 10)
+    with pytest.raises(budgets.BudgetExceeded, match=r"more than 67,109,024 bytes, the memory budget of its size"):
+        budget.take(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        ("abc", 3),
+        (b"abc", 3),
+        (bytearray(5), 5),
+        ([1, 2, 3], 24),
+        (("ab", b"c", 1), 24 + 3),
+        ({"key": "value", "k": 1}, 16 + 5),
+        ({"abcd", 1}, 16 + 4),
+        (frozenset([b"abc"]), 8 + 3),
+        ([["not looked into"]], 8),
+        (12345, 0),
+        (None, 0),
+    ],
+)
+def test_copies_take_a_word_an_item_and_the_text_right_in_them(
+    value: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_BYTES", size + 7)
+    budget = budgets.Budget(0)
+    budget.take_copies(["1234567", value])
+    with pytest.raises(budgets.BudgetExceeded):
+        budget.take(1)
+
+
+def test_the_time_of_a_file_grows_with_its_size_and_ends_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(budgets.time, "monotonic", lambda: now[0])
+    budget = budgets.Budget(1_000_000)
+    now[0] = 112.0
+    budget.check_time()
+    now[0] = 112.01
+    for looks in (budget.check_time, lambda: list(budget.pieces([1])), lambda: budget.require_light([((),)])):
+        with pytest.raises(budgets.BudgetExceeded, match="to read it takes more than 12 s, the time budget of its"):
+            looks()
+
+
+def test_the_time_is_looked_at_every_so_many_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_SECONDS", -1.0)
+    budget = budgets.Budget(0)
+    with pytest.raises(budgets.BudgetExceeded):
+        [budget.count() for _ in range(1000)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])
+def test_what_is_taken_in_pieces_is_whole_and_in_order(count: int) -> None:
+    pieces = list(budgets.Budget(0).pieces(list(range(count))))
+    assert [item for piece in pieces for item in piece] == list(range(count))
+    assert all(0 < len(piece) <= 256 for piece in pieces)
+
+
+def test_keys_are_as_deep_and_as_heavy_as_is_said_and_no_more() -> None:
+    budget = budgets.Budget(0)
+    budget.require_light([nested(100), 1 << 99_999, -(1 << 99_999), "text", (1,) * 49_999, None])
+    for key, said in (
+        (nested(101), "a key of more than 100 tuples in each other"),
+        (1 << 100_000, "a key that is a number of 100001 bits"),
+        ((1,) * 100_000, "a key of tuples with more than 100,000 parts"),
+        ((1 << 1_000_000,), "a key of tuples with more than 100,000 parts"),
+        (((1,) * 500,) * 200, "a key of tuples with more than 100,000 parts"),
+    ):
+        with pytest.raises(budgets.BudgetExceeded, match=said):
+            budget.require_light([(), key])
+    # A part of the key counts 1, each tuple 1 more, and so does each word of a number.
+    budget.require_light([(1,) * 99_999, (1 << (8 * 99_998 - 1),), (((1,) * 998,) * 100,)])
+
+
+@pytest.mark.parametrize("make", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}])
+def test_containers_are_as_deep_as_is_said_and_no_deeper(make: Any) -> None:
+    deep: Any = make("end")
+    for _ in range(999):
+        deep = make(deep)
+    budgets.Budget(0).require_shallow(deep)
+    with pytest.raises(budgets.BudgetExceeded, match="lists, tuples and dicts more than 1000 deep in each other"):
+        budgets.Budget(0).require_shallow(make(deep))
+    endless: list[Any] = []
+    endless.append(endless)
+    budgets.Budget(0).require_shallow(endless)
+    budgets.Budget(0).require_shallow("text")

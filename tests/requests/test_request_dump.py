@@ -754,3 +754,37 @@ def test_the_log_says_where_requests_went(dumper: RequestDumper, caplog: pytest.
     add(dumper, "a")
     dumper.flush()
     assert f"wrote 1 requests to {files(folder(dumper))[0]}" in caplog.text
+
+
+def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
+    def dropped(content: Any) -> tuple[Any, Any]:
+        found, _ = pickle_in_steps({"server_args": None, "requests": [(content, None, 0.0, 0.0)], "dropped": []}, file)
+        file.seek(0)
+        return found, pickle.load(file)["requests"][0][0]
+
+    class Fails:
+        def __init__(self, said: int, shown: int = 1) -> None:
+            self.said, self.shown = said, shown
+
+        def __reduce__(self) -> Any:
+            raise ValueError("x" * self.said)
+
+        def __repr__(self) -> str:
+            return "y" * self.shown
+
+    file = io.BytesIO()
+    for length in (500, 501):
+        (told,), _ = dropped({"k": Fails(length)})
+        assert told == {"where": "requests[0].request['k']", "reason": f"ValueError: {'x' * 500}"}
+    assert dropped([Fails(1, 10_000)])[1] == ["y" * 10_000]
+    assert dropped([Fails(1, 10_001)])[1] == [f"{'y' * 10_000}... (10001 characters)"]
+    (told,), _ = dropped({"z" * 200: Fails(1)})
+    assert told["where"] == f"requests[0].request['{'z' * 99}]"
+    deep: Any = Fails(1)
+    for _ in range(32):
+        deep = [deep]
+    (told,), _ = dropped(deep)
+    assert told == {"where": f"requests[0].request{'[0]' * 32}", "reason": "ValueError: x"}
+    (told,), _ = dropped([deep])
+    assert told["reason"] == "more than 32 containers deep: ValueError: x"
+    assert told["where"] == f"requests[0].request{'[0]' * 32}"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,68 @@ def test_a_segment_goes_when_the_lowest_request_in_memory_is_beyond_it(tmp_path:
     assert [path.name[-14:] for path in tmp_path.iterdir()] == ["000002.journal"]
     journal.tidy(lambda: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def frame(kind: bytes, number: int, content: Any) -> bytes:
+    """As any version has written it: a magic, the kind, the number, the length and the checksum; little-endian."""
+    payload = pickle.dumps(content)
+    numbers = number.to_bytes(8, "little") + len(payload).to_bytes(4, "little")
+    checksum = zlib.crc32(payload, zlib.crc32(kind + str(number).encode()))
+    return b"\x93GLJ\r\n\x1a\n" + kind + numbers + checksum.to_bytes(4, "little") + payload
+
+
+def test_a_journal_of_an_earlier_process_says_what_no_whole_file_has(tmp_path: Path) -> None:
+    def request(rid: str, **more: Any) -> dict[str, Any]:
+        return {"requests": [({"rid": rid}, None, 1.0, 2.0)], "server_args": None, "dropped": [], **more}
+
+    (tmp_path / "whole.pkl").touch()
+    replaced = [{"where": "requests[0].request['x']", "reason": "TypeError: no"}]
+    data = b"".join(
+        (
+            frame(b"H", 0, {"requests": [], "server_args": 7, "dropped": [{"where": "server_args", "reason": "r"}]}),
+            frame(b"R", 3, request("third", dropped=replaced)),
+            frame(b"R", 1, request("first")),
+            frame(b"R", 2, request("second")),
+            frame(b"W", 0, (str(tmp_path / "elsewhere" / "whole.pkl"), [1])),
+            frame(b"W", 0, (str(tmp_path / "never.pkl"), [2])),
+        )
+    )
+    path = tmp_path / "a.journal"
+    found = read_journal(path, data + b"\x93GLJ", pickle.loads)
+    assert [each[0]["rid"] for each in found["requests"]] == ["second", "third"]
+    assert found["server_args"] == 7
+    assert found["dropped"] == [
+        {"where": "server_args", "reason": "r"},
+        {"where": f"bytes {len(data)} to {len(data) + 4}", "reason": "a frame that was not written to its end"},
+        {"where": "requests[1].request['x']", "reason": "TypeError: no"},
+    ]
+    assert found["crash"] == {
+        "reason": "a journal: its process has not written these requests into a file",
+        "files": [str(tmp_path / "elsewhere" / "whole.pkl")],
+        "marks": [None, None],
+    }
+    with pytest.raises(DumpError, match=r"a\.journal begins as a journal of requests and goes on as something else"):
+        read_journal(path, frame(b"R", 1, 7), pickle.loads)
+
+
+def test_a_segment_is_long_by_its_requests_its_bytes_or_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(journals.time, "monotonic", lambda: now[0])
+    segment = journals._Segment(tmp_path / "a.journal", b"head")
+    segment.add(7, b"request")
+    assert (segment.last, segment.count, segment.bytes) == (7, 1, segment.path.stat().st_size)
+    assert not segment.is_long
+    for name, longest in (("_LONGEST_COUNT", 1), ("_LONGEST_BYTES", segment.bytes)):
+        with monkeypatch.context() as patch:
+            patch.setattr(journals, name, longest + 1)
+            assert not segment.is_long
+            patch.setattr(journals, name, longest)
+            assert segment.is_long
+    now[0] += 59.9
+    assert not segment.is_long
+    now[0] += 0.2
+    assert segment.is_long
+    segment.remove()
+    assert not segment.path.exists()

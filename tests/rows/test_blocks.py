@@ -166,6 +166,7 @@ def test_rows_in_blocks_and_in_lines_are_the_rows_that_came(
     assert (folder / ROWS_FILE).read_bytes().count(b"\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_rows_come_while_others_read_them_and_lines_become_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

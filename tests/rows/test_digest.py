@@ -190,6 +190,7 @@ def test_a_fault_in_some_rows_costs_those_alone_and_is_counted(
     with caplog.at_level(logging.ERROR):
         digest.catch_up()
     assert digest.behind == 0
+    assert "some of the rows 2 to 3 are in no summary" in caplog.text
     assert digest.unread == 2
     assert digest.run(0).values.step.tolist() == [0, 1, 4]
     assert digest.newest is digest.run(0)
@@ -243,3 +244,55 @@ def test_ranks_steps_and_directions_are_told_apart_and_equal_tags_are_not() -> N
         row("a", own={"layer": ["x"]}, step=1),
     )
     assert [tap.rows for tap in run.taps] == [2, 1, 1, 2]
+
+
+def test_a_tap_knows_who_received_it_which_way_and_what_each_side_calls_it() -> None:
+    names = {"baseline_name": "theirs", "target_name": "ours"}
+    (tap,) = digest_of(
+        row("a", side="baseline", rank=3, step=1), row("a", side="baseline", rank=3, step=2, **names)
+    ).taps
+    assert (tap.direction, tap.receiver, tap.place, tap.rows, tap.last_index) == ("b2t", ("baseline", 3), 0, 2, 1)
+    assert tap.tags.items() >= {"name": "a", "step": 2, **names}.items()
+    assert tap.identity is tap.identity
+    assert tap.identity.name == "a"
+
+
+def test_filters_see_the_tags_of_every_step_where_they_ask_for_it() -> None:
+    run = digest_of(*(row(name, step=step) for step in (3, 5, 4) for name in "ab"), row("a", step=9), row("a", step=9))
+    seen = [(tags["name"], tags["step"]) for tags in run.tags_of_rows({"name", "step"})]
+    assert sorted(seen) == [*(("a", step) for step in (3, 4, 5, 9)), *(("b", step) for step in (3, 4, 5))]
+    assert [tags["name"] for tags in run.tags_of_rows({"name"})] == ["a", "b"]
+    assert list(RunDigest(0).tags_of_rows({"step"})) == []
+
+
+def test_what_else_a_run_had_is_known_of_it() -> None:
+    run = digest_of(
+        row("a", plan_version=2, dtype="bfloat16"), row("a", plan_version=5, status="missing", dtype=None), row("b")
+    )
+    assert (run.plan_versions, run.dtypes, run.row_count) == ({0, 2, 5}, {"bfloat16", "float32"}, 3)
+    assert run.statuses == {"compared": 2, "missing": 1}
+    values = run.values
+    assert values.kind.tolist() == [digests.COMPARED, digests.ALONE, digests.COMPARED]
+    assert (values.tap.tolist(), values.at.tolist(), values.differ.tolist()) == ([0, 0, 1], [0, 1, 2], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("compared", digests.COMPARED),
+        ("grafted", digests.GRAFTED),
+        ("failed", digests.FAILED),
+        ("missing", digests.ALONE),
+        ("unmatched", digests.ALONE),
+        ("recomputed", digests.ALONE),
+        ("timeout", digests.OTHER),
+    ],
+)
+def test_only_what_was_measured_counts_for_the_worst(status: str, kind: int) -> None:
+    run = digest_of(row("a", status=status, rel_l2=0.25, step=7))
+    assert run.values.kind.tolist() == [kind]
+    is_measured = status in ("compared", "grafted")
+    assert (run.taps[0].worst, run.taps[0].worst_step) == ((0.25, 7) if is_measured else (-math.inf, -1))
+    # The first of several equal ones.
+    run.take([(1, list(row("a", status=status, rel_l2=0.25, step=8)))])
+    assert run.taps[0].worst_step == (7 if is_measured else -1)

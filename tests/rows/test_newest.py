@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
@@ -70,6 +71,7 @@ def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
         store.close()
 
 
+@pytest.mark.slow
 def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(index % 3, index)) for index in range(10_000)])

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from graftlab.diffs import kernel
 from graftlab.rows.columns import Columns
 from graftlab.rows.encoding import decode_all, encode
-from graftlab.rows.parsing import Parsed, parse
+from graftlab.rows.parsing import Parsed, _powers_of_five, parse
 from graftlab.rows.schema import COLUMNS, Row
 
 pytestmark = pytest.mark.skipif(kernel.load() is None, reason=f"no compiled library: {kernel.description()}")
@@ -150,3 +151,20 @@ def test_lines_are_read_without_the_gil() -> None:
     assert library is not None
     # Calls through ctypes.PyDLL, whose functions alone have this flag, would hold it.
     assert not vars(type(library.read_lines))["_flags_"] & _ctypes.FUNCFLAG_PYTHONAPI
+
+
+def test_the_powers_of_five_are_those_of_the_published_algorithm() -> None:
+    """Daniel Lemire, Number Parsing at a Gigabyte per Second, 2021: from 5**-342 to 5**308, in 128 bits each."""
+    table = _powers_of_five().tolist()
+    assert [hex(half) for half in table[:2]] == ["0xeef453d6923bd65a", "0x113faa2906a13b3f"]
+    assert [hex(half) for half in table[-2:]] == ["0x8e679c2f5e44ff8f", "0x570f09eaa7ea7648"]
+    entries = [high << 64 | low for high, low in zip(table[::2], table[1::2], strict=True)]
+    assert len(entries) == 342 + 308 + 1
+    for power, entry in zip(range(-342, 309), entries, strict=True):
+        assert entry.bit_length() == 128
+        exact = Fraction(5) ** power
+        # So that the exact value is between 2**127 and 2**128.
+        shift = 127 - math.floor(math.log2(5) * power)
+        rounded = math.floor(exact * Fraction(2) ** shift)
+        # Those that a product of 64 bits can be exact with are rounded up, others are cut off.
+        assert entry == rounded + (-27 <= power < 0), power

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import pytest
 import torch
 from kit.grafters import GrafterWorld
+from kit.values import assert_values
 
 import graftlab as gl
 from graftlab.diffs.measure import DiffStats, measure
@@ -18,6 +19,7 @@ from graftlab.rows import schema
 from graftlab.rows.columns import BECAME
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.loading import header
+from graftlab.rows.parsing import Parsed
 from graftlab.rows.schema import COLUMNS, MEASURED, STATISTICS, TABLE, Column, Row, Status, statistics_of
 from graftlab.rows.store import ROWS_FILE, to_frame
 
@@ -83,6 +85,13 @@ def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
     assert tuple(to_frame([]).columns) == (*COLUMNS, BECAME)
 
 
+def test_a_row_says_of_what_it_is_not_told_that_nothing_was_measured_matched_or_waited_for() -> None:
+    row = Row(1, 4, 9, "h", {"name": "h"}, "b2t", "target", 1, "missing", [0])
+    rest = dict(zip(COLUMNS[COLUMNS.index("senders") + 1 :], row[COLUMNS.index("senders") + 1 :], strict=True))
+    said = {name: value for name, value in rest.items() if value is not None}
+    assert said == {"plan_version": 0, "occurrence": 0, "seconds": 0.0}
+
+
 def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
     class Wrong(NamedTuple):
         name: str
@@ -106,3 +115,7 @@ def test_rows_that_an_older_version_wrote_as_objects_are_read(tmp_path: Path) ->
     row = decode(json.dumps(old).encode())
     assert (row.name, row.status, row.max_abs_index, row.error) == ("h", "grafted", (1, 2), None)
     assert decode(encode(row)) == row
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(Column, Parsed)

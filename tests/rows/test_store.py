@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
+import random
 import re
 import threading
 from pathlib import Path
@@ -184,16 +186,10 @@ some_rows = st.lists(
 )
 
 
-@pytest.mark.slow
-@given(
-    some_rows,
-    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "ahead"])), max_size=8),
-    st.integers(64, 4096),
-)
-@examples(60)
-def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
-    rows: list[Row], batches: list[tuple[int, str]], piece: int
-) -> None:
+asked_when = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "ahead"])), max_size=8)
+
+
+def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: int) -> None:
     rows = [decode(encode(made)) for made in rows]
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_PIECE", piece)
@@ -224,6 +220,44 @@ def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for
             of_run = as_pandas_has_it([made for made in rows if made.run == run])
             pd.testing.assert_frame_equal(store.frame(run), of_run, check_like=True)
         store.close()
+
+
+@pytest.mark.slow
+@given(some_rows, asked_when, st.integers(64, 4096))
+@examples(30)
+def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
+    rows: list[Row], batches: list[tuple[int, str]], piece: int
+) -> None:
+    frames_are_the_same(rows, batches, piece)
+
+
+def test_a_frame_of_rows_that_differ_in_all_they_can_is_the_same_however_they_came() -> None:
+    """One example of the test above, in the fast tests too."""
+    numbers = random.Random(7)
+    tags: list[dict[str, Any]] = [
+        {"layer": value, "error": "mine"} for value in (None, True, 1, 1.0, 0.5, -(1 << 40), "0", [1], {"a": [2.5]})
+    ]
+    rows = []
+    for number in range(24):
+        place = {"step": number // 6 - number % 2, "order": numbers.randrange(3), "rank": number % 2}
+        place["step"] = max(place["step"], 0)
+        measured = number % 5 != 0
+        statistics = {
+            "rel_l2": math.nan if number == 7 else number / 8,
+            "numel": number,
+            "nonfinite_differ": number % 3,
+            "max_abs_index": [number, 1],
+        }
+        side = numbers.choice(["baseline", "target"])
+        more = {"name": "abc"[number % 3], "run": number // 9, "note": "x" if number % 4 else None, "side": side}
+        own = {**place, "side": side, **(tags[number % len(tags)] if number % 7 else {})}
+        rows.append(row(**more, **place, **(statistics if measured else {}), shape=[number % 2], tags=own))
+    for when in (
+        [],
+        [(4, "frame"), (3, "ahead"), (4, "frame"), (4, ""), (4, "ahead"), (3, "frame")],
+        [(1, "frame")] * 8,
+    ):
+        frames_are_the_same(rows, when, 700)
 
 
 def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) -> None:
@@ -700,3 +734,25 @@ def test_rows_with_the_same_tags_and_step_share_one_dict_of_them() -> None:
     assert made.tolist() == [{"a": 1, "step": 3}, {"a": 1, "step": 3}, {"a": 2, "step": 3}, {"a": 2, "step": 4}]
     assert made[0] is made[1]
     assert values == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("first", [0, 1, 1000])
+def test_tags_are_each_rows_own_with_its_step_if_it_has_one(first: int) -> None:
+    import numpy as np
+
+    from graftlab.rows.columns import _with_steps
+    from graftlab.rows.parsing import NO_INTEGER
+
+    values = [{"a": at} for at in range(1500)]
+    places = [first, first, first + 300, first + 300, first, first, 0, 0]
+    steps = [first, first, first, first + 400, first + 400, NO_INTEGER, NO_INTEGER, 0]
+    made = _with_steps((values, np.array(places)), np.array(steps))
+    expected = [
+        {"a": place} if step == NO_INTEGER else {"a": place, "step": step}
+        for place, step in zip(places, steps, strict=True)
+    ]
+    assert made.tolist() == expected
+    # Neighbours share them, so that a million rows are not a million dicts.
+    assert made[0] is made[1]
+    without = _with_steps((values, np.array(places)), np.full(8, NO_INTEGER))
+    assert all(each is values[place] for each, place in zip(without, places, strict=True))

@@ -118,3 +118,149 @@ def test_a_summand_is_measured_as_the_sum_and_refused_where_nobody_has_taken_it(
 def test_the_receivers_shape_is_the_wholes_where_it_holds_it_alone(is_known: bool, more: dict[str, Any]) -> None:
     given = GraftTransformInput({"name": "x"}, [torch.ones(6)], [None], torch.zeros(2, 3), **more)
     assert _shape_of_one(given) == ((2, 3) if is_known else None)
+
+
+# ---- several senders, several receivers -----------------------------------------------------------------------------
+
+WHOLE = torch.arange(24.0).view(4, 6)
+TWO_GROUPS = [Mesh((("tp", 2),), (0, 1)), Mesh((("tp", 2),), (2, 3))]
+
+
+def grouped(wholes: list[Tensor], **more: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """What two groups of two ranks send, each a whole of its own, whose columns its ranks share."""
+    layouts = [RankLayout(parse_layout("shard(dim=1, mesh='tp')").on(mesh)) for mesh in TWO_GROUPS]
+    sent = [part for whole in wholes for part in whole.chunk(2, 1)]
+    return sent, {"received_layouts": [layouts[0]] * 2 + [layouts[1]] * 2, **more}
+
+
+def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None:
+    # Sums in another order, as groups that compute the same may have them.
+    rounded = WHOLE * (1 + torch.finfo(torch.float32).eps)
+    sent, rest = grouped([WHOLE, rounded])
+    assert torch.equal(made(sent, torch.zeros(4, 6), **rest), WHOLE)
+    sent, rest = grouped([WHOLE.long(), WHOLE.long()])
+    assert torch.equal(made(sent, torch.zeros(4, 6).long(), **rest), WHOLE.long())
+
+
+@pytest.mark.parametrize("off", [WHOLE * 1.001, WHOLE.long() + 1, WHOLE.flip(0)])
+def test_groups_that_hold_different_tensors_must_say_which_part_each_has(off: Tensor) -> None:
+    sent, rest = grouped([WHOLE.to(off.dtype), off])
+    with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not say which part"):
+        made(sent, torch.zeros(4, 6, dtype=off.dtype), **rest)
+
+
+def test_groups_that_each_have_a_part_of_the_batch_are_joined_along_it() -> None:
+    sent, rest = grouped(list(WHOLE.chunk(2)))
+    assert torch.equal(made(sent, torch.zeros(4, 6), **rest), WHOLE)
+    # With a pair they have to be the same: what it takes the receiver's out of is one whole.
+    with pytest.raises(LayoutError, match="2 groups of senders hold different tensors"):
+        made(sent, torch.zeros(4, 6), pair=Layout(), **rest)
+
+
+def test_groups_that_are_split_in_several_ways_are_refused() -> None:
+    sent, rest = grouped([WHOLE, WHOLE])
+    other = RankLayout(parse_layout("shard(dim=0, mesh='tp')").on(TWO_GROUPS[1]))
+    rest["received_layouts"][2:] = [other, other]
+    with pytest.raises(LayoutError, match=r"split in several ways.*dim=1.*dim=0"):
+        made(sent, torch.zeros(4, 6), **rest)
+
+
+def test_a_receiver_has_its_whole_from_the_group_of_its_own_rank() -> None:
+    sent, rest = grouped([WHOLE, WHOLE + 100], recv_world_size=4)
+    for rank, whole in enumerate([WHOLE, WHOLE, WHOLE + 100, WHOLE + 100]):
+        mine = RankLayout(Layout((), TWO_GROUPS[rank // 2]))
+        assert torch.equal(made(sent, torch.zeros(4, 6), layout=mine, recv_rank=rank, **rest), whole)
+    # On another number of ranks nobody's group is told.
+    for world_size, rank in ((3, 1), (4, 9)):
+        with pytest.raises(LayoutError, match=f"on several meshes, and none of them is that of rank {rank}"):
+            made(sent, torch.zeros(4, 6), recv_rank=rank, **{**rest, "recv_world_size": world_size})
+
+
+def test_senders_that_say_no_layout_beside_others_that_do_are_named() -> None:
+    layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 2)
+    with pytest.raises(LayoutError, match=r"senders \[1\] say no layout, the others do"):
+        made(list(WHOLE.chunk(2, 1)), torch.zeros(4, 6), received_layouts=[layout, None])
+
+
+def test_the_ranks_of_a_layout_that_sent_nothing_are_named() -> None:
+    layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 3)
+    with pytest.raises(LayoutError, match=r"of its ranks \[0, 1, 2\], \[1\] sent nothing"):
+        made([WHOLE, WHOLE], WHOLE, received_layouts=[layout] * 2, senders=[0, 2], send_world_size=3)
+
+
+def test_shards_are_put_together_in_the_order_of_their_ranks_and_in_one_dtype() -> None:
+    layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 2)
+    left, right = WHOLE.chunk(2, 1)
+    ours = made([left, right.double()], torch.zeros(4, 6), received_layouts=[layout] * 2)
+    assert torch.equal(ours, WHOLE)
+    assert torch.equal(made([right, left], WHOLE, received_layouts=[layout] * 2, senders=[1, 0]), WHOLE)
+
+
+@pytest.mark.parametrize("mine", ["shard(dim=0, mesh='tp')", "shard(dim=1, mesh='tp')"])
+def test_what_senders_do_not_say_follows_from_the_whole_that_the_receiver_knows(mine: str) -> None:
+    on_two = parse_layout(mine).on(Mesh((("tp", 2),)))
+    layout = RankLayout(on_two, (4, 6))
+    for rank in (0, 1):
+        target = on_two.local(WHOLE, rank) * 0
+        for cut in (0, 1):
+            ours = made(list(WHOLE.chunk(2, cut)), target, layout=layout, recv_rank=rank, recv_world_size=2)
+            assert torch.equal(ours, on_two.local(WHOLE, rank))
+
+
+def test_replicas_that_say_nothing_are_one_whole_and_others_are_refused() -> None:
+    layout = rank_layout(torch.ones(2, 6), "shard(dim=0, mesh='tp')", 2)
+    rest: dict[str, Any] = {"layout": layout, "recv_rank": 1, "recv_world_size": 2}
+    assert torch.equal(made([WHOLE, WHOLE], torch.zeros(2, 6), **rest), WHOLE[2:])
+    for other in (WHOLE + 1, WHOLE[:3]):
+        with pytest.raises(LayoutError, match="2 senders hold different tensors"):
+            made([WHOLE, other], torch.zeros(2, 6), **rest)
+
+
+@pytest.mark.parametrize("direction", ["b2t", "t2b"])
+def test_names_on_both_sides_go_whichever_way_the_tensor_does(direction: str) -> None:
+    theirs, ours = rank_layout(torch.ones(4, 6), "s d", 1), rank_layout(torch.ones(6, 4), "d s", 1)
+    value = made([WHOLE], torch.zeros(6, 4), received_layouts=[theirs], layout=ours, direction=direction)
+    assert torch.equal(value, WHOLE.T)
+
+
+# ---- a receiver of several that says nothing -------------------------------------------------------------------------
+
+
+def test_a_receiver_that_says_nothing_has_its_slice_of_the_whole() -> None:
+    layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 2)
+    rest: dict[str, Any] = {"received_layouts": [layout] * 2, "recv_world_size": 2}
+    for rank in (0, 1):
+        given = list(WHOLE.chunk(2, 1))
+        ours = made(given, torch.zeros(2, 6), recv_rank=rank, **rest)
+        assert torch.equal(ours, WHOLE.chunk(2)[rank])
+
+
+def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> None:
+    pair, rest = parse_layout("a b -> b a"), {"recv_world_size": 2, "recv_rank": 1}
+    rows = rank_layout(torch.ones(2, 6), "shard(dim=0, mesh='tp')", 2)
+    sent = list(WHOLE.chunk(2))
+    ours = made(sent, torch.zeros(3, 4), received_layouts=[rows] * 2, pair=pair, **rest)
+    assert torch.equal(ours, WHOLE.T[3:])
+    # The same where the target is the larger, of which the received is made.
+    transposed = list(WHOLE.T.chunk(2))
+    ours = made(transposed, torch.zeros(4, 6), received_layouts=[rows] * 2, pair=pair, whole="target", **rest)
+    assert torch.equal(ours, WHOLE)
+    # And on one rank, which holds the whole.
+    alone = made(transposed, torch.zeros(4, 6), received_layouts=[rows] * 2, pair=pair, whole="target")
+    assert torch.equal(alone, WHOLE)
+    received = made(sent, torch.zeros(6, 4), received_layouts=[rows] * 2, pair=pair)
+    assert torch.equal(received, WHOLE.T)
+
+
+def test_what_a_layout_leaves_out_stays_the_receivers_own() -> None:
+    pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0)
+    rest: dict[str, Any] = {"pair": pair, "whole": "target", "recv_world_size": 2}
+    rows = rank_layout(torch.ones(2, 6), None, 1) or RankLayout(Layout(), (2, 6))
+    given = GraftTransformInput(
+        {"name": "x"}, [WHOLE[2:]], [None], mine, received_layouts=[rows], senders=[0], send_world_size=1, **rest
+    )
+    outcome = _by_layout(given)
+    assert torch.equal(outcome.value, torch.cat([mine[:2], WHOLE[2:]]))
+    assert outcome.known is not None
+    assert outcome.known.tolist() == [[False] * 6] * 2 + [[True] * 6] * 2
+    assert outcome.layout == f"{pair} => inferred"

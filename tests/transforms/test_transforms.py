@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.support import run_cell
 from kit.tensors import COPYABLE, PLAIN_LAYOUTS, bits, layouts, random_bits
+from kit.values import assert_values
 
 import graftlab as gl
 from graftlab.errors import GraftError, TransformError
@@ -694,12 +695,11 @@ def test_a_transform_takes_its_filter_along() -> None:
 # ---- what came of it ------------------------------------------------------------------------------------------------
 
 
-def test_an_outcome_is_a_value() -> None:
-    with pytest.raises(FrozenInstanceError):
-        Outcome(torch.ones(2)).value = torch.zeros(2)  # type: ignore[misc]
-
-
 def test_what_came_through_host_memory_is_moved_to_the_targets_device_without_a_word() -> None:
     fitted = _fitted(Outcome(torch.ones(2)), torch.empty(2, device="meta"))
     assert fitted.value.device.type == "meta"
     assert fitted.cast is None
+
+
+def test_values_of_the_room_cannot_be_changed() -> None:
+    assert_values(GraftTransformInput, Outcome, TransformSpec)

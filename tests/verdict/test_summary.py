@@ -155,6 +155,7 @@ def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:
     assert math.isnan(found[2])
 
 
+@pytest.mark.slow
 def test_a_filter_that_matches_nothing_is_named_however_many_rows_there_are() -> None:
     rows = (row(f"tap{number % 7}", step=number) for number in range(120_000))
     plan = gl.GraftPlan(b2t="name == 'other'", t2b="step == 119_999", compare="name == 'tap3'", keep="step == True")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.ranks
 
 class BoardScreen(Screen):
     """A dashboard as a person sees it, in one page of a simulated browser."""
-
-    def lines(self, name: str) -> list[list[str]]:
-        """The cells of the table in a widget."""
-        body = self.markup(name).partition("<tbody>")[2]
-        rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
-        return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
 
     @property
     def view(self) -> dict[str, Any]:
