@@ -276,7 +276,7 @@ class _Judging:
             held = filter_of(sorted(crossing(taken, *orders) - names[where], key=str))
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
-            why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere that it differs'}"
+            why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
             frame = self._runs.both(why, Wanted(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
