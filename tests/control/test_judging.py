@@ -476,9 +476,7 @@ def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_name
     one_and_two: gl.Session, fault: str
 ) -> None:
     verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
-    said = (
-        "Each of the target's 2 ranks has gradients that are 2 times the baseline's, and makes 1/2 of what it is given"
-    )
+    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; made from the baseline's, "
     if fault:
         assert said not in verdict.text
         assert "output@grad" in verdict.named

@@ -51,5 +51,8 @@ def test_any_other_difference_stays_named(grad: list[float], weights: list[float
 
 def test_it_is_told_with_the_factors() -> None:
     said = told(["out@grad", "up.weight@param_grad"], 4, 2)
-    assert "2 ranks has gradients that are 1/2 times the baseline's, and makes 2 of what it is given" in said
+    assert (
+        "2 ranks gradients are 1/2 times the baseline's; made from the baseline's, the gradients of weights are 2 times"
+        in said
+    )
     assert said.endswith("is not named (out@grad, up.weight@param_grad).")
