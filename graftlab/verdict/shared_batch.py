@@ -40,7 +40,7 @@ def told(groups: Sequence[str], baseline: int, target: int) -> str:
     """What a verdict says of them."""
     each, made = Fraction(target, baseline), Fraction(baseline, target)
     return (
-        f"On each of the target's {target} ranks gradients are {each} times the baseline's; made from the baseline's, the "
-        f"gradients of weights are {made} times the baseline's. Ranks that each take the mean over a part of the batch, "
-        f"and average, show just that. It evens out, and is not named ({', '.join(groups)})."
+        f"On each of the target's {target} ranks gradients are {each} times the baseline's; made from the baseline's, "
+        f"the gradients of weights are {made} times the baseline's. Ranks that each take the mean over a part of the "
+        f"batch, and average, show just that. It evens out, and is not named ({', '.join(groups)})."
     )
