@@ -280,7 +280,8 @@ def _run_of_jobs(session: SessionCore) -> Run:
     missing = [rank.label for rank in session.ranks if not rank.alive]
     if missing or not session.runs:
         raise SessionError(
-            f"verdict: {', '.join(missing) or 'the run'} is not there, and a verdict needs every rank of both jobs; "
+            f"verdict: {', '.join(missing) or 'the run'} {'are' if len(missing) > 1 else 'is'} not there, and a verdict "
+            f"needs every rank of both jobs; "
             f"session.status() shows them"
         )
     return session.runs[-1]
