@@ -68,12 +68,14 @@ def hidden_main() -> Iterator[None]:
     main_module = sys.modules.get("__main__")
     hidden = {name: getattr(main_module, name) for name in ("__spec__", "__file__") if hasattr(main_module, name)}
     try:
-        if "__spec__" in hidden:
-            main_module.__spec__ = None  # type: ignore[union-attr]
+        # Also where there is none, as after a notebook's %reset: multiprocessing asks for it.
+        main_module.__spec__ = None  # type: ignore[union-attr]
         if "__file__" in hidden:
             del main_module.__file__  # type: ignore[union-attr]
         yield
     finally:
+        if "__spec__" not in hidden:
+            del main_module.__spec__  # type: ignore[union-attr]
         for name, value in hidden.items():
             setattr(main_module, name, value)
 

@@ -2,7 +2,8 @@
 
 A test module takes them with ``pytest_plugins = ["kit.browser"]`` and the marker ``browser``, after
 ``pytest.importorskip("pytest_playwright")``. ``lab`` is what a test talks to. The server and the browser page behind
-it are shared, because loading JupyterLab takes longer than most tests; notebook and kernel are each test's own.
+it are shared, because loading JupyterLab takes longer than most tests. So is the kernel, while it comes clean out of
+each test: where graftlab was imported and ranks were launched before, the next launch takes no time.
 """
 
 from __future__ import annotations
@@ -37,6 +38,26 @@ ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab")
 # Where the notebook of the page in front is, as JupyterLab's own code would reach it.
 SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
 
+# Whether a kernel has done it in time, and without an exception.
+EXECUTE = """async ([id, code, limit]) => {
+    const connection = window.jupyterapp.serviceManager.kernels.connectTo({ model: { id, name: 'python3' } });
+    const late = new Promise(resolve => setTimeout(resolve, limit));
+    const reply = await Promise.race([connection.requestExecute({ code, silent: true }).done, late]);
+    connection.dispose();
+    return reply?.content.status === 'ok';
+}"""
+# What a test leaves behind in the kernel.
+CLEAN_UP = """
+import gc as _gc, sys as _sys
+if "graftlab.session" in _sys.modules:
+    for _each in _gc.get_objects():
+        if type(_each) is _sys.modules["graftlab.session"].Session and not _each.closed:
+            _each.close()
+if "ipywidgets" in _sys.modules:
+    _sys.modules["ipywidgets"].Widget.close_all()
+get_ipython().run_line_magic("reset", "-f")
+"""
+
 
 @dataclass
 class Server:
@@ -45,6 +66,7 @@ class Server:
     process: subprocess.Popen[str]
     folder: Path
     address: str = ""
+    shared_kernel: str = ""
     log: list[str] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
 
@@ -57,16 +79,27 @@ class Server:
                 self.ready.set()
         self.ready.set()  # it has ended
 
-    def request(self, method: str, path: str) -> Any:
+    def request(self, method: str, path: str, /, **body: str) -> Any:
         asked = urllib.request.Request(
-            f"{self.address}/api/{path}", method=method, headers={"Authorization": f"token {TOKEN}"}
+            f"{self.address}/api/{path}",
+            json.dumps(body).encode() if body else None,
+            method=method,
+            headers={"Authorization": f"token {TOKEN}"},
         )
         with urllib.request.urlopen(asked, timeout=DEADLINE) as answer:
             return json.loads(answer.read() or "null")
 
-    def end_kernels(self) -> None:
-        for session in self.request("GET", "sessions"):
-            self.request("DELETE", f"sessions/{session['id']}")
+    def kernel(self) -> str:
+        """The kernel that tests have one after the other: another one where that has ended."""
+        running = {kernel["id"] for kernel in self.request("GET", "kernels")}
+        if self.shared_kernel not in running:
+            self.shared_kernel = self.request("POST", "kernels", name="python3", path="")["id"]
+        return self.shared_kernel
+
+    def end_kernels(self, but: str = "") -> None:
+        for kernel in self.request("GET", "kernels"):
+            if kernel["id"] != but:
+                self.request("DELETE", f"kernels/{kernel['id']}")
 
 
 @pytest.fixture(scope="session")
@@ -140,13 +173,15 @@ class Lab:
         """Open a new notebook with these code cells, and wait until its kernel is idle."""
         name = f"test{len(list(self.folder.glob('*.ipynb')))}.ipynb"
         notebooks.write(self.folder / name, *cells)
-        self.command("docmanager:open", path=name)
+        self.command("docmanager:open", path=name, kernel={"id": self.server.kernel(), "name": "python3"})
         self.wait_idle()
 
     def close(self) -> None:
-        """Close what is open without saving, end its kernels, and go back to the light theme."""
+        """Close what is open without saving, clean up in its kernel, and go back to the light theme."""
         self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
-        self.server.end_kernels()
+        shared = self.server.shared_kernel
+        is_clean = shared and self.page.evaluate(EXECUTE, [shared, CLEAN_UP, DEADLINE * 1000])
+        self.server.end_kernels(but=shared if is_clean else "")
         self.use_theme("JupyterLab Light")
 
     def reload(self) -> None:

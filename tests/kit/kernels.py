@@ -116,8 +116,6 @@ class WarmProvisioner(LocalProvisioner):
 
 
 PROVISIONER = "graftlab-warm"
-PROVISIONERS = f"[{KernelProvisionerFactory.GROUP_NAME}]\n{PROVISIONER} = kit.kernels:WarmProvisioner\n"
-"""What makes a package's ``entry_points.txt`` say where it is."""
 
 
 def start_warm() -> None:

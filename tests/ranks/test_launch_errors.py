@@ -176,6 +176,16 @@ def test_a_forkserver_that_was_killed_is_replaced() -> None:
         assert session.run("2").baseline == [2]
 
 
+def test_ranks_start_after_a_notebook_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython's ``%reset`` leaves nothing in ``__main__``, not even what Python put there."""
+    main = sys.modules["__main__"]
+    for name in ("__spec__", "__file__"):
+        monkeypatch.delattr(main, name, raising=False)
+    with gl.launch(1, 1) as session:
+        assert session.run("2").baseline == [2]
+    assert not hasattr(main, "__spec__")
+
+
 # ---- without torch --------------------------------------------------------------------------------------------------
 
 BLOCK_TORCH = """

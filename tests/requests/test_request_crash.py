@@ -64,10 +64,10 @@ def unmarked(path: Path) -> list[RecordedRequest]:
 @pytest.mark.ranks
 def test_each_acknowledged_request_is_in_exactly_one_file_however_the_process_dies(tmp_path: Path) -> None:
     seed = random.randrange(1_000_000)
-    done = python(str(SCRIPT), str(tmp_path), "200", str(seed))
+    done = python(str(SCRIPT), str(tmp_path), "96", str(seed))
     assert done.returncode == 0, done.stderr
     runs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(runs) == 200
+    assert len(runs) == 96
     proven: Counter[str] = Counter()
     for run in runs:
         fate, folder = run["fate"], Path(run["folder"])
@@ -99,7 +99,7 @@ def test_each_acknowledged_request_is_in_exactly_one_file_however_the_process_di
     # A process that was killed before it did anything proves nothing; most did.
     assert all(proven[fate] > 150 for fate in (*UNWATCHED, "SIGTERM", "SIGQUIT", "exception")), proven
     assert all(proven[f"{fate} by the journal"] > 50 for fate in UNWATCHED), proven
-    assert proven["begun"] > 10, proven
+    assert proven["begun"] > 5, proven
 
 
 # ---- one crash at a time --------------------------------------------------------------------------------------------

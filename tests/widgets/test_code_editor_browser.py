@@ -250,7 +250,9 @@ def test_ctrl_enter_sends_the_text_of_that_moment_though_a_cell_runs(mirror: Scr
     mirror.saw(["ready"], ["submit", "x = 1", "apply"], ["submit", "x = 100", "try"])
     mirror.shows("x = 1007")
     mirror.lab.wait_idle()
-    assert mirror.lab.execution_counts() == [1, 2]
+    first, second = mirror.lab.execution_counts()
+    assert first is not None
+    assert second == first + 1
 
 
 def test_the_editor_says_whether_the_kernel_has_the_text(mirror: Screen) -> None:
