@@ -703,3 +703,9 @@ def test_what_came_through_host_memory_is_moved_to_the_targets_device_without_a_
 
 def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(GraftTransformInput, Outcome, TransformSpec)
+
+
+def test_a_slice_of_a_long_dimension_is_cut_as_of_a_short_one() -> None:
+    whole = torch.arange(2000.0)
+    given = gl.GraftTransformInput({"name": "x"}, [whole], [None], torch.zeros(1000), recv_rank=1, recv_world_size=2)
+    assert torch.equal(run_transform(None, given).value, whole[1000:])
