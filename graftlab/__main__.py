@@ -56,6 +56,9 @@ def _token(arguments: argparse.Namespace) -> int:
 
     try:
         write_token(arguments.file, new_token())
+    except FileExistsError:
+        sys.stderr.write(f"graftlab token: {arguments.file} is there already; use it as it is, or remove it first\n")
+        return 2
     except OSError as error:
         sys.stderr.write(f"graftlab token: {error}\n")
         return 2

@@ -346,8 +346,10 @@ def enabled(environ: Mapping[str, str] | None = None) -> bool:
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     known = {f"{PREFIX}{name.upper()}" for name in _KINDS} | {PREFIX + name for name in OTHER_VARIABLES}
     for variable in environ:
-        if variable.startswith(PREFIX) and variable not in known and _is_close(variable, known):
-            raise ConfigError(f"{variable} is none of graftlab's variables; there are {', '.join(sorted(known))}")
+        if variable.startswith(PREFIX) and variable not in known and (meant := _closest(variable, known)):
+            raise ConfigError(
+                f"{variable} is none of graftlab's variables; {meant} is. There are {', '.join(sorted(known))}"
+            )
     found = {}
     for name in _KINDS:
         for variable in (f"{PREFIX}{name.upper()}", _ALIASES.get(name, "")):
@@ -357,10 +359,10 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _is_close(variable: str, known: set[str]) -> bool:
+def _closest(variable: str, known: set[str]) -> str | None:
     import difflib
 
-    return bool(difflib.get_close_matches(variable, known, n=1, cutoff=0.85))
+    return next(iter(difflib.get_close_matches(variable, known, n=1, cutoff=0.85)), None)
 
 
 def _read(name: str, text: str, source: str) -> Any:

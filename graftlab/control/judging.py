@@ -126,8 +126,8 @@ class _Judging:
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
-        outputs = self._outputs(rows, output)
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
+        outputs = self._outputs(rows, output)
         selves = self._runs.baseline_against_itself(rows, list(outputs))
         unseen = _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
@@ -276,7 +276,7 @@ class _Judging:
             held = filter_of(sorted(crossing(taken, *orders) - names[where], key=str))
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
-            why = f"with the target's {', '.join(sorted(kept)) or 'code nowhere that it differs'}"
+            why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
             frame = self._runs.both(why, Wanted(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):

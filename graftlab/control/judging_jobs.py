@@ -73,7 +73,7 @@ class StepRuns(VerdictRuns):
     def __exit__(self, *_: object) -> None:
         super().__exit__(*_)
         if not self.session.closed:
-            self._tell(ForAWhile(None))
+            self._tell(ForAWhile(None, self.session.plan.version))
 
     def _tell(self, message: ForAWhile) -> None:
         for rank in self.session.ranks:

@@ -19,6 +19,8 @@ SECONDS = 0.25
 
 _QUANTIFIER = re.compile(r"[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
+# What `re` takes as it stands and `regex` may not: a brace that begins no number of times, outside of sets.
+_BRACE = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?!(?:\d*,\d*|\d+)\})")
 # Steps of which a search surely needs fewer, so that it needs no limit.
 _FEW_STEPS = 1e7
 
@@ -78,8 +80,10 @@ def _longest_for_re(pattern: str) -> int | None:
 
 
 def _compile_limited(pattern: str) -> regex.Pattern[str]:
+    # To `regex` x{e} is an x with any number of errors.
+    same = _BRACE.sub(lambda found: "\\{" if found.group() == "{" else found.group(), pattern)
     try:
-        return regex.compile(pattern, regex.VERSION0)
+        return regex.compile(same, regex.VERSION0)
     except regex.error as error:
         raise FilterError(f"this pattern may take for ever, and cannot be bounded ({error}): {pattern}") from None
 

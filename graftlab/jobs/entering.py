@@ -201,7 +201,11 @@ class Entrance:
         except (ConnectionError, EOFError):
             return None
         except TimeoutError:
-            raise SessionError(f"no answer came within {self._config.timeout:g} s") from None
+            raise SessionError(
+                f"whoever holds the session in {self._config.meeting} did not answer within "
+                f"{self._config.timeout:g} s. A process of the jobs' own may take so long to start: a larger timeout "
+                f"(GRAFTLAB_TIMEOUT) waits longer; its log is host.log there"
+            ) from None
         line = Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell)
         return Entry(joined, *line, joined.token)
 

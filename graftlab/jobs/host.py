@@ -247,7 +247,13 @@ class Host:
             # What comes in place of one that was killed may be quicker than the news of its death, above all from a
             # machine that has vanished.
             again = self._gathering.has_begun and (self._gate is not None or not _is_running(rank.pid))
-            return f"{rank.label} has joined already, as pid {rank.pid}", False, again
+            other = "target" if join.side == "baseline" else "baseline"
+            return (
+                f"{rank.label} has joined already, as pid {rank.pid}. Should this job be the {other} (GRAFTLAB_ROLE)? "
+                f"A second pair of jobs needs a folder of its own (GRAFTLAB_RUN_DIR)",
+                False,
+                again,
+            )
         if join.membership is not None and self._gathering.held and not self._resumed:
             return f"{rank.label} is in a run of another session, and this one has its own", False, False
         if self._agreed is not None and join.plan is not None:

@@ -47,15 +47,19 @@ class JobGrafter(Grafter):
     # Whether no rank is to be more than a step ahead: one that only sends gets as far ahead as its buffer holds, and
     # whoever waits for a plan to be in force everywhere would wait for all of that.
     keeps_step = False
-    # What runs against itself here, last ordered, and under the plan of which version.
+    # What runs against itself here, last ordered.
     _itself: SelfGraftInSteps | None = None
-    _itself_under = -1
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offer: Offer | None = None
         # Not the grafter's own lock, which a thread that waits in a tap may hold.
         self._offering = threading.Lock()
+        # What has been ordered, by the version of the plan under which it runs. An order, and the word to forget it,
+        # reach the ranks at different times, and a plan is in force on all from the same step on: so what is in force
+        # goes on until then, or some ranks of a side would take the taps of a step and others not.
+        self._orders: dict[int, SelfGraftInSteps] = {}
+        self._ordering = threading.Lock()
 
     @outside_compiled_code
     def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
@@ -142,7 +146,7 @@ class JobGrafter(Grafter):
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("nothing is recorded here to run against")
-        self._itself = SelfGraftInSteps(
+        itself = SelfGraftInSteps(
             order.passes,
             order.steps,
             budget=order.budget,
@@ -151,16 +155,20 @@ class JobGrafter(Grafter):
             paired_names=self._paired_names,
             before=before,
         )
-        self._itself_under = order.version
+        with self._ordering:
+            self._itself, self._orders[order.version] = itself, itself
 
     def against_itself(self) -> SelfGraft | None:
         """What it came to, once the last pass has ended."""
         itself = self._itself
         return itself.found if itself is not None and itself.is_over else None
 
-    def forget_itself(self) -> None:
-        """Let go of what was recorded."""
-        self._itself, self._itself_under = None, -1
+    def forget_itself(self, version: int) -> None:
+        """Let go of what was recorded, and of orders; what is in force under a plan older than this version goes on
+        until another is."""
+        with self._ordering:
+            self._itself = None
+            self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
         """Before a step ends: wait for those of the other side that are more than one behind."""
@@ -170,8 +178,15 @@ class JobGrafter(Grafter):
 
     def _turn_to_itself(self) -> None:
         """Before the first tap of a step: give its taps to what runs against itself, or take them again."""
-        itself = self._itself
-        if itself is None or self.plan.version != self._itself_under:
+        itself = None
+        if self._orders:
+            version = self.plan.version
+            with self._ordering:
+                last = self._itself
+                # Older orders are done with; that of a plan which is on its way is not.
+                self._orders = {at: each for at, each in self._orders.items() if at == version or each is last}
+                itself = self._orders.get(version)
+        if itself is None:
             self.__dict__.pop("tap", None)
             return
         # In the place of the method, so that no other step pays for a look whether this is such a one.

@@ -22,7 +22,8 @@ class JobLine(Line):
         self.generations = (1, 1)
         # Which notebook it is that listens, by number.
         self.generation = 0
-        self._taps: list[dict[str, Any]] = []
+        # Every tap that was seen so far.
+        self.taps: list[dict[str, Any]] = []
 
     def reconnect(self, channel: Channel, bell: socket.socket) -> None:
         super().reconnect(channel, bell)
@@ -40,12 +41,12 @@ class JobLine(Line):
         self.channel.send(pack(IsAt(WhereaboutsToTell.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
-        self._taps.append(tags)
+        self.taps.append(tags)
         super().seen(tags)
 
     def tell_again(self) -> None:
         """Tell a new notebook of every tap that was seen so far."""
-        for tags in self._taps:
+        for tags in self.taps:
             self.send(TapSeen(tags))
 
 

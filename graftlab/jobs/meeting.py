@@ -37,7 +37,10 @@ class Meeting:
             room.mkdir(mode=0o700, exist_ok=True)
             self._room = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise ConfigError(f"address (GRAFTLAB_ADDRESS): the folder {folder} cannot be used: {error}") from error
+            raise ConfigError(
+                f"both sides cannot meet in the folder {folder}: {error}; name one that can be made "
+                f"(GRAFTLAB_RUN_DIR, or GRAFTLAB_ADDRESS)"
+            ) from error
         _require_own(room)
         # A socket's name has at most 107 bytes, however deep the folder lies.
         self._address = f"/proc/self/fd/{self._room}/{_SOCKET}"

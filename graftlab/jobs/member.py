@@ -32,6 +32,7 @@ from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.place import own_device, place_of
+from graftlab.jobs.unmatched import unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk, packed
@@ -310,7 +311,7 @@ class Member:
         self._lasting = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
-            self._grafter.forget_itself()
+            self._grafter.forget_itself(message.version)
 
     def _run_against_itself(self, order: RunAgainstItself) -> Noted:
         self._grafter.run_against_itself(order)
@@ -349,6 +350,9 @@ class Member:
         if run is None:
             return
         self._grafter.end_run()
+        if self.place.rank == 0:
+            for said in unmatched_filters(self._config, self._grafter.plan, self._line.taps):
+                warn(f"{self.place.label}: {said}")
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
         self._line.send(RunDone(run.run, None, failure))
@@ -409,11 +413,11 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             self._config.meeting,
         )
-        self._grafter.forget_itself()
         self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None
         if lasting is not None:
             self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_itself(self._grafter.newest_plan.version)
         if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         self._drop_assembly()

@@ -8,6 +8,7 @@ import runpy
 import sys
 
 from graftlab.config import PREFIX, GraftConfig
+from graftlab.errors import ConfigError
 from graftlab.jobs.on_import import prepare
 
 
@@ -27,13 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script as ``python script.py`` would; it joins at its first tap."""
-    for pair in arguments.set:
-        # Checked first, so that a mistake is told as one of this command line.
-        GraftConfig.from_kv_pairs([pair])
-        name, _, text = pair.partition("=")
-        os.environ.setdefault(f"{PREFIX}{name.upper()}", text)
-    os.environ[f"{PREFIX}ENABLE"] = "1"
-    GraftConfig.from_env().require_complete()
+    try:
+        for pair in arguments.set:
+            # Checked first, so that a mistake is told as one of this command line.
+            GraftConfig.from_kv_pairs([pair])
+            name, _, text = pair.partition("=")
+            os.environ.setdefault(f"{PREFIX}{name.upper()}", text)
+        os.environ[f"{PREFIX}ENABLE"] = "1"
+        GraftConfig.from_env().require_complete()
+        if not arguments.as_module and not os.path.exists(arguments.script):
+            raise ConfigError(f"there is no script {arguments.script}; -m says that it is a module")
+    except ConfigError as error:
+        # Of this command line, or of the environment; where in graftlab that was found tells nobody anything.
+        sys.stderr.write(f"graftlab attach: {error}\n")
+        return 2
     # Where the environment asked for it before, the import has done so.
     prepare()
     sys.argv = [arguments.script, *arguments.arguments]

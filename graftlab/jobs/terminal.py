@@ -36,7 +36,10 @@ def _show(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"graftlab {arguments.what}: {error}\n")
         return 2
     if seen is None:
-        sys.stderr.write(f"graftlab {arguments.what}: no session of jobs is open in {arguments.folder}\n")
+        sys.stderr.write(
+            f"graftlab {arguments.what}: no session of jobs is open in {arguments.folder}; gl.load_run reads the rows "
+            f"of one that has ended\n"
+        )
         return 1
     sys.stdout.write((shown_stacks(seen) if stacks else shown(seen)) + "\n")
     return 0

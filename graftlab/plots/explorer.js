@@ -52,12 +52,12 @@ const STYLE = `
 .gle .lines { max-height: 330px; overflow: auto; border: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
 .gle table { border-collapse: collapse; width: 100%; font-size: 12px }
 .gle thead th { position: sticky; top: 0; z-index: 1; background: var(--gle-paper); padding: 0 }
-.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 8px; width: 100%; text-align: left; white-space: nowrap }
+.gle thead button { border: 0; background: none; font-weight: 600; padding: 2px 6px; width: 100%; text-align: left; white-space: nowrap }
 .gle th.number button, .gle td.number { text-align: right; font-variant-numeric: tabular-nums }
 .gle tbody tr { height: ${ROW}px; cursor: pointer }
 .gle tbody tr:hover { background: color-mix(in srgb, currentColor 8%, transparent) }
 .gle tbody tr[aria-selected=true] { background: color-mix(in srgb, var(--jp-brand-color1, #1976d2) 25%, transparent) }
-.gle td { padding: 0 8px; white-space: nowrap; line-height: ${ROW}px; max-width: 46ch; overflow: hidden; text-overflow: ellipsis }
+.gle td { padding: 0 6px; white-space: nowrap; line-height: ${ROW}px; max-width: 46ch; overflow: hidden; text-overflow: ellipsis }
 .gle td.bad { font-weight: 600; color: color-mix(in srgb, #e5484d 80%, currentColor) }
 `;
 
@@ -311,6 +311,16 @@ export function mount(root, act = null) {
     const base = HEIGHT - BOTTOM + 4;
     g.fillStyle = g.strokeStyle = ink; g.textBaseline = "top";
     if (across() / (last - first) >= 13) {
+      // A slanted "x" is a "+", and names that have room are read best as they are written.
+      const slot = across() / (last - first), named = points.slice(first, last);
+      if (named.every((point) => g.measureText(point.label).width + 12 <= slot)) {
+        g.textAlign = "center";
+        named.forEach((point, n) => {
+          const x = xOf(first + n);
+          if (x >= LEFT && x <= LEFT + across()) g.fillText(point.label, x, base);
+        });
+        return;
+      }
       g.textAlign = "right";
       for (let n = first; n < last; n++) {
         const x = xOf(n) + 3;

@@ -20,6 +20,8 @@ from graftlab.verdict.order import Key, Taps, group, merge
 
 MAX_LABELS = 60
 MAX_SLANTED = 32
+# So many of a tick's size stand beside each other below a figure.
+_LEVEL_CHARACTERS = 64
 _MAX_STEP_LINES = 60
 Frames = pd.DataFrame | Sequence[pd.DataFrame] | Mapping[str, pd.DataFrame]
 
@@ -188,11 +190,13 @@ class _TapNames:
 def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
     count = len(names.keys)
     upright = len(ticks) > MAX_SLANTED
+    # A slanted "x" is a "+", and names that have room are read best as they are written.
+    level = all((len(name) + 2) * count <= _LEVEL_CHARACTERS for name in ticks.values())
     ax.set_xlim(-0.8, count - 0.2)
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=style.DENSE if upright else style.TICK, va="top")
     for label in ax.get_xticklabels():
-        label.set(rotation=90 if upright else 45, ha="center" if upright else "right")
-        label.set_rotation_mode("default" if upright else "anchor")
+        label.set(rotation=0 if level else 90 if upright else 45, ha="center" if upright or level else "right")
+        label.set_rotation_mode("default" if upright or level else "anchor")
     starts = [x for x in range(1, count) if names.keys[x][1] != names.keys[x - 1][1]]
     if len(starts) <= _MAX_STEP_LINES:
         for x in starts:

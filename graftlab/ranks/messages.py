@@ -88,11 +88,12 @@ class PlanUpdate(Message, frozen=True):
 class ForAWhile(Message, frozen=True):
     """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
 
-    Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, and what was recorded
-    meanwhile is to be forgotten.
+    Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, what was recorded meanwhile
+    is to be forgotten, and ``version`` is that of the plan that comes after theirs.
     """
 
     plan: WirePlan | None
+    version: int = 0
 
 
 class Interrupt(Message, frozen=True):

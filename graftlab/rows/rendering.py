@@ -12,6 +12,7 @@ import pandas as pd
 
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.base.words import counted
 from graftlab.rows.schema import COLUMNS
 
 _SHOWN = 60
@@ -51,7 +52,7 @@ class RowsFrame(pd.DataFrame):
 def _html(frame: pd.DataFrame) -> str:
     if not len(frame):
         return "<p>no rows: nothing was compared or grafted yet</p>"
-    shown, which = frame, f"{len(frame):,} rows"
+    shown, which = frame, counted(len(frame), "row")
     if len(frame) > _SHOWN:
         worst = np.argsort(-_badness(frame), kind="stable")[:_SHOWN]
         shown = frame.iloc[np.sort(worst)]

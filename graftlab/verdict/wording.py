@@ -239,7 +239,9 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
-    output = f", {described(output)}," if kind_of_group(output) else f" {output}"
+    # Of a model that is watched as a whole the last tap is called so.
+    named = "" if output == "output" else f" {output}"
+    output = f", {described(output)}," if kind_of_group(output) else named
     if math.isnan(causes.restored):
         return [f"What {groups} do to the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:

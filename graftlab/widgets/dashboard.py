@@ -34,7 +34,7 @@ _STYLE = """
 .graftlab-ranks th, .graftlab-ranks td { padding: 2px 8px; white-space: nowrap }
 .graftlab-ranks th.number, .graftlab-ranks td.number { text-align: right }
 .graftlab-ranks tbody tr:nth-child(even) { background: var(--gl-fill) }
-.graftlab-ranks td.bad { font-weight: 600 }
+.graftlab-ranks td.bad { font-weight: 600; white-space: normal }
 .graftlab-verdict-text th, .graftlab-verdict-text td { padding: 2px 12px 2px 0 }
 .graftlab-pair img { max-width: 100% }
 .graftlab-log pre { margin: 0; padding: 6px; font-size: 11px; line-height: 1.35; white-space: pre-wrap }

@@ -71,7 +71,8 @@ class MatchEditor(Panel):
             plan = self.session.edit(pairs=self.proposal)
             self._applied = self.proposal
             left = sum(pair.sureness == "guess" for pair in self.proposal.pairs)
-            rest = f" {left} guesses are left out until they are accepted." if left else ""
+            are = "guess is left out until it is" if left == 1 else "guesses are left out until they are"
+            rest = f" {left} {are} accepted." if left else ""
             self.say(f"Plan {plan.version} has {len(plan.pairs)} pairs.{rest}", "good")
         self.view.state = self._state()
 

@@ -260,7 +260,9 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.set_trait("message", text)
         self.set_trait("status", status)
         role = "alert" if status == "bad" else "status"
-        shown = f'<div class="{status}" role="{role}">{html.escape(text)}</div>' if text else ""
+        # Several lines are code with a mark below it, which only a font of one width keeps in its place.
+        kind = f"{status} lines" if "\n" in text else status
+        shown = f'<div class="{kind}" role="{role}">{html.escape(text)}</div>' if text else ""
         update(self._message_line, value=shown)
 
 

@@ -76,6 +76,9 @@ class RenameList(Fold):
         side, pattern, new = self._side.value, self._pattern.value, self._new.value
         if not pattern:
             raise PlanError(r"write the regular expression that the names match, such as ^model\.")
+        if (side, pattern, new) in self._panel.session.plan.rename:
+            self._panel.say(f"Nothing to add: {pattern} is rewritten so in names of the {side} already.")
+            return
         rules = self._rules_without(side, pattern)
         plan = self._panel.session.edit(rename=_as_given([*rules, (side, pattern, new)]))
         update(self._pattern, value="")

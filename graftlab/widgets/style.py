@@ -26,6 +26,7 @@ PANEL_STYLE = """
 .graftlab-panel .good, .graftlab-panel .everywhere b { color: var(--gl-good) }
 .graftlab-panel .overtaken, .graftlab-panel .unapplied { color: var(--gl-warn) }
 .graftlab-panel .graftlab-message .bad { white-space: pre-wrap; overflow-wrap: anywhere }
+.graftlab-panel .graftlab-message .lines { font-family: var(--gl-code); font-size: 12px }
 .graftlab-panel .graftlab-fold { margin: 6px 2px }
 .graftlab-panel .graftlab-fold > .graftlab-fold-button {
   background: none; box-shadow: none; padding: 0 4px; text-align: left; color: var(--gl-ink);

@@ -143,7 +143,7 @@ def test_the_backward_of_code_that_is_other_is_no_second_culprit(session: gl.Ses
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"
     assert "Its backward differs as well, as it has to: the gradient of layers.*.norm, the gradient of" in verdict.text
-    assert "With the baseline's layers.*.up the output output agrees (" in verdict.text
+    assert "With the baseline's layers.*.up the output agrees (" in verdict.text
 
 
 def test_a_recomputed_forward_is_told_and_names_nobody(session: gl.Session) -> None:

@@ -57,13 +57,23 @@ def test_a_tensor_is_measured_as_it_was_and_then_is_the_other_one(
         (torch.ones(8), torch.zeros(16)[::2]),
         (torch.ones(8, dtype=torch.complex64).imag, torch.zeros(8)),
         (torch.ones(0), torch.zeros(0)),
+        (torch.ones(2, 4), torch.zeros(4, 2)),
+        (torch.ones(8), torch._neg_view(torch.zeros(8))),
+        (torch.ones(8), torch.zeros(8).as_subclass(type("Other", (torch.Tensor,), {}))),
+        (torch.ones(8), torch.zeros(8, device="meta")),
     ],
-    ids=["squares beyond float64", "two dtypes", "two shapes", "with gaps", "with gaps too", "empty"],
+    ids=[
+        *("squares beyond float64", "two dtypes", "two shapes", "with gaps", "with gaps too", "empty"),
+        *("two shapes of one size", "negated", "another class", "another device"),
+    ],
 )
 def test_what_takes_more_than_one_pass_is_left_as_it_is(baseline: torch.Tensor, target: torch.Tensor) -> None:
-    before = target.clone()
-    assert measure_and_overwrite(baseline, target, own=target) is None
-    assert torch.equal(target, before)
+    for one, other in ((baseline, target), (target, baseline)):
+        before = one.clone(), other.clone()
+        for own in (one, other):
+            assert measure_and_overwrite(one, other, own=own) is None
+        for each, was in zip((one, other), before, strict=True):
+            assert each.is_meta or torch.equal(each, was)
 
 
 def test_a_leaf_that_requires_a_gradient_is_written_and_keeps_its_version() -> None:

@@ -22,6 +22,7 @@ from kit.values import assert_values
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import Channel
+from graftlab.exchange.lanes import _Looker
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks import forkserver
 
@@ -407,3 +408,21 @@ def test_a_segment_seen_first_in_inference_mode_can_be_written_outside_of_it() -
 
 def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(Whereabouts)
+
+
+def test_a_thread_that_waits_wakes_for_whichever_descriptors_it_follows() -> None:
+    pipes = [os.pipe() for _ in range(3)]
+    looker = _Looker()
+    try:
+        for readers in ({0}, {0, 1}, {1, 2}, {2}, set()):
+            looker.follow(frozenset(pipes[at][0] for at in readers))
+            for at, (reader, writer) in enumerate(pipes):
+                os.write(writer, b"x")
+                found = looker.wait(DEADLINE if at in readers else 0)
+                assert found == ([(reader, select.POLLIN)] if at in readers else [])
+                os.read(reader, 1)
+        os.eventfd_write(looker.wake, 1)
+        assert looker.wait(DEADLINE) == [(looker.wake, select.POLLIN)]
+    finally:
+        for descriptor in (each for pair in pipes for each in pair):
+            os.close(descriptor)

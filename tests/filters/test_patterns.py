@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graftlab as gl
+from graftlab.errors import FilterError
 from graftlab.filters import patterns
 from graftlab.filters.check import Check, told
 from graftlab.filters.expressions import compile_filter
@@ -102,3 +103,43 @@ def test_the_more_may_be_repeated_the_shorter_is_what_re_may_search() -> None:
 
     patterns = ("abc", "a*", "a*b*", "a+b?c*", "(a*)*")
     assert [_longest_for_re(pattern) for pattern in patterns] == [None, 3162, 215, 56, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+def test_a_pattern_that_only_re_can_read_and_that_may_take_for_ever_is_refused() -> None:
+    for make in (lambda pattern: bounded(pattern, "search"), lambda pattern: bounded_rewrite(pattern, "")):
+        with pytest.raises(FilterError, match=r"may take for ever, and cannot be bounded \(unknown property .*\): \(a"):
+            make("(a+)+[[:foo:]]")
+        assert make("[[:foo:]]")("a]") is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a)+x{e}", "(a)+x{e<=1}y", "(a)+[{]{2}{i}", r"(a)+\{d}", "(a)+x{1,2}{", "(a)+x{,1}{}", "(a)+[^]{s}]{s}"],
+)
+def test_braces_that_mean_nothing_to_re_mean_nothing(pattern: str) -> None:
+    for text in ("aax{e}", "aay", "ax{e<=1}y", "axy", "a{{{i}", "a{d}", "axx{", "ax{}", "a{}", "aX{s}", "a", ""):
+        found = bounded(pattern, "fullmatch")(text)
+        assert (found is None) == (re.fullmatch(pattern, text) is None), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "longest"), [("a", None), ("a*b", 3162), ("a+b?", 215), ("a{2}b*c?", 56), ("(a)+", 0), ("(a|b){2}", 0)]
+)
+def test_texts_up_to_a_length_that_re_is_done_with_soon_take_no_longer_than_re(
+    pattern: str, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Limited:
+        def search(self, text: str, timeout: float) -> str:
+            return f"limited to {timeout:g} s"
+
+        def subn(self, replacement: str, text: str, timeout: float) -> tuple[str, int]:
+            return f"limited to {timeout:g} s", 1
+
+    monkeypatch.setattr(patterns, "_compile_limited", lambda pattern: Limited())
+    for find in (bounded(pattern, "search"), bounded_rewrite(pattern, "")):
+        if longest is None:
+            assert find("-" * 100_000) is None
+        else:
+            assert find("-" * (longest + 1)) == "limited to 0.25 s"
+            assert "limited" not in str(find("-" * longest))

@@ -18,6 +18,8 @@ from graftlab.diffs.measure import measure
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.shown import Shown
+from graftlab.layouts import Layout, RankLayout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row
 from graftlab.transforms import GraftTransformInput, Outcome, TransformSpec
@@ -356,4 +358,50 @@ def test_the_transform_knows_who_receives_and_who_sent() -> None:
     came = Receipt([Contribution(1, torch.ones(2), {"scale": 2.0})], absent={0: "baseline[0] died"})
     made = call(torch.zeros(2, requires_grad=True), Action("b2t", transform=0))
     arrival = Taker(checks).arrivals.take(made, "mine", came)
+    assert (arrival.status, arrival.error) == ("compared", None)
+
+
+@pytest.mark.parametrize("kind", ["alike", "dtype", "shards", "one silent", "said layout", "Shown", "inference"])
+def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = {"said layout": Shown("its own", RankLayout(Layout(), (4,))), "Shown": Shown("its own")}.get(kind)
+
+    def comes_of(action: Action, place: Place) -> str:
+        count = place.other_world_size
+        sent = [torch.arange(4.0, dtype=torch.float64 if kind == "dtype" else None) + 10 * at for at in range(count)]
+        if kind == "shards":
+            sent = [each[: 4 // count] for each in sent]
+        absent = {0: "baseline[0] died"} if kind == "one silent" else {}
+        contributions = [Contribution(at, each, carried) for at, each in enumerate(sent) if at not in absent]
+        with torch.inference_mode(kind == "inference"):
+            own = torch.full((4,), 2.0)
+        taker, made = Taker(), call(own, action, place)
+        arrival = taker.take(made, Receipt(contributions, absent=absent))
+        kept = [pair.value.tolist() for _, pair in taker.kept._pairs if pair.value is not None]
+        row = row_of(made, arrival, 0.0)._replace(error=arrival.error and arrival.error.partition("\n")[0])
+        return repr((row, own.tolist(), kept, arrival.result is None))
+
+    cases = [
+        (action, Place("target", rank, world_size, senders))
+        for action in (COMPARE, GRAFT, KEEP, GRAFT_AND_KEEP)
+        for senders, world_size, rank in ((1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1), (1, 2, 1), (3, 2, 1))
+    ]
+    found = [comes_of(*case) for case in cases]
+    monkeypatch.setattr("graftlab.grafting.arrival._sent_as_it_is", lambda call, receipt: None)
+    assert found == [comes_of(*case) for case in cases]
+
+
+@pytest.mark.parametrize("layout", ["a b -> b a", "same"])
+def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> None:
+    def sees(given: GraftTransformInput) -> torch.Tensor:
+        assert (given.pair is None) == (layout == "same")
+        assert given.whole == "received"
+        assert given.tags.items() >= {"baseline_name": "b.x", "target_name": "t.x", "layer": 3}.items()
+        return given.target
+
+    plan = GraftPlan(pairs=[("b.x", "t.x", layout)])
+    (pairing,) = plan.pairings("target", "t.x", {"layer": 3})
+    made = call(torch.ones(2, 2), Action("b2t", transform=0))._replace(pairing=pairing)
+    arrival = Taker(sees).arrivals.take(made, None, receipt(torch.ones(2, 2)))
     assert (arrival.status, arrival.error) == ("compared", None)

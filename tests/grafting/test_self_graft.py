@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -183,10 +184,10 @@ def test_another_dtype_or_shape_is_not_the_same() -> None:
 
 
 def test_nan_in_the_same_places_is_the_same() -> None:
-    for dtype in (torch.float32, torch.complex64):
-        before, after = torch.tensor([1.0, math.nan], dtype=dtype), torch.tensor([math.nan, 1.0], dtype=dtype)
-        makes = iter([before, after])
-        assert graft(lambda makes=makes: gl.tap("x", next(makes))).not_repeated == ["x"]
+    for before, after in itertools.permutations([[1.0, 1.0], [1.0, math.nan], [math.nan, 1.0]], 2):
+        for dtype in (torch.float32, torch.complex64):
+            makes = iter([torch.tensor(before, dtype=dtype), torch.tensor(after, dtype=dtype)])
+            assert graft(lambda makes=makes: gl.tap("x", next(makes))).not_repeated == ["x"]
     assert graft(lambda: gl.tap("x", torch.tensor([1.0, math.nan]))).not_repeated == []
 
 

@@ -119,6 +119,8 @@ def test_of_several_drafts_the_first_for_the_tap_is_tried() -> None:
         (("x = 1", "return x +"), 3, "does not compile, line 3: invalid syntax"),
         (("x = 1", "", "return graft_input.received_list[7]"), 4, "IndexError: list index out of range"),
         (("def inner():", "    return 1 / 0", "return inner()"), 3, "ZeroDivisionError"),
+        (("x = 1", "return eval(compile('1 / 0', '~elsewhere', 'eval'))"), 3, "ZeroDivisionError"),
+        (("x = 1", "return eval(compile('1 / 0', ' elsewhere', 'eval'))"), 3, "ZeroDivisionError"),
         (("return torch.zeros(2)",), 2, "returned shape [2]"),
         (("return 3",), 2, "returned int; it must return a tensor of shape"),
         (("raise SystemExit(3)",), 2, "the draft called exit(3)\n"),

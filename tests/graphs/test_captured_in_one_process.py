@@ -283,3 +283,32 @@ def test_outside_a_session_a_replay_is_the_function(monkeypatch: pytest.MonkeyPa
     assert graph.sites == []
     assert graph.suits()
     assert on(buffer, graph, 1.0, 2.0) == ([2.0, 4.0], 1)
+
+
+@ways
+def test_what_the_host_does_in_between_keeps_its_place_however_often_that_is(
+    grafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = rank_of(monkeypatch, b2t="name == 'mid'", compare="search('host', name)")
+    graph = CapturedFunction(sizes(1), WantedTaps(grafts), CpuCapturer())  # type: ignore[arg-type]
+    parts = [graph.on_host(lambda x, n=n: gl.tap(f"host{n}", x * 10 + n)) for n in range(5)]
+
+    def function(x: Tensor) -> Tensor:
+        for number, part in enumerate(parts):
+            x = part(x)
+            if number == 2:
+                x = gl.tap("mid", x)
+        return x
+
+    buffer = torch.zeros(1)
+    graph.capture(lambda: (function(buffer),))
+    for value in (1.0, 2.0):
+        for name in ("host0", "host1", "host2", "mid", "host3", "host4"):
+            world.baseline.tap(name, torch.full((1,), 7.0))
+        assert on(buffer, graph, value)[0] == [734.0]
+        world.step()
+    rows = {(row.step, row.name): row for row in world.target.rows}
+    assert len(rows) == len(world.target.rows) == 12
+    for step, value in enumerate((1.0, 2.0)):
+        own = {"host0": 10 * value, "host1": 100 * value + 1, "host2": 1000 * value + 12, "host3": 73.0, "host4": 734.0}
+        assert {name: rows[step, name].mean_target for name in own} == own

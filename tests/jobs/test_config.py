@@ -65,7 +65,7 @@ def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> 
         ("TRANSFORM_PATH", "nodots", "transform_path (GRAFTLAB_TRANSFORM_PATH) is 'nodots'; it takes 'pkg.module"),
         ("WITHOUT_HOST", "die", "without_host (GRAFTLAB_WITHOUT_HOST) is 'die'; it takes 'keep' or 'nothing'"),
         ("GROUP_NAME", "../x", "group_name (GRAFTLAB_GROUP_NAME) is '../x'; it takes a word"),
-        ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is none of graftlab's variables; there are"),
+        ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is none of graftlab's variables; GRAFTLAB_TIMEOUT is."),
     ],
 )
 def test_what_cannot_be_used_names_field_variable_and_what_it_takes(variable: str, text: str, message: str) -> None:

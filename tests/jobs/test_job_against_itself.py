@@ -89,6 +89,38 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
     assert len(sent) == 4
 
 
+def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job: JobGrafter, post: Post) -> None:
+    """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
+    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.offer_plan(GraftPlan(version=2))
+    job.step()
+    # For a plan that is not in force yet.
+    job.run_against_itself(RunAgainstItself(3, ("repeat",)))
+    step(job)
+    step(job)
+    assert not post.sent
+    job.offer_plan(GraftPlan(version=3))
+    job.step()
+    job.forget_itself(4)
+    step(job)
+    step(job)
+    assert not post.sent
+    job.offer_plan(GraftPlan(version=4))
+    job.step()
+    step(job)
+    assert len(post.sent) == 1
+
+
+def test_an_order_for_a_plan_that_became_somebody_elses_is_forgotten_at_once(job: JobGrafter, post: Post) -> None:
+    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.offer_plan(GraftPlan(version=2))
+    job.step()
+    job.forget_itself(2)
+    job.step()
+    step(job)
+    assert len(post.sent) == 1
+
+
 def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job: JobGrafter) -> None:
     exchange: Any = job._exchange
     step(job)
@@ -105,7 +137,7 @@ def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
         job.run_against_itself(RunAgainstItself(2, ("repeat",)))
     job.run_against_itself(RunAgainstItself(2, ("record",)))
     job.run_against_itself(RunAgainstItself(3, ("repeat",)))
-    job.forget_itself()
+    job.forget_itself(4)
     with pytest.raises(SessionError, match="nothing is recorded"):
         job.run_against_itself(RunAgainstItself(4, ("graft",)))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kit import warm
 from kit.deadline import DEADLINE
-from kit.job_scripts import end, start, variables
+from kit.job_scripts import end, on_look, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
@@ -45,19 +45,6 @@ def filters_of(plan: gl.GraftPlan) -> dict[str, str | None]:
     return {name: getattr(plan, name) for name in FILTERS}
 
 
-def on_look(session: gl.Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Do this when a verdict looks whether its second plan, under which every tap is grafted, is in force."""
-    adopted = session.adopted
-
-    def look(version: int) -> dict[str, int]:
-        if session.plan.b2t is not None:
-            monkeypatch.undo()
-            act()
-        return adopted(version)
-
-    monkeypatch.setattr(session, "adopted", look)
-
-
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -83,9 +70,11 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
     assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
 
-    # Runs of several steps.
-    verdict = session.verdict(steps=2, explain=False)
+    # Runs of several steps, the output of which is the last one's.
+    verdict = session.verdict(steps=2)
     assert verdict.named == ["layers.*.act"]
+    assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, " in verdict.text
     assert verdict.frame["step"].tolist() == [0] * 8 + [1] * 8
     assert filters_of(session.plan) == before
 

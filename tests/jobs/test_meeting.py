@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 import graftlab as gl
+from graftlab.base.world import Place
+from graftlab.config import GraftConfig
 from graftlab.jobs import meeting
+from graftlab.jobs.entering import Entrance
 from graftlab.jobs.meeting import Meeting
 
 
@@ -42,3 +45,37 @@ def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(gl.ConfigError, match=f"whoever listens there is user {os.getuid() + 1}, not {os.getuid()}"):
             place.connect(1.0)
         listener.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_variables_that_may_have_named_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(gl.ConfigError, match=r"cannot meet in the folder .*/file/run: .*GRAFTLAB_RUN_DIR"):
+        Meeting(tmp_path / "file" / "run")
+
+
+def entrance(folder: Path, timeout: float = 60.0) -> Entrance:
+    """Of a baseline's only rank."""
+    config = GraftConfig(
+        role="baseline", baseline_world_size=1, target_world_size=1, address=str(folder), timeout=timeout
+    )
+    return Entrance(Place("baseline", 0, 1, 1), config)
+
+
+def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path) -> None:
+    with gl.listen(1, 1, folder=tmp_path):
+        first = entrance(tmp_path).enter()
+        with pytest.raises(gl.SessionError, match=r"has joined already, as pid \d+\. Should this job be the target"):
+            entrance(tmp_path).enter()
+        first.channel.close()
+        first.bell.close()
+
+
+def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> None:
+    with Meeting(tmp_path) as place, place.locked():
+        listener = place.listen()
+    assert listener is not None
+    with (
+        listener,
+        pytest.raises(gl.SessionError, match=r"not answer within 0\.05 s\. .* its log is host\.log"),
+    ):
+        entrance(tmp_path, timeout=0.05).enter()

@@ -33,7 +33,7 @@ def host_has_ended(folder: Path) -> None:
 
 
 def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> None:
-    told = {"run_dir": tmp_path / "run", "b2t_filter": "layer == 1 and step == 1"}
+    told = {"run_dir": tmp_path / "run", "b2t_filter": "layer == 1 and step == 1", "keep_filter": "nam == 'hidden'"}
     jobs = [
         *ranks_of("trusted_model.py", "baseline", 1, 1, 3, **told),
         *ranks_of("engine_rank.py", "target", 3, 1, 3, **told),
@@ -41,6 +41,10 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
     ends = [end(job) for job in jobs]
     assert [code for code, _, _ in ends] == [0] * 4, ends
     assert ends[0][1] == "done True\n"
+    # A mistake in a filter would show as nothing at all.
+    said = "keep_filter (GRAFTLAB_KEEP_FILTER) is \"nam == 'hidden'\" and matched no tap: 0 of "
+    assert [said in err for _, _, err in ends] == [True, True, False, False]
+    assert "did you mean 'name'?" in ends[1][2]
     host_has_ended(tmp_path / "run")
     frame = gl.load_run(tmp_path / "run")
     measured = frame[frame["name"] == "hidden"]

@@ -71,7 +71,9 @@ def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pyte
     gl.listen(folder=tmp_path).close()
     for command in ("status", "watch", "stacks"):
         assert main([command, str(tmp_path)]) == 1
-        assert "no session of jobs is open" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "no session of jobs is open" in err
+        assert "gl.load_run reads the rows of one that has ended" in err
     assert look_into(tmp_path) is None
 
 
@@ -81,8 +83,26 @@ def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: p
     token = read_token(path)
     assert capsys.readouterr().out == ""
     assert main(["token", str(path)]) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "is there already; use it as it is, or remove it first" in capsys.readouterr().err
     assert read_token(path) == token
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("role=target", "baseline_world_size (GRAFTLAB_BASELINE_WORLD_SIZE) is not given"),
+        ("rule=target", "'rule=target' is no setting"),
+        ("role=target baseline_world_size=1 target_world_size=1 run_dir=/tmp/x", "there is no script nowhere.py"),
+    ],
+)
+def test_a_command_that_cannot_attach_says_why_in_a_line(
+    settings: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It writes what it is told into the environment.
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    assert main(["attach", *(f"--set={each}" for each in settings.split()), "nowhere.py"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"graftlab attach: {said}")
 
 
 # ---- what listens ---------------------------------------------------------------------------------------------------

@@ -135,6 +135,16 @@ def test_later_steps_are_to_the_right_though_a_rank_with_fewer_taps_counts_slowe
     assert tick_labels(plots.divergence(to_frame(ahead + behind))) == ["a step=0", "b step=1", "a step=1"]
 
 
+def test_names_that_have_room_are_level_and_others_slanted_or_upright() -> None:
+    def rotation(names: list[str]) -> float:
+        figure = plots.divergence(frame(*(row(name, order=n) for n, name in enumerate(names))))
+        return float(axes(figure).get_xticklabels()[0].get_rotation())
+
+    assert rotation(["x"]) == 0, "slanted it is a plus"
+    assert rotation([f"layers.{n}.self_attn.out" for n in range(8)]) == 45
+    assert rotation([f"layers.{n}.self_attn.out" for n in range(40)]) == 90
+
+
 def test_runs_are_ordered_by_their_steps_not_by_where_the_frame_has_them() -> None:
     data = to_frame([row("a", run=1, step=0), row("a", run=2, step=1), row("a", run=3, step=2)])
     assert tick_labels(plots.divergence(data[::-1])) == ["a step=0", "a step=1", "a step=2"]

@@ -23,7 +23,7 @@ import torch
 from kit.deadline import DEADLINE
 
 from graftlab.errors import DumpError
-from graftlab.requests import Dump, DumpSettings, Opaque, RequestDumper, load_dump, writing
+from graftlab.requests import Dump, DumpSettings, Opaque, RecordedRequest, RequestDumper, load_dump, writing
 from graftlab.requests.pickling import NotWritten, pickle_in_steps
 
 
@@ -788,3 +788,57 @@ def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
     (told,), _ = dropped([deep])
     assert told["reason"] == "more than 32 containers deep: ValueError: x"
     assert told["where"] == f"requests[0].request{'[0]' * 32}"
+
+
+# ---- when it is tried again, and what is recent ---------------------------------------------------------------------
+
+
+def test_a_full_buffer_is_tried_again_after_a_second_then_two_and_at_last_each_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+    monkeypatch.setattr(writing.time, "monotonic", lambda: 1000.0)
+    writer._held.append(writing.Finished(RecordedRequest({"rid": "a"}, None, 0.0, 0.0), None, False, 1))
+    pauses = []
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write", lambda *given: None)
+        for _ in range(8):
+            assert not writer._write_held([tmp_path], 1, [])
+            assert writer._retry_at is not None
+            pauses.append(writer._retry_at - 1000.0)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    # Not before its time, and then at once; after a success it begins anew.
+    writer._write_full([])
+    assert writer.waiting == 1
+    monkeypatch.setattr(writing.time, "monotonic", lambda: 1060.0)
+    writer._write_full([])
+    assert (writer.waiting, writer.written, writer._retry_at, writer._failures) == (0, 1, None, 0)
+
+
+def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+    monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
+    for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):
+        record = RecordedRequest({"rid": "a"}, None, 0.0, finished)  # type: ignore[arg-type]
+        assert writer._is_recent(writing.Finished(record, None, True, 1)) == is_recent
+
+
+def test_who_waits_for_a_writer_that_has_ended_is_told_at_once(dumper: RequestDumper) -> None:
+    writer = dumper._writer
+    assert dumper.close()
+    answer = writer.wait(writing._Order("flush", "", None, False), None)
+    assert answer == writing.Answer(True, None, [])
+    assert writer.wait(writing._Order("flush", "", None, False), 0) is None
+
+
+def test_a_file_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails(file: Any) -> None:
+        file.write(b"half")
+        raise KeyError("content")
+
+    with pytest.raises(KeyError):
+        writing.write_whole(tmp_path / "a.pkl", fails)
+    assert list(tmp_path.iterdir()) == []
+    assert writing.write_whole(tmp_path / "a.pkl", lambda file: file.write(b"whole")) == 5
+    assert (tmp_path / "a.pkl").read_bytes() == b"whole"
+    assert (tmp_path / "a.pkl").stat().st_mode & 0o777 == 0o600

@@ -296,3 +296,12 @@ def test_only_what_was_measured_counts_for_the_worst(status: str, kind: int) -> 
     # The first of several equal ones.
     run.take([(1, list(row("a", status=status, rel_l2=0.25, step=8)))])
     assert run.taps[0].worst_step == (7 if is_measured else -1)
+
+
+def test_rows_that_come_one_by_one_are_not_copied_each_time() -> None:
+    run, arrays = digest_of(row("a")), set()
+    for step in range(1, 5000):
+        run.take([(step, list(row("a", step=step)))])
+        arrays.add(run.values.step.base.ctypes.data if run.values.step.base is not None else 0)
+    assert len(arrays) <= 6
+    assert run.values.step.tolist() == list(range(5000))

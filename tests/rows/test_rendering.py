@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import math
 import pickle
 import re
 from typing import Any
 
 import pandas as pd
+import pytest
 
+from graftlab.rows import rendering
 from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -84,3 +87,70 @@ def test_columns_that_are_folded_are_counted_and_named() -> None:
         "<div>and: o</div></details>"
     )
     assert _folded(frame[["x"]], {"x"}) == ""
+
+
+def test_up_to_sixty_rows_are_all_shown_and_of_more_the_worst() -> None:
+    for count, shown, said in (
+        (1, 1, "1 row;"),
+        (60, 60, "60 rows;"),
+        (61, 60, "the 60 worst of 61 rows, in execution"),
+    ):
+        frame = to_frame([row(order, 1e-3 + order) for order in range(count)])
+        assert len(table(frame)) == 1 + shown
+        assert f"<p>{said}" in frame._repr_html_()
+    assert [int(line[0]) for line in table(frame)[1:]] == list(range(1, 61))
+
+
+def test_what_was_not_measured_or_not_finite_is_worse_than_any_number_and_of_equals_the_first_is_shown() -> None:
+    bad = {
+        70: {"rel_l2": None, "status": "missing"},
+        71: {"rel_l2": None, "status": "failed"},
+        72: {"rel_l2": None, "status": "timeout"},
+        73: {"rel_l2": 0.0, "nonfinite_differ": 1},
+        74: {"rel_l2": math.inf},
+        # Nothing came of these, which is no fault.
+        75: {"rel_l2": None, "status": "unmatched"},
+        76: {"rel_l2": math.nan},
+    }
+    frame = to_frame([row(order, 0.5)._replace(**bad.get(order, {})) for order in range(80)])
+    shown = [int(line[0]) for line in table(frame)[1:]]
+    assert shown == [*range(55), 70, 71, 72, 73, 74]
+
+
+@pytest.mark.parametrize(
+    ("value", "percent", "strength"),
+    [(1e-13, 0, "0.12"), (1e-12, 0, "0.12"), (1e-6, 50, "0.31"), (1.0, 100, "0.50"), (7.0, 100, "0.50")],
+)
+def test_a_bar_reaches_from_rounding_in_float64_to_nothing_in_common(value: float, percent: int, strength: str) -> None:
+    markup = str(to_frame([row(0, value)])._repr_html_())
+    assert re.findall(r"rgba\(213, 94, 0, ([\d.]+)\) (\d+)%, transparent (\d+)%", markup) == [
+        (strength, str(percent), str(percent))
+    ]
+    assert f">{value:.2e}</td>" in markup
+
+
+def test_what_is_no_number_has_no_bar() -> None:
+    for value, said in ((0.0, "0.00e+00"), (None, "-"), (math.nan, "-")):
+        markup = str(to_frame([row(0, value)])._repr_html_())
+        assert "rgba" not in markup
+        assert table(to_frame([row(0, value)]))[1][3] == said
+    assert "100%" in str(to_frame([row(0, math.inf)])._repr_html_())
+
+
+def test_the_note_of_a_row_is_the_first_line_of_what_is_wrong_or_of_what_there_is_to_say() -> None:
+    for more, said in (
+        ({"error": "late\nTraceback", "note": "n", "aligned_by": "a"}, "late"),
+        ({"note": "n", "aligned_by": "a"}, "n"),
+        ({"aligned_by": "a"}, "a"),
+        ({}, ""),
+        ({"note": "x" * 81}, "x" * 80),
+    ):
+        assert table(to_frame([row(0, 0.5, **more)]))[1][-1] == said
+
+
+def test_it_is_not_looked_through_many_rows_for_what_is_the_same_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "_FOLDED_ROWS", 3)
+    few, many = (to_frame([row(order, 0.5, cast="y" * 90) for order in range(count)]) for count in (3, 4))
+    assert f"cast={'y' * 75}," in str(few[["cast", *rendering._NEEDED]]._repr_html_())
+    assert "the same in all" not in str(many._repr_html_())
+    assert re.search(r"<div>and: run, .*cast", str(many._repr_html_()))

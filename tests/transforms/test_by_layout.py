@@ -13,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.transforms import GraftTransformInput
-from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, by_layout
+from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
 from graftlab.transforms.suggest import suggested
 
 
@@ -264,3 +264,19 @@ def test_what_a_layout_leaves_out_stays_the_receivers_own() -> None:
     assert outcome.known is not None
     assert outcome.known.tolist() == [[False] * 6] * 2 + [[True] * 6] * 2
     assert outcome.layout == f"{pair} => inferred"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        ("same", "same", None),
+        ("same", "shard(dim=0, mesh='tp')", "same => shard(dim=0, mesh='tp')"),
+        ("shard(dim=0, mesh='tp')", "same", "shard(dim=0, mesh='tp') => same"),
+        ("shard(dim=0, mesh='tp')", "shard(dim=0, mesh='tp')", "shard(dim=0, mesh='tp')"),
+        ("part(index=0, of=[1, 1], dim=0)", "same", "part(index=0, of=[1, 1], dim=0) => same"),
+        ("a b -> b a", "same", "a b -> b a => same"),
+    ],
+)
+def test_a_row_says_both_layouts_or_the_one_that_both_have(theirs: str, mine: str, said: str | None) -> None:
+    assert _text(parse_layout(theirs), parse_layout(mine), False) == said
+    assert _text(parse_layout(theirs), parse_layout(mine), True) == (f"inferred => {parse_layout(mine)}")

@@ -128,7 +128,7 @@ def test_apply_has_the_plan_use_the_pairs_and_says_that_guesses_are_left_out(
     editing.act("apply")
     assert len(session.plan.pairs) == len(PAIRS) - 1
     assert editing.editor.message == (
-        f"Plan {session.plan.version} has 25 pairs. 1 guesses are left out until they are accepted."
+        f"Plan {session.plan.version} has 25 pairs. 1 guess is left out until it is accepted."
     )
     assert editing.editor.view.state["is_applied"]
     editing.act("accept", "logits")

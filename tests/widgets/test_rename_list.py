@@ -82,11 +82,17 @@ def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen)
     screen.panel._renames._buttons[0].click()  # type: ignore[attr-defined]
     screen.panel.refresh()
     assert [rule[0] for rule in session.plan.rename] == ["baseline"]
-    write(screen, "target", "(")
-    screen.click("add-rule")
-    screen.browser.kernel_works()
-    assert "is not usable" in screen.message
-    assert len(session.plan.rename) == 1
+    version = session.plan.version
+    for pattern, new, said in (
+        ("(", "", "is not usable"),
+        ("", "x", "write the regular"),
+        ("mlp", "ffn", "Nothing to"),
+    ):
+        write(screen, "target" if pattern == "(" else "baseline", pattern, new)
+        screen.click("add-rule")
+        screen.browser.kernel_works()
+        assert said in screen.message
+    assert session.plan.version == version, "what changes nothing made a plan"
     session.edit(rename=None)
     screen.panel.refresh()
     assert screen.panel._renames.title == "Renames (0)"  # type: ignore[attr-defined]
