@@ -561,10 +561,11 @@ def test_arbitrary_text_is_a_filter_or_a_filter_error(expression: str, tags: Map
     assert refused.message
 
 
+@pytest.mark.parametrize("text", ["x.y", "a,b", "x for x in y"])
 @pytest.mark.parametrize("blanks", [1, 4, 5, 40])
-def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int) -> None:
+def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int, text: str) -> None:
     with pytest.raises(FilterError) as refused:
-        compile_filter(" " * blanks + "x.y")
+        compile_filter(" " * blanks + text)
     assert refused.value.position == blanks
 
 
