@@ -27,6 +27,8 @@ from graftlab.verdict.given import data_rows, differing_data, input_names, witho
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
+from graftlab.verdict.shared_batch import evened_out
+from graftlab.verdict.shared_batch import told as evened_out_told
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -146,8 +148,13 @@ class _Judging:
             constant=constant,
         )
         named = named_groups(frame, threshold)
-        following = consequences(frame, named, threshold)
-        named = [group for group in named if group not in following]
+        sizes = self.session.options.baseline, self.session.options.target
+        even = evened_out(frame, named, *sizes, threshold)
+        if even:
+            data.append(evened_out_told(even, *sizes))
+        inputs += even
+        following = consequences(frame, [group for group in named if group not in even], threshold)
+        named = [group for group in named if group not in (*even, *following)]
         explain = explain and bool(named)
         target_not_repeated = self._runs.target_against_itself() if explain else []
         causes: dict[str, Causes] = {}
@@ -168,7 +175,7 @@ class _Judging:
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
-        frame = labelled(frame, named, following, causes, threshold)
+        frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
         if causes or (explain and of_jobs is not None):
             hints = self._hints(
@@ -430,9 +437,14 @@ def labelled(
     following: Sequence[str],
     causes: Mapping[str, Causes],
     threshold: float,
+    even: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """The frame of a verdict with the columns ``label`` and ``alone``."""
-    labels = {**dict.fromkeys(named, "culprit"), **dict.fromkeys(following, "inherited")}
+    """The frame of a verdict with the columns ``label`` and ``alone``. Of the groups of ``even`` nothing is held."""
+    labels = {
+        **dict.fromkeys(named, "culprit"),
+        **dict.fromkeys(following, "inherited"),
+        **dict.fromkeys(even, "clean"),
+    }
     alone: dict[str, float] = {}
     for each in causes.values():
         labels.update(each.labels)

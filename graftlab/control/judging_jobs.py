@@ -279,9 +279,9 @@ def _run_of_jobs(session: SessionCore) -> Run:
     """The one run that all that the jobs do is. Raises :class:`SessionError` where they cannot be judged."""
     missing = [rank.label for rank in session.ranks if not rank.alive]
     if missing or not session.runs:
+        who = f"{', '.join(missing) or 'the run'} {'are' if len(missing) > 1 else 'is'}"
         raise SessionError(
-            f"verdict: {', '.join(missing) or 'the run'} is not there, and a verdict needs every rank of both jobs; "
-            f"session.status() shows them"
+            f"verdict: {who} not there, and a verdict needs every rank of both jobs; session.status() shows them"
         )
     return session.runs[-1]
 

@@ -51,7 +51,7 @@ class Findings:
     data: Sequence[str] = ()
     """Sentences on what both sides were given differently: inputs, weights, settings."""
     inputs: Sequence[str] = ()
-    """The groups that show what the model was given, of which the sentences of ``data`` speak."""
+    """The groups of which the sentences of ``data`` speak: those that show what the model was given, above all."""
     following: Sequence[str] = ()
     """The groups of gradients that are other because the values that are named are."""
     target_not_repeated: Sequence[str] = ()

@@ -454,3 +454,34 @@ def test_a_verdict_shows_itself(session: gl.Session) -> None:
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes
+
+
+def in_shares(fault: str) -> None:
+    """A step of training, on each of two target ranks with half of the batch."""
+    me = gl.here()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    call: Any = model
+    if me.world_size > 1 and fault != "not averaged":
+        call = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(me.world_size)[me.rank]
+    with gl.watch(model, grads=True, inputs=True), gl.watch_training(model, optimizer):
+        call(batch).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["", "not averaged"])
+def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_named(
+    one_and_two: gl.Session, fault: str
+) -> None:
+    verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
+    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; made from the baseline's, "
+    if fault:
+        assert said not in verdict.text
+        assert "output@grad" in verdict.named
+        return
+    assert verdict.named == [], verdict.text
+    assert verdict.text.startswith(said)
+    assert set(verdict.frame["label"]) == {"clean"}
+    assert "nothing adds more than rounding" in verdict.text or "No tap adds more than rounding" in verdict.text

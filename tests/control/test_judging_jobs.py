@@ -102,6 +102,9 @@ def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
     ranks[1].rank.alive = False
     with pytest.raises(SessionError, match=r"target\[0\] is not there"):
         judge(session)
+    ranks[0].rank.alive = False
+    with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are not there, and a verdict needs"):
+        judge(session)
     assert session.plan.version == PLAN.version
 
 

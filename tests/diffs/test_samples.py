@@ -10,7 +10,7 @@ import torch
 from kit.values import assert_values
 
 from graftlab.diffs.kernel import Kernel
-from graftlab.diffs.maps import DifferenceMap
+from graftlab.diffs.maps import DifferenceMap, difference_map, max_downsample
 from graftlab.diffs.samples import Distributions, Sample, distributions, sample
 from graftlab.diffs.statistics import DiffStats
 
@@ -125,3 +125,15 @@ def test_pairs_that_are_equal_or_of_one_number_have_no_worst_or_that_one() -> No
 
 def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(Distributions, Sample, DiffStats, DifferenceMap, Kernel)
+
+
+def test_figures_have_as_many_bins_points_and_cells_as_is_said_where_nobody_asks_for_others() -> None:
+    x, y = torch.linspace(-1, 1, 20_001), torch.linspace(-1, 1.5, 20_001)
+    found = distributions(x, y)
+    assert (len(found.baseline), len(found.target), len(found.above), len(found.below)) == (120, 120, 60, 60)
+    # Kept whole up to so many; of more some are drawn.
+    assert len(sample(x[1:], y[1:]).baseline) == 20_000
+    assert len(sample(x, y).baseline) < 20_000
+    wide = torch.zeros(2, 1024)
+    assert max_downsample(wide)[0].shape == (2, 512)
+    assert difference_map(wide, wide).grid.shape == (2, 512)

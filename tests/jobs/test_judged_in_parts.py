@@ -83,7 +83,7 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_m
     one_and_two.plant("act@1")
     verdict, over = one_and_two.over(steps=2)
     assert (verdict.named, over) == (["layers.*.act"], {("layers.1.act", 1)})
-    assert "layers.*.act is computed otherwise in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
+    assert "layers.*.act is computed differently in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
     # No rank of a side takes the taps of a step of which another does not.

@@ -206,6 +206,10 @@ def test_a_rule_needs_two_layers_and_says_how_far_the_values_are(shift: int) -> 
     assert pair.rel is not None
     assert pair.rel > 0.5
     assert "as in 3 other layers, where the values match; here the values differ by rel_l2" in pair.note
+    # Pairs that grafts have shown do not claim that the values match anywhere.
+    shown = [Pair(f"h.{n + shift}.mlp", f"layers.{n}.ffn", sureness="rule") for n in range(2)]
+    (pair,) = match_taps(*layered(3, wrong=[0, 1, 2], shift=shift), trusted=shown).of_target("layers.2.ffn")
+    assert pair.note.startswith("as in 2 other layers, where grafts showed it; here the values differ by rel_l2 ")
     alone = match_taps(*layered(2, wrong=[1], shift=shift), guesses=False)
     assert [pair.target for pair in alone.pairs] == ["layers.0.ffn"]
     assert alone.unmatched_target == {"layers.1.ffn": "no baseline tap has its values"}

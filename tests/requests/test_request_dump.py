@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +24,16 @@ import torch
 from kit.deadline import DEADLINE
 
 from graftlab.errors import DumpError
-from graftlab.requests import Dump, DumpSettings, Opaque, RecordedRequest, RequestDumper, load_dump, writing
+from graftlab.requests import (
+    Dump,
+    DumpSettings,
+    Opaque,
+    RecordedRequest,
+    RequestDumper,
+    RequestLogging,
+    load_dump,
+    writing,
+)
 from graftlab.requests.pickling import NotWritten, pickle_in_steps
 
 
@@ -842,3 +852,15 @@ def test_a_file_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> N
     assert writing.write_whole(tmp_path / "a.pkl", lambda file: file.write(b"whole")) == 5
     assert (tmp_path / "a.pkl").read_bytes() == b"whole"
     assert (tmp_path / "a.pkl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_dumper_that_is_told_nothing_else_has_the_sizes_that_its_page_says(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    dumper = RequestDumper(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert dumper.settings == DumpSettings(tmp_path, 1000, ("routed_experts", "hidden_states"))
+    writer = dumper._writer
+    assert (writer.limit, writer._crash_window) == (20_000, 300.0)
+    settings = RequestLogging(dumper).settings
+    assert (settings.log_requests, settings.log_requests_level) == (False, 0)
+    assert dumper.close()

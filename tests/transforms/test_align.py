@@ -252,3 +252,19 @@ def test_an_input_that_names_no_senders_has_them_in_order() -> None:
     given = replace(the_input([first, second], torch.zeros(2, 2), ids(2, 1)), senders=[])
     outcome = run_transform(align_by_request, given)
     assert outcome.value[:, 0].tolist() == [2.0, 1.0]
+
+
+def test_where_the_senders_have_none_of_the_requests_nothing_is_paired_and_all_rows_are_counted() -> None:
+    own = torch.ones(3, 2)
+    outcome = gl.transforms.align_by_request(
+        gl.GraftTransformInput(
+            tags={"name": "h"},
+            received_list=[torch.zeros(2, 2)],
+            received_extras_list=[{"rids_int": torch.tensor([1, 2])}],
+            target=own,
+            target_extras={"rids_int": torch.tensor([7, 8, 9])},
+        )
+    )
+    assert torch.equal(outcome.value, own)
+    assert outcome.rows is not None
+    assert ([len(index) for index in outcome.rows], outcome.rows_unmatched) == ([0], 3)

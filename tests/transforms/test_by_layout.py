@@ -280,3 +280,32 @@ def test_what_a_layout_leaves_out_stays_the_receivers_own() -> None:
 def test_a_row_says_both_layouts_or_the_one_that_both_have(theirs: str, mine: str, said: str | None) -> None:
     assert _text(parse_layout(theirs), parse_layout(mine), False) == said
     assert _text(parse_layout(theirs), parse_layout(mine), True) == (f"inferred => {parse_layout(mine)}")
+
+
+def test_a_part_of_the_larger_tensor_is_suggested_whichever_side_has_it() -> None:
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    second = "part(index=1, of=[1, 1, 1], dim=1)"
+    assert f"rel_l2 0, in the layout '{second}' of the received tensor" in suggested([whole], whole[:, 2:4])
+    assert f"rel_l2 0, in the layout '{second}' of the receiver's own tensor" in suggested([whole[:, 2:4]], whole)
+    # Nearly is near enough, and another is not.
+    assert "rel_l2 0.09, in" in suggested([whole], whole[:, 2:4] / 1.09)
+    assert suggested([whole], whole[:, 2:4] / 1.2) == "; 3 layouts would fit the shapes, and none the values"
+    assert suggested([whole], whole[:, 2:4].long()) == "; 3 layouts would fit the shapes, and none the values"
+    numbers = torch.arange(24).view(4, 6)
+    assert f"rel_l2 0, in the layout '{second}'" in suggested([numbers], numbers[:, 2:4])
+
+
+def test_nothing_is_suggested_where_no_layout_fits_and_one_alone_is_named_where_its_values_do_not() -> None:
+    whole = torch.arange(1.0, 25).view(4, 6)
+    for mine in (whole[:, :4], whole[:2, :3], whole[:, :, None][:2], whole[:, :0], torch.ones(1)):
+        assert suggested([whole], mine) == "", mine.shape
+    # Up to sixteen parts are tried.
+    row = torch.arange(34.0)[None]
+    assert "rel_l2 0, in" in suggested([row[:, :32]], row[:, 2:4])
+    assert suggested([row], row[:, 2:4]) == ""
+    assert suggested([whole], -whole.T) == (
+        "; the shapes would fit in the layout 'a b -> b a' of the received tensor, the values do not"
+    )
+    zeros = suggested([whole], torch.zeros(6, 4))
+    assert zeros == "; the shapes would fit in the layout 'a b -> b a' of the received tensor, the values do not"
+    assert "gl.tap(layout=...) says so" in suggested([whole, whole], whole)
