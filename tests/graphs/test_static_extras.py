@@ -137,3 +137,11 @@ def test_equal_values_and_those_that_pickle_alike_are_the_same() -> None:
     extras({"a": 1, "b": 2}).compare({("a",): 1})
     with pytest.raises(GraphError):
         extras({"a": 1, "b": 2}).compare({("b",): 3})
+
+
+def test_what_is_one_each_request_is_so_where_requests_and_tokens_are_equally_many() -> None:
+    padded = FillContext(raw_bs=4, padded_bs=4, raw_num_tokens=4, padded_num_tokens=4)
+    made = {"rids_int": torch.arange(4), "other": torch.arange(4)}
+    static = StaticExtras("x", None, lambda: made, torch.zeros(1), padded)
+    batch = FillContext(raw_bs=2, padded_bs=4, raw_num_tokens=3, padded_num_tokens=4)
+    assert shown(static.given(batch)) == {"rids_int": [0, 1], "other": [0, 1, 2]}

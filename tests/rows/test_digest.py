@@ -183,16 +183,16 @@ def test_a_fault_in_some_rows_costs_those_alone_and_is_counted(
     monkeypatch.setattr(digests, "_PIECE", 2)
     store = RowStore(tmp_path)
     digest = Digest(store)
-    rows = [list(row("a", step=step)) for step in range(5)]
-    rows[2][COLUMNS.index("run")] = "x"
-    rows[3][COLUMNS.index("rel_l2")] = "much"
+    rows = [list(row("a", step=step)) for step in range(7)]
+    rows[4][COLUMNS.index("run")] = "x"
+    rows[5][COLUMNS.index("rel_l2")] = "much"
     store.append([json.dumps(each).encode() for each in rows])
     with caplog.at_level(logging.ERROR):
         digest.catch_up()
     assert digest.behind == 0
-    assert "some of the rows 2 to 3 are in no summary" in caplog.text
+    assert "some of the rows 4 to 5 are in no summary" in caplog.text
     assert digest.unread == 2
-    assert digest.run(0).values.step.tolist() == [0, 1, 4]
+    assert digest.run(0).values.step.tolist() == [0, 1, 2, 3, 6]
     assert digest.newest is digest.run(0)
     store.close()
 
