@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
-from kit import notebooks
+from kit import kernels, notebooks
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -256,7 +256,7 @@ def test_a_nan_is_no_agreement() -> None:
     frame = rows(1e-7, 0.0)
     frame.loc[1, "nonfinite_differ"] = 3.0
     text = demo.report(frame)
-    assert "First tap that differs: tap1 on target[0], where 3 values are NaN or infinite on one side and" in text
+    assert "First tap that differs: tap1 on target[0], where 3 values are NaN or infinite on one side and not" in text
     assert "1 of 2 rows above the noise floor; tap1 differs by inf." in text
 
 
@@ -305,6 +305,7 @@ def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
 def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    kernels.start_warm()
     assert demo.main(["--out", str(tmp_path)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"First tap above the noise floor of 1e-05: {PLANTED} on target" in said

@@ -149,7 +149,7 @@ class _Judging:
         )
         named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
-        even = evened_out(frame, named, *sizes, threshold)
+        even = evened_out(frame, grafted, named, *sizes, threshold)
         if even:
             data.append(evened_out_told(even, *sizes))
         inputs += even

@@ -13,8 +13,7 @@ import os
 import select
 import shutil
 
-VARIABLE = "GRAFTLAB_FORKSERVER_OF"
-"""The process that starts the forkserver, and its folder for temporary files."""
+from graftlab.ranks.hurrying import VARIABLE
 
 # Milliseconds in which a process that has hung up is gone; one that only ends its forkserver stays.
 _PATIENCE = 1000
@@ -42,6 +41,7 @@ def remove_after(pid: int, folder: str) -> None:
 
 
 if VARIABLE in os.environ:
+    gc.enable()
     # Or each rank would copy the memory that torch's own objects lie in, to count their references.
     gc.freeze()
     _pid, _, _folder = os.environ.pop(VARIABLE).partition(os.pathsep)

@@ -38,12 +38,12 @@ def added_frame(
     floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
     The labels are all ``clean`` yet.
     """
-    errors = {_place(row): row for row in _measured(compared)} if compared is not None else {}
+    errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
     largest = Floor(
         max((f.rel_l2 for f in floors.values()), default=0.0), max((f.rel_max for f in floors.values()), default=0.0)
     )
     lines = []
-    for row in _measured(grafted):
+    for row in measured_rows(grafted):
         group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
@@ -74,8 +74,8 @@ def added_frame(
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
-def _measured(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The measured rows, each with its step counted from the first of its run, as ``in_run``."""
+def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Those rows that were measured, each with its step counted from the first of its run, as ``in_run``."""
     first = frame["step"].min() if len(frame) else 0
     return [{**row, "in_run": row["step"] - first} for row in records(frame[frame["status"].isin(MEASURED)])]
 

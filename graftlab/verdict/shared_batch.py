@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import pandas as pd
 
+from graftlab.verdict.added import measured_rows
 from graftlab.verdict.groups import kind_of_group
 
 # How far a factor may be off: bfloat16 rounds by less.
 _TOLERANCE = 0.01
+# How parallel two gradients are that differ by a factor alone.
+_PARALLEL = 0.999
 
 
-def evened_out(frame: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float) -> list[str]:
-    """The named groups of gradients that are other by a factor which the number of ranks explains, and evens out.
+def evened_out(
+    frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
+) -> list[str]:
+    """The named groups of gradients that differ by a factor which the number of ranks explains, and evens out.
 
     With twice the ranks, each has the mean over half of the batch, so the gradients of its values are twice the
     baseline's. The weights' gradients are averaged over the ranks, so of the baseline's gradients, which every tap is
-    grafted with, they become one half. Both have to be there, on all ranks. One alone is a fault. ``frame`` is that of
-    a verdict, ``baseline`` and ``target`` are how many ranks there are.
+    grafted with, they become one half. Both have to be there, on all ranks. One alone is a fault. ``frame`` is what
+    :func:`added_frame` makes of the rows ``grafted``, ``baseline`` and ``target`` are how many ranks there are.
     """
     if baseline == target:
         return []
-    added = {"grad": abs(target / baseline - 1), "param_grad": abs(baseline / target - 1)}
-    found: dict[str, list[str]] = {kind: [] for kind in added}
+    explained = {"grad": target / baseline, "param_grad": baseline / target}
+    found: dict[str, list[str]] = {kind: [] for kind in explained}
+    lines = list(zip(frame["group"], frame["ratio"], measured_rows(grafted), strict=True))
     for group in named:
         kind = kind_of_group(group)
-        if kind not in added:
+        if kind not in explained:
             continue
-        rows = frame[(frame["group"] == group) & ((frame["ratio"] > threshold) | (kind == "param_grad"))]
-        off = (rows["added"] - added[kind]).abs()
-        if bool((off <= _TOLERANCE * added[kind]).all()) and rows["rank"].nunique() == target:
+        # Of gradients of values those alone that arise at the loss; the others are computed from the baseline's.
+        rows = [row for own, ratio, row in lines if own == group and (ratio > threshold or kind == "param_grad")]
+        if len({row["rank"] for row in rows}) == target and all(_is_scaled(row, explained[kind]) for row in rows):
             found[kind].append(group)
     return [*found["grad"], *found["param_grad"]] if all(found.values()) else []
+
+
+def _is_scaled(row: Mapping[str, Any], factor: float) -> bool:
+    """Whether the target's tensor is the baseline's times this factor, but for rounding."""
+    if row["nonfinite_differ"] or row["rel_l2"] is None:
+        return False
+    before, after = (math.hypot(row[f"mean_{side}"], row[f"std_{side}"]) for side in ("baseline", "target"))
+    if before == after == 0:
+        return True  # as the gradients of weights that nothing depends on
+    is_parallel = row["cosine"] is not None and row["cosine"] > _PARALLEL
+    return is_parallel and abs(after - factor * before) <= _TOLERANCE * factor * before
 
 
 def told(groups: Sequence[str], baseline: int, target: int) -> str:

@@ -42,7 +42,8 @@ SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
 EXECUTE = """async ([id, code, limit]) => {
     const connection = window.jupyterapp.serviceManager.kernels.connectTo({ model: { id, name: 'python3' } });
     const late = new Promise(resolve => setTimeout(resolve, limit));
-    const reply = await Promise.race([connection.requestExecute({ code, silent: true }).done, late]);
+    const done = connection.requestExecute({ code, silent: true }).done.catch(() => null);  // its kernel has ended
+    const reply = await Promise.race([done, late]);
     connection.dispose();
     return reply?.content.status === 'ok';
 }"""
@@ -91,15 +92,16 @@ class Server:
 
     def kernel(self) -> str:
         """The kernel that tests have one after the other: another one where that has ended."""
-        running = {kernel["id"] for kernel in self.request("GET", "kernels")}
-        if self.shared_kernel not in running:
+        if self.shared_kernel not in self.running():
             self.shared_kernel = self.request("POST", "kernels", name="python3", path="")["id"]
         return self.shared_kernel
 
+    def running(self) -> set[str]:
+        return {kernel["id"] for kernel in self.request("GET", "kernels")}
+
     def end_kernels(self, but: str = "") -> None:
-        for kernel in self.request("GET", "kernels"):
-            if kernel["id"] != but:
-                self.request("DELETE", f"kernels/{kernel['id']}")
+        for kernel in self.running() - {but}:
+            self.request("DELETE", f"kernels/{kernel}")
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +182,7 @@ class Lab:
         """Close what is open without saving, clean up in its kernel, and go back to the light theme."""
         self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
         shared = self.server.shared_kernel
-        is_clean = shared and self.page.evaluate(EXECUTE, [shared, CLEAN_UP, DEADLINE * 1000])
+        is_clean = shared in self.server.running() and self.page.evaluate(EXECUTE, [shared, CLEAN_UP, DEADLINE * 1000])
         self.server.end_kernels(but=shared if is_clean else "")
         self.use_theme("JupyterLab Light")
 

@@ -186,6 +186,12 @@ def test_ranks_start_after_a_notebook_was_reset(monkeypatch: pytest.MonkeyPatch)
     assert not hasattr(main, "__spec__")
 
 
+def test_ranks_collect_garbage_though_the_forkserver_imports_without_that() -> None:
+    with gl.launch(1, 1) as session:
+        run = session.run("(__import__('gc').isenabled(), __import__('gc').get_freeze_count() > 10_000)")
+    assert run.baseline == [(True, True)]
+
+
 # ---- without torch --------------------------------------------------------------------------------------------------
 
 BLOCK_TORCH = """

@@ -1,52 +1,85 @@
-"""Gradients that are other by the number of ranks alone, and even out, are no fault; anything else about them is."""
+"""Gradients that differ by the number of ranks alone, and even out, are no fault; anything else about them is."""
 
 from __future__ import annotations
 
 import pandas as pd
 import pytest
+import torch
 
+from graftlab.diffs.measure import measure
+from graftlab.rows.schema import STATISTICS, Row, statistics_of
+from graftlab.verdict.added import added_frame, named_groups
 from graftlab.verdict.shared_batch import evened_out, told
 
-NAMED = ["act", "out@grad", "up.weight@param_grad"]
+NAMED = ["out@grad", "up.weight@param_grad"]
+BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
 
-def frame(grad: list[float], weights: list[float]) -> pd.DataFrame:
-    """A verdict's frame on two ranks: what the gradient of ``out`` adds on each, and that of a weight."""
-    lines = [("act", rank, 0.3) for rank in range(2)]
-    lines += [("out@grad", rank, added) for rank, added in enumerate(grad)]
-    lines += [("up.weight@param_grad", rank, added) for rank, added in enumerate(weights)]
-    made = pd.DataFrame(lines, columns=["group", "rank", "added"])
-    return made.assign(ratio=made["added"] * 1e5)
+def rows_of(grad: list[float], weights: list[float]) -> pd.DataFrame:
+    """Two ranks on which the gradients of ``out`` and of a weight are so many times the baseline's; values differ."""
+    made = []
+    for name, tags, factors in (
+        ("act", {}, [1.3, 1.3]),
+        ("out", {"kind": "grad"}, grad),
+        ("up.weight", {"kind": "param_grad"}, weights),
+    ):
+        for rank, factor in enumerate(factors):
+            statistics = measure(BASELINES, BASELINES * factor)
+            row = Row(
+                run=1,
+                step=0,
+                order=len(made) // 2,
+                name=name,
+                tags=tags,
+                direction="b2t",
+                side="target",
+                rank=rank,
+                status="grafted",
+                senders=[0],
+                dtype="float32",
+            )
+            held = dict(zip(STATISTICS, statistics_of(statistics), strict=True))
+            made.append({**row._asdict(), **held})
+    return pd.DataFrame(made)
+
+
+def evens_out(grad: list[float], weights: list[float], baseline: int, target: int) -> list[str]:
+    grafted = rows_of(grad, weights)
+    frame = added_frame(grafted, {}, constant=1e-5)
+    return evened_out(frame, grafted, named_groups(frame, 5.0), baseline, target, 5.0)
 
 
 @pytest.mark.parametrize(
     ("grad", "weights", "sizes"),
-    [([1.0, 1.0], [0.5, 0.5], (1, 2)), ([1.004, 0.996], [0.501, 0.5], (1, 2)), ([0.5, 0.5], [1.0, 1.0], (4, 2))],
+    [([2.0, 2.0], [0.5, 0.5], (1, 2)), ([2.004, 1.996], [0.501, 0.5], (1, 2)), ([0.5, 0.5], [2.0, 2.0], (4, 2))],
 )
 def test_the_factor_that_the_numbers_of_ranks_explain_evens_out(
     grad: list[float], weights: list[float], sizes: tuple[int, int]
 ) -> None:
-    assert evened_out(frame(grad, weights), NAMED, *sizes, 5.0) == NAMED[1:]
+    assert evens_out(grad, weights, *sizes) == NAMED
 
 
 @pytest.mark.parametrize(
     ("grad", "weights", "sizes"),
     [
         # As many ranks on both sides.
-        ([1.0, 1.0], [0.5, 0.5], (2, 2)),
+        ([2.0, 2.0], [0.5, 0.5], (2, 2)),
         # Nobody averages; averaged twice; another scale; on one rank alone.
-        ([1.0, 1.0], [0.0, 0.0], (1, 2)),
-        ([1.0, 1.0], [0.75, 0.75], (1, 2)),
-        ([2.0, 2.0], [0.5, 0.5], (1, 2)),
-        ([1.0, 0.0], [0.5, 0.5], (1, 2)),
-        ([1.0, 1.0], [0.5, 0.0], (1, 2)),
+        ([2.0, 2.0], [1.0, 1.0], (1, 2)),
+        ([2.0, 2.0], [0.25, 0.25], (1, 2)),
+        ([3.0, 3.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 1.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [0.5, 1.0], (1, 2)),
+        ([1.0, 1.0], [0.5, 0.5], (1, 2)),
+        # As far from the baseline's, and not by that factor.
         ([0.0, 0.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [1.5, 1.5], (1, 2)),
+        ([-2.0, -2.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [float("nan"), 0.5], (1, 2)),
     ],
 )
 def test_any_other_difference_stays_named(grad: list[float], weights: list[float], sizes: tuple[int, int]) -> None:
-    made = frame(grad, weights)
-    named = [group for group in NAMED if (made.loc[made["group"] == group, "ratio"] > 5).any()]
-    assert evened_out(made, named, *sizes, 5.0) == []
+    assert evens_out(grad, weights, *sizes) == []
 
 
 def test_it_is_told_with_the_factors() -> None:
