@@ -270,6 +270,9 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
     if what == "-m":
         module, *sys.argv[1:] = rest
         sys.path[0] = asked["cwd"]
+        if module == "ipykernel_launcher":
+            # When it is imported pandas asks whether it writes to a terminal, where it shows as many as are as wide.
+            sys.modules["pandas"].set_option("display.max_columns", 20)
     else:
         sys.argv[:] = [what, *rest]
         sys.path[0] = str(Path(what).resolve().parent)
