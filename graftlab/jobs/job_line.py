@@ -26,8 +26,15 @@ class JobLine(Line):
         self.taps: list[dict[str, Any]] = []
 
     def reconnect(self, channel: Channel, bell: socket.socket) -> None:
+        """Go on with another notebook, which is told of every tap that was seen so far before a row of one comes."""
+        told = len(self.taps)
+        for tags in self.taps[:told]:
+            channel.send(pack(TapSeen(tags)))
         super().reconnect(channel, bell)
         self.generation += 1
+        # Those that were seen meanwhile; to be told of one twice does no harm.
+        for tags in self.taps[told:]:
+            self.send(TapSeen(tags))
 
     def row(self, row: Row) -> None:
         if self.channel.closed:
@@ -43,11 +50,6 @@ class JobLine(Line):
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)
         super().seen(tags)
-
-    def tell_again(self) -> None:
-        """Tell a new notebook of every tap that was seen so far."""
-        for tags in self.taps:
-            self.send(TapSeen(tags))
 
 
 def which_generations(generations: tuple[int, int]) -> str:

@@ -445,7 +445,6 @@ class Member:
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
         self._open_desk()
-        self._line.tell_again()
         if world.linker is not None:
             self._line.send(Linked(world.number, *world.linker.kinds()))
         self._line.send(Hello(os.getpid()))

@@ -239,6 +239,11 @@ class Digest:
             threading.Thread(target=self._keep_up, name="graftlab-digest", daemon=True).start()
 
     @property
+    def taken(self) -> int:
+        """How many rows are summed up."""
+        return self._taken
+
+    @property
     def behind(self) -> int:
         """How many rows are not summed up yet."""
         return self._came - self._taken

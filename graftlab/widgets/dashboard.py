@@ -87,13 +87,14 @@ class Dashboard(Panel):
         self._parts.selected_index = _TITLES.index("Filters")
 
     def _follow(self) -> None:
-        self.session.digest.catch_up(ROWS_A_TICK)
+        # The refresh after the session's end is the last one.
+        self.session.digest.catch_up(None if self.session.closed else ROWS_A_TICK)
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
-        self._taps.show(session.row_count, session.digest.behind)
+        self._taps.show(session.digest.taken, session.digest.behind)
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
         [rank] = session.select(self._which_log.value)

@@ -98,19 +98,18 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         """Show what is new in the session; called by its refresher, and cheap where nothing is."""
         with self._lock:
             if not self._closed:
+                session, runs = self.session, self.session.runs
+                # Before it is shown: what ends meanwhile, with its last rows, is not what this shows.
+                closed, progress = session.closed, (len(runs), bool(runs) and runs[-1].done, session.plan.version)
                 self._follow()
                 self._show()
-                self._renew_snapshot()
+                self._renew_snapshot((closed, *progress, session.digest.behind > 0), closed)
 
-    def _renew_snapshot(self) -> None:
+    def _renew_snapshot(self, state: object, closed: bool) -> None:
         """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
-        if self._host is not None or not self._snapshot.is_shown:
+        if self._host is not None or not self._snapshot.is_shown or state == self._snapshot_state:
             return
-        runs, session = self.session.runs, self.session
-        state = (len(runs), bool(runs) and runs[-1].done, session.closed, session.plan.version)
-        if state == self._snapshot_state:
-            return
-        if session.closed:
+        if closed:
             self._snapshot_state = state
             self._snapshot.update(self.static_html(with_figures=True))
         elif time.monotonic() >= self._next_snapshot:

@@ -61,21 +61,21 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._pair = widgets.HTML().add_class("graftlab-pair")
         super().__init__([self.view, self._pair])
 
-    def show(self, row_count: int, behind: int) -> None:
-        """Show what was summed up; of ``row_count`` rows so many were not yet."""
-        if (row_count, behind) != self._counts:
-            self._counts = row_count, behind
+    def show(self, taken: int, behind: int) -> None:
+        """Show what was summed up of ``taken`` rows, while so many others are not yet."""
+        if (taken, behind) != self._counts:
+            self._counts = taken, behind
             self._render()
 
     def _render(self) -> None:
-        row_count, behind = self._counts
+        taken, behind = self._counts
         self.found = self._following.look(self._panel.session.taps, self._noise_floor)
         catching_up = f", {behind:,} not summed up yet" if behind else ""
         taps = explorer.taps(self.found)
         with self.view.hold_sync():
             if taps != self.view.taps:
                 self.view.taps = taps
-            figures = explorer.figures(self.found, f"{counted(row_count, 'row')}{catching_up}")
+            figures = explorer.figures(self.found, f"{counted(taken + behind, 'row')}{catching_up}")
             if figures != self.view.figures:
                 self.view.figures = figures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from kit.pages import Browser
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.rows.digest import Digest
 from graftlab.widgets import panel, snapshot
+from graftlab.widgets.refresher import refresher_of
 
 pytestmark = pytest.mark.ranks
 
@@ -52,3 +55,46 @@ def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch:
         board._next_snapshot = math.inf
     wait_until(lambda: "closed" in published[-1][0].get("text/html", ""), "the closed session")
     board.close()
+
+
+def test_rows_that_come_and_a_run_that_ends_while_a_panel_is_shown_are_shown_next(
+    simulated: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[str] = []
+    monkeypatch.setattr(snapshot, "publish_display_data", lambda data, **_: published.append(data.get("text/html", "")))
+    monkeypatch.setattr(panel, "_SNAPSHOT_INTERVAL", 0.0)
+    monkeypatch.setattr(panel, "_SNAPSHOT_SHARE", 1e9)
+    add, boards = Digest._add, []
+
+    def refresh_and_add(digest: Digest, lines: Sequence[bytes]) -> None:
+        # The rows are counted by now, and in no summary.
+        while boards:
+            boards.pop().refresh()
+        add(digest, lines)
+
+    monkeypatch.setattr(Digest, "_add", refresh_and_add)
+    with gl.launch(1, 1) as session:
+        board = session.dashboard()
+        # What the refresher does is done here, at the moments that count.
+        refresher_of(session).remove(board)
+        monkeypatch.setattr(board, "in_background", lambda callback: callback())
+        board._ipython_display_()
+
+        boards.append(board)
+        session.run(lambda: model(0.0), lambda: model(float("nan")))
+        assert not boards
+        board.refresh()
+        assert "4 of 4 elements are NaN" in published[-1]
+
+        show = board._show
+
+        def run_meanwhile() -> None:
+            show()
+            monkeypatch.setattr(board, "_show", show)
+            session.run(lambda: model(0.0), lambda: model(1.0))
+
+        monkeypatch.setattr(board, "_show", run_meanwhile)
+        board.refresh()
+        board.refresh()
+        assert "first divergent: h on target[0]" in published[-1]
+        assert "4 of 4 elements are NaN" not in published[-1]
