@@ -16,6 +16,8 @@ _SIZES = ((4 << 10, 2000, 500), (4 << 20, 100, 15), (64 << 20, 20, 5))
 # Of 4 KiB, how long one measurement may take; of 64 MiB, how many times faster than the reference it has to be, and
 # which share of the time that reading both takes once.
 _SMALL, _SECONDS = 4 << 10, 4e-6
+# So many of 4 KiB are timed at once.
+_TOGETHER = 20
 _LARGE, _RATIO = 64 << 20, 90.0
 _SHARES = {torch.float32: 0.7, torch.bfloat16: 0.35, torch.float16: 0.35}
 # Of integers: how large they are.
@@ -35,8 +37,11 @@ def measure(setup: Setup) -> list[Line]:
             x, y = exact.to(dtype), (exact + 1e-3 * noise).to(dtype)
             del exact, noise
             with one_thread():
-                ours = seconds(partial(diffs.measure, x, y), setup.repeats(repeats))
-                theirs = seconds(partial(reference.diff_statistics, x, y), setup.repeats(of_reference))
+                together = _TOGETHER if size == _SMALL else 1
+                ours = seconds(partial(diffs.measure, x, y), setup.repeats(repeats), together=together)
+                theirs = seconds(
+                    partial(reference.diff_statistics, x, y), setup.repeats(of_reference), together=together
+                )
             lines.append(
                 Line(
                     "diff_statistics",

@@ -55,15 +55,19 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def seconds(function: Callable[[], object], repeats: int, warm_up: int = 1) -> list[float]:
-    """How long each of ``repeats`` calls takes, after some that are not counted."""
+def seconds(function: Callable[[], object], repeats: int, warm_up: int = 1, together: int = 1) -> list[float]:
+    """How long each of ``repeats`` calls takes, after some that are not counted.
+
+    ``together`` calls are timed at once, for what takes microseconds: to look at the clock takes some too.
+    """
     for _ in range(warm_up):
         function()
     taken = []
-    for _ in range(repeats):
+    for _ in range(max(1, repeats // together)):
         began = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - began)
+        for _ in range(together):
+            function()
+        taken.append((time.perf_counter() - began) / together)
     return taken
 
 
