@@ -236,12 +236,13 @@ export function mount(root, act = null) {
     return "Canvas";
   }
 
+  let drawn = ""; // with which ink
   function draw() {
     root.style.setProperty("--gle-paper", paper());
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
     if (!width) return;
     canvas.width = width * ratio; canvas.height = HEIGHT * ratio;
-    const g = canvas.getContext("2d"), ink = getComputedStyle(root).color;
+    const g = canvas.getContext("2d"), ink = drawn = getComputedStyle(root).color;
     const colours = (ink.match(/\d+/g) ?? [0]).slice(0, 3).every((part) => part > 127) ? ON_DARK : COLOURS;
     g.scale(ratio, ratio);
     g.font = "11px system-ui, sans-serif";
@@ -551,7 +552,12 @@ export function mount(root, act = null) {
   // Keys typed here are not the notebook's.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   new ResizeObserver(() => { draw(); fill(); }).observe(canvas);
-  new MutationObserver(draw).observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+  // A theme has its name on the page before its colours are there: style sheets come, and the old ones go, later.
+  const recolour = () => { if (getComputedStyle(root).color !== drawn) draw(); };
+  document.addEventListener("load", (event) => { if (event.target.tagName === "LINK") recolour(); }, true);
+  for (const each of [document.head, document.body]) {
+    new MutationObserver(recolour).observe(each, { childList: true, attributeFilter: ["data-jp-theme-light", "class"] });
+  }
   return { show };
 }
 

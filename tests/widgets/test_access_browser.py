@@ -111,11 +111,21 @@ def test_every_control_has_a_name_of_its_own_and_is_reached_by_the_tab_key(lab: 
     expect(tabs.nth(3)).to_have_attribute("aria-selected", "true")
 
 
+# What the figure was drawn with last, and what the theme wants. A new theme's colours may come after its name.
+INK_IS_THE_THEMES = """() => {
+    const canvas = document.querySelector('.graftlab-dashboard canvas');
+    const wanted = document.createElement('canvas').getContext('2d');
+    wanted.fillStyle = getComputedStyle(canvas.closest('.gle')).color;
+    return canvas.getContext('2d').fillStyle === wanted.fillStyle;
+}"""
+
+
 def looked_at(lab: Lab) -> None:
     """Pictures of the dashboard at the usual sizes and in both themes; nothing is wider than the page."""
     page = lab.page
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         lab.use_theme(theme)
+        page.wait_for_function(INK_IS_THE_THEMES)
         for width, height in ((1280, 800), (1000, 700)):
             page.set_viewport_size({"width": width, "height": height})
             page.locator(".graftlab-verdict").first.scroll_into_view_if_needed()
