@@ -98,16 +98,23 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         """Show what is new in the session; called by its refresher, and cheap where nothing is."""
         with self._lock:
             if not self._closed:
-                session, runs = self.session, self.session.runs
                 # Before it is shown: what ends meanwhile, with its last rows, is not what this shows.
-                closed, progress = session.closed, (len(runs), bool(runs) and runs[-1].done, session.plan.version)
+                stage = self._stage()
                 self._follow()
                 self._show()
-                self._renew_snapshot((closed, *progress, session.digest.behind > 0), closed)
+                if stage is not None:
+                    self._renew_snapshot((*stage, self.session.digest.behind > 0), stage[0])
+
+    def _stage(self) -> tuple[bool, int, bool, int] | None:
+        """Whether the session is closed, and how far it has come; None where nothing stays in the notebook."""
+        if self._host is not None or not self._snapshot.is_shown:
+            return None
+        session, runs = self.session, self.session.runs
+        return session.closed, len(runs), bool(runs) and runs[-1].done, session.plan.version
 
     def _renew_snapshot(self, state: object, closed: bool) -> None:
         """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
-        if self._host is not None or not self._snapshot.is_shown or state == self._snapshot_state:
+        if state == self._snapshot_state:
             return
         if closed:
             self._snapshot_state = state
