@@ -350,9 +350,6 @@ class Member:
         if run is None:
             return
         self._grafter.end_run()
-        if self.place.rank == 0:
-            for said in unmatched_filters(self._config, self._grafter.plan, self._line.taps):
-                warn(f"{self.place.label}: {said}")
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
         self._line.send(RunDone(run.run, None, failure))
@@ -366,6 +363,10 @@ class Member:
         self._grafter.close_run()
         self._line.send(RunSettled(run.run, self._grafter.next_step))
         self._line.channel.drain(5.0)
+        # Last, because a warning may be an error here.
+        if self.place.rank == 0:
+            for said in unmatched_filters(self._config, self._grafter.plan, self._line.taps):
+                warn(f"{self.place.label}: {said}")
 
     def _settle(self) -> bool:
         """Wait until the others have ended too, so that what nobody asked for is known; not for ever."""

@@ -24,5 +24,5 @@ def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mappi
         check = Check(text)
         check.catch_up(taps)
         if check.filter is not None and not check.hits and not check.filter.names & PLACE_TAGS:
-            said.append(f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap: {told(check, taps)}")
+            said.append(f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap here: {told(check, taps)}")
     return said

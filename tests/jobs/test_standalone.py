@@ -42,7 +42,7 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
     assert [code for code, _, _ in ends] == [0] * 4, ends
     assert ends[0][1] == "done True\n"
     # A mistake in a filter would show as nothing at all.
-    said = "keep_filter (GRAFTLAB_KEEP_FILTER) is \"nam == 'hidden'\" and matched no tap: 0 of "
+    said = "keep_filter (GRAFTLAB_KEEP_FILTER) is \"nam == 'hidden'\" and matched no tap here: 0 of "
     assert [said in err for _, _, err in ends] == [True, True, False, False]
     assert "did you mean 'name'?" in ends[1][2]
     host_has_ended(tmp_path / "run")

@@ -25,13 +25,13 @@ TAPS = [
         ({"keep_filter": "side == 'baseline'"}, []),
         (
             {"b2t_filter": "nam == 'hidden'"},
-            ["b2t_filter (GRAFTLAB_B2T_FILTER) is \"nam == 'hidden'\" and matched no tap: 0 of 2 seen;"],
+            ["b2t_filter (GRAFTLAB_B2T_FILTER) is \"nam == 'hidden'\" and matched no tap here: 0 of 2 seen;"],
         ),
         (
             {"t2b_filter": "name == 'hiden'", "compare_filter": "layer == 1"},
             [
-                "t2b_filter (GRAFTLAB_T2B_FILTER) is \"name == 'hiden'\" and matched no tap: 0 of 2 seen; did you",
-                "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 1' and matched no tap: 0 of 2 seen",
+                "t2b_filter (GRAFTLAB_T2B_FILTER) is \"name == 'hiden'\" and matched no tap here: 0 of 2 seen; did you",
+                "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 1' and matched no tap here: 0 of 2 seen",
             ],
         ),
     ],
