@@ -28,9 +28,9 @@ def evened_out(
     grafted with, they become one half. Both have to be there, on all ranks. One alone is a fault. ``frame`` is what
     :func:`added_frame` makes of the rows ``grafted``, ``baseline`` and ``target`` are how many ranks there are.
     """
-    if baseline == target:
-        return []
     explained = {"grad": target / baseline, "param_grad": baseline / target}
+    if baseline == target or not any(kind_of_group(group) in explained for group in named):
+        return []
     found: dict[str, list[str]] = {kind: [] for kind in explained}
     lines = list(zip(frame["group"], frame["ratio"], measured_rows(grafted), strict=True))
     for group in named:
