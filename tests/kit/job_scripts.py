@@ -29,7 +29,9 @@ def variables(role: str, baseline: int, target: int, **settings: object) -> dict
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRAFTLAB_", "DUMPER_"))}
+    # Unbuffered, the words of one print come one by one, and those of two ranks that share a pipe come mixed.
+    dropped = ("GRAFTLAB_", "DUMPER_", "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**kept, "GRAFTLAB_HOME": os.environ["GRAFTLAB_HOME"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
