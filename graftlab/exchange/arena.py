@@ -52,10 +52,10 @@ class Arena:
     def __init__(self, descriptor: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=access)
-        with warnings.catch_warnings():
-            # Receivers map read-only on purpose, and nothing here ever writes through such a window.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        # Receivers map read-only on purpose, and nothing here ever writes through such a window. Not catch_warnings:
+        # what it puts back may be what another thread has set for a while only.
+        warnings.filterwarnings("ignore", message=".*not writable", module=__name__)
+        self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self._seen_as: dict[torch.dtype, torch.Tensor] = {}
         self._address = self._bytes.data_ptr()
 

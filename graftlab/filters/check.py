@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from difflib import get_close_matches
 
+from graftlab.base.sources import parse_expression
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.errors import FilterError
 from graftlab.filters.expressions import Filter, compile_filter
@@ -99,7 +100,7 @@ def told(check: Check, taps: Sequence[Tags]) -> str:
 
 
 def _texts(filter_: Filter) -> list[str]:
-    tree = ast.parse(f"({filter_.text}\n)", mode="eval")
+    tree = parse_expression(f"({filter_.text}\n)")
     return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 

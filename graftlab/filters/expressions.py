@@ -27,12 +27,12 @@ import difflib
 import numbers
 import operator
 import re
-import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from graftlab.base.sources import parse_expression
 from graftlab.errors import FilterError
 from graftlab.filters.functions import FUNCTIONS, METHODS, call_method, item_or_slice, items_of
 from graftlab.filters.patterns import bounded
@@ -117,15 +117,12 @@ def _compile(text: str) -> tuple[Evaluate, frozenset[str]]:
     # take the closing one. The newline ends a comment on the last line.
     compiler = _Compiler(text, f"({text}\n)")
     try:
-        with warnings.catch_warnings():
-            # '\\d' in a pattern that is not a raw string is deprecated in Python, and what everybody writes.
-            warnings.simplefilter("ignore")
-            root = ast.parse(compiler.source, mode="eval").body
-            if isinstance(root, ast.Tuple) and compiler.offset(root) < 0:
-                if not root.elts:
-                    return _nothing, frozenset()  # nothing but a comment
-                compiler.refuse(root, "a comma makes a tuple, which always matches; write 'and' or 'or'")
-            return compiler.build(root), frozenset(compiler.names)
+        root = parse_expression(compiler.source)
+        if isinstance(root, ast.Tuple) and compiler.offset(root) < 0:
+            if not root.elts:
+                return _nothing, frozenset()  # nothing but a comment
+            compiler.refuse(root, "a comma makes a tuple, which always matches; write 'and' or 'or'")
+        return compiler.build(root), frozenset(compiler.names)
     except FilterError:
         raise
     except SyntaxError as error:

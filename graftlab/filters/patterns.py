@@ -8,6 +8,7 @@ the same language and has a time limit. (`google-re2` needs none, and has no loo
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 
 import regex
@@ -30,7 +31,7 @@ def bounded(pattern: str, helper: str) -> Callable[[str], object]:
 
     Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
     """
-    quickly: Callable[[str], object] = getattr(re.compile(pattern), helper)
+    quickly: Callable[[str], object] = getattr(_compile(pattern), helper)
     longest = _longest_for_re(pattern)
     if longest is None:
         return quickly
@@ -52,7 +53,7 @@ def bounded_rewrite(pattern: str, replacement: str) -> Callable[[str], str | Non
 
     Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
     """
-    expression = re.compile(pattern)
+    expression = _compile(pattern)
     longest = _longest_for_re(pattern)
     limited = None if longest is None else _compile_limited(pattern)
 
@@ -77,6 +78,13 @@ def _longest_for_re(pattern: str) -> int | None:
     # Each thing that may be repeated, and the place where a match begins, can be tried at each place of the text; what
     # is repeated may be tried in far more ways where it has alternatives or repeats of its own.
     return 0 if _REPEATED_GROUP.search(pattern) else int(_FEW_STEPS ** (1 / (quantifiers + 1)))
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    # That another version of Python may read a set in another way. Not catch_warnings: what it puts back may be what
+    # another thread has set for a while only.
+    warnings.filterwarnings("ignore", "Possible (nested )?set ", FutureWarning, module=__name__)
+    return re.compile(pattern)
 
 
 def _compile_limited(pattern: str) -> regex.Pattern[str]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from graftlab.base.sources import parse_expression
 from graftlab.errors import LayoutError
 from graftlab.layouts.dims import parse_dims
 from graftlab.layouts.layout import Layout
@@ -111,7 +112,7 @@ def _pattern(text: str, piece: str, offset: int) -> Step:
 
 def _call(text: str, piece: str, offset: int) -> Step:
     try:
-        node = ast.parse(piece, mode="eval").body
+        node = parse_expression(piece)
     except SyntaxError as error:
         raise LayoutError(f"{error.msg}", text, offset + max(0, (error.offset or 1) - 1)) from error
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):

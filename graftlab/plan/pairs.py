@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from graftlab.base.sources import parse_expression
 from graftlab.base.tags import Plain, identity, name_with
 from graftlab.base.world import Side
 from graftlab.errors import LayoutError, PlanError
@@ -137,7 +138,7 @@ class TapCallName:
 
 def _value(text: str) -> Plain:
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(parse_expression(text.strip()))
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, (int, float, bool)) or value is None else text

@@ -12,7 +12,7 @@ import torch
 
 import graftlab
 from graftlab.base import shipping
-from graftlab.base.sources import install_source
+from graftlab.base.sources import install_source, parse
 from graftlab.ranks.large_values import unless_large
 from graftlab.ranks.messages import Call, Dispatch, Evaluate, Execute, Failure, Work
 from graftlab.transforms import user_traceback
@@ -48,7 +48,7 @@ class Workplace:
     def _execute(self, work: Execute) -> Any:
         """Execute a cell; like a notebook, its value is that of a last line that is an expression."""
         install_source(work.filename, work.source)
-        tree = ast.parse(work.source, work.filename)
+        tree = parse(work.source, work.filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, work.filename, "exec", dont_inherit=True), self.namespace)
         value = None

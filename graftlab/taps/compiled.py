@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.sources import parse_expression
 from graftlab.base.tags import COMPILED
 from graftlab.errors import GraphError, TagError, warn
 from graftlab.filters.expressions import compile_filter
@@ -342,7 +343,7 @@ def from_text(text: tuple[str, ...]) -> dict[str, Any]:
 
 def _number_or_text(value: str) -> Any:
     # repr() writes these as no literals.
-    return float(value) if value in ("nan", "inf", "-inf") else ast.literal_eval(value)
+    return float(value) if value in ("nan", "inf", "-inf") else ast.literal_eval(parse_expression(value))
 
 
 def _say_once() -> None:

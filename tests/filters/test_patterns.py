@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -105,7 +108,6 @@ def test_the_more_may_be_repeated_the_shorter_is_what_re_may_search() -> None:
     assert [_longest_for_re(pattern) for pattern in patterns] == [None, 3162, 215, 56, 0]
 
 
-@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 def test_a_pattern_that_only_re_can_read_and_that_may_take_for_ever_is_refused() -> None:
     for make in (lambda pattern: bounded(pattern, "search"), lambda pattern: bounded_rewrite(pattern, "")):
         with pytest.raises(FilterError, match=r"may take for ever, and cannot be bounded \(unknown property .*\): \(a"):
@@ -143,3 +145,30 @@ def test_texts_up_to_a_length_that_re_is_done_with_soon_take_no_longer_than_re(
         else:
             assert find("-" * (longest + 1)) == "limited to 0.25 s"
             assert "limited" not in str(find("-" * longest))
+
+
+def test_a_filter_warns_of_nothing_even_where_warnings_are_errors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compile_filter(r"search('\d\.[[a]b', name)").matches({"name": "1.ab"})
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("of the user's own", DeprecationWarning, stacklevel=1)
+        with pytest.raises(SyntaxError, match="invalid escape"):
+            compile(r"'\d'", "<cell>", "eval")
+
+
+def test_a_filter_brings_back_no_warning_filters_that_another_thread_has_set_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, another = ast.parse, warnings.catch_warnings()
+
+    def while_the_other_thread_ends_its_block(*args: Any, **kwargs: Any) -> Any:
+        another.__exit__(None, None, None)
+        return read(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        another.__enter__()
+        warnings.simplefilter("error", BytesWarning)
+        monkeypatch.setattr(ast, "parse", while_the_other_thread_ends_its_block)
+        compile_filter("match('it was never compiled before', name)")
+        assert ("error", None, BytesWarning, None, 0) not in warnings.filters

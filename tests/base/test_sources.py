@@ -1,0 +1,75 @@
+"""Reading source text where several threads do."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from graftlab.base.sources import parse, parse_expression
+
+
+class Cycle:
+    """Takes long enough to die that another thread runs meanwhile."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        for _ in range(200):
+            pass
+
+
+@contextlib.contextmanager
+def threads_that_change_often() -> Iterator[None]:
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-5)
+    gc.set_threshold(5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+
+
+def test_threads_that_parse_at_the_same_time_all_get_their_trees() -> None:
+    errors: list[BaseException] = []
+    wanted = ast.dump(ast.parse("layer == 3 and a.b(c)[1] or name == 'x'"))
+
+    def read(depth: int) -> None:
+        # In Python 3.11 the error comes where threads stand at different depths.
+        if depth:
+            return read(depth - 1)
+        try:
+            for _ in range(300):
+                Cycle()
+                assert ast.dump(parse("layer == 3 and a.b(c)[1] or name == 'x'")) == wanted
+                assert isinstance(parse_expression("(layer == 3 and (kind in ['grad'] or name == 'x'))"), ast.BoolOp)
+        except BaseException as error:
+            errors.append(error)
+
+    with threads_that_change_often():
+        threads = [threading.Thread(target=read, args=(depth,)) for depth in (0, 50, 100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_an_error_of_another_kind_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def broken(*_: object, **__: object) -> ast.AST:
+        calls.append(1)
+        raise SystemError("unknown opcode")
+
+    monkeypatch.setattr(ast, "parse", broken)
+    with pytest.raises(SystemError, match="unknown opcode"):
+        parse("1")
+    assert len(calls) == 1
