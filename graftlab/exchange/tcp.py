@@ -66,6 +66,8 @@ class RemoteChannel:
         # Where we have connected to; blank where the other end has.
         self.endpoint = endpoint
         self.closed = False
+        # Whether somebody is there, who may have other keys or be no process of graftlab.
+        self.reached = False
         # Whether the other end has proved to be there, and to know us.
         self.linked = False
         # The last that came from it said that it goes; else its connection ended without a word.
@@ -278,8 +280,9 @@ class Post:
 
     def _note_end(self, channel: RemoteChannel) -> None:
         """Nothing comes from there any more, and all that came has been read."""
-        channel.ended = True
-        if channel.endpoint:
+        known, channel.ended = channel.ended, True
+        # Once: another try may be on its way to the same endpoint.
+        if channel.endpoint and not known:
             # Else what was sent in vain would wait for a connection that will never be.
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(channel.endpoint)
@@ -300,7 +303,16 @@ class Post:
                 ended += [each for each in self._channels.values() if each.endpoint == where and not each.linked]
             else:
                 self._to_close.add(descriptor)
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    self._note_reached(event["endpoint"].decode(), descriptor)
         return ended
+
+    def _note_reached(self, where: str, descriptor: int) -> None:
+        for channel in self._channels.values():
+            if channel.endpoint == where and not (channel.linked or channel.ended):
+                channel.reached = True
+                # Its end may come before a word does.
+                self._by_descriptor[descriptor] = channel
 
     def _take(self, parts: Sequence[zmq.Frame]) -> list[RemoteChannel]:
         """One message. Returns connections that are now known to have ended."""

@@ -26,6 +26,11 @@ class DistantHost:
         self._post = Post(keys_of(token), b"line " + secrets.token_hex(8).encode())
         self._channel = self._post.connect(HOST, *endpoint)
 
+    @property
+    def is_stranger(self) -> bool:
+        """Whether somebody is there who has not proved to know the token; no process of graftlab, perhaps."""
+        return self._channel.reached and not self._channel.linked
+
     def ask(self, join: Join, limit: float) -> tuple[Any, list[bytes]] | None:
         """Its answer, and the frames of the line that came with it; None where none came in time."""
         self._channel.send(pack(join))

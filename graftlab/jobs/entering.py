@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -35,6 +36,12 @@ _HOSTS = 3
 _MIND_CHANGES = 30.0
 # Seconds for the answer of who holds the session, on another machine. Where none comes it is asked anew.
 _ANSWER_LIMIT = 15.0
+_STRANGER = (
+    "somebody listens who has another token, or is no process of graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) must "
+    "be the token that whoever holds the session has printed, and GRAFTLAB_ADDRESS the address"
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Entrance:
         self._deadline = time.monotonic() + config.timeout
         self._token = config.join_token()
         self._from_afar = False
+        # At the last try.
+        self._met_stranger = False
 
     def remaining(self) -> float:
         """Seconds until the deadline; never quite none."""
@@ -146,9 +155,10 @@ class Entrance:
             if entry is not None:
                 return entry
             if self.remaining() < _ASK_AGAIN:
+                guess = "is somebody listening there, and does a firewall let TCP pass?"
                 raise SessionError(
-                    f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: is "
-                    f"somebody listening there, is the token the same, and does a firewall let TCP pass?"
+                    f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: "
+                    f"{_STRANGER if self._met_stranger else guess}"
                 )
             rest.wait(_ASK_AGAIN)
 
@@ -159,6 +169,7 @@ class Entrance:
         try:
             answer = distant.ask(self._join(membership), limit)
             if answer is None:
+                self._note_stranger(endpoint, distant.is_stranger)
                 return None
             reply, early = answer
             joined = self._accepted(reply)
@@ -168,6 +179,12 @@ class Entrance:
             raise
         self._from_afar = True
         return Entry(joined, channel, bell, self._token, relay)
+
+    def _note_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
+        """Say at once what waiting will hardly change: nothing else is heard of it until the time is over."""
+        if is_stranger and not self._met_stranger:
+            logger.warning("%s: at %s %s. This job goes on trying", self._config.role, endpoint, _STRANGER)
+        self._met_stranger = is_stranger
 
     def come_back(self, membership: Membership, segment: int | None) -> Entry | None:
         """What another host hands over to a process that is in a graft world already; None where none listens.

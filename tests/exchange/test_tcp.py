@@ -99,7 +99,7 @@ def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_
     frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
-    assert not channel.linked
+    assert (channel.reached, channel.linked) == (True, False)
     posts[0].pump()
     assert posts[0].channels() == []
     assert not (tmp_path / "gone off").exists()
@@ -108,6 +108,22 @@ def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
     stranger.close()
+
+
+def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[Post, Post]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        channel = posts[0].connect(b"host", *other.getsockname())
+        connection, _ = other.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        wait_until(lambda: channel.receive() or channel.closed, "the end")
+        nowhere = other.getsockname()
+    assert (channel.reached, channel.linked) == (True, False)
+    posts[0].forget(channel)
+    again = posts[0].connect(b"host", *nowhere)
+    wait_until(lambda: again.receive() or again.closed, "the refusal")
+    assert (again.reached, again.linked) == (False, False)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])

@@ -164,6 +164,8 @@ def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.C
         told = {"address": address, "timeout": 3, "token": new_token()}
         code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))
         assert (code, out) == (0, "done False\n")
-        assert "nobody with this session's token answered" in err
+        # At once, and again where it gives up.
+        assert err.count("another token") == 2
+        assert err.index("This job goes on trying") < err.index("nobody with this session's token answered")
         assert told["token"] not in err
         assert session.status()["state"].tolist() == ["not joined yet"] * 2
