@@ -108,7 +108,7 @@ class SessionCore:
         except (SessionError, OSError) as error:
             raise LaunchError(str(error)) from error
         try:
-            describe_session(folder)
+            describe_session(folder, (options.baseline, options.target), rows.first_run)
             return cls(options, launch_ranks(options, folder, plan), plan, rows, folder)
         except BaseException:
             with contextlib.suppress(SessionError):

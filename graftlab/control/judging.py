@@ -82,7 +82,13 @@ def judge(
 
 
 def judge_rows(
-    compared: pd.DataFrame, grafted: pd.DataFrame, *, floor: float | None, threshold: float, where: str
+    compared: pd.DataFrame,
+    grafted: pd.DataFrame,
+    sizes: tuple[int, int] | None,
+    *,
+    floor: float | None,
+    threshold: float,
+    where: str,
 ) -> Verdict:
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`."""
     if floor is not None and not floor > 0:
@@ -93,17 +99,22 @@ def judge_rows(
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
-    following = consequences(frame, named, threshold)
-    named = [group for group in named if group not in following]
+    data = data_of_jobs(compared, grafted, threshold)
+    even = [] if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    if sizes is not None and even:
+        data.append(evened_out_told(even, *sizes))
+    following = consequences(frame, [group for group in named if group not in even], threshold)
+    named = [group for group in named if group not in (*even, *following)]
     inputs = {*input_names(compared), *input_names(computed)}
+    given = [group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs]
     findings = Findings(
-        labelled(frame, named, following, {}, threshold),
+        labelled(frame, named, following, {}, threshold, even),
         threshold,
         grafted["rank"].nunique(),
         [*unseen_of(grafted), *said.unseen],
         remarks=said.of_named if named else (),
-        data=data_of_jobs(compared, grafted, threshold),
-        inputs=[group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs],
+        data=data,
+        inputs=[*given, *even],
         following=following,
         of_jobs=said,
     )

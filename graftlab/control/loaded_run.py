@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from graftlab.control.run_folder import sizes_of
 from graftlab.errors import SessionError
 from graftlab.rows import loading
 from graftlab.rows.schema import MEASURED
@@ -81,7 +82,9 @@ class LoadedRun(pd.DataFrame):
         before = _last_step(self[self["run"] == number], "compared")
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
-        return judge_rows(compared, grafted, floor=floor, threshold=threshold, where=where)
+        return judge_rows(
+            compared, grafted, sizes_of(self.folder, number), floor=floor, threshold=threshold, where=where
+        )
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from graftlab.control.run_folder import home
+from graftlab.control.run_folder import description_of, home
 from graftlab.errors import SessionError
 from graftlab.rows.loading import ROWS_FILE
 
@@ -122,8 +121,8 @@ def _budget(variable: str, given: float | None, usual: float) -> float:
 
 def _started(path: Path) -> float:
     try:
-        return float(json.loads((path / "session.json").read_bytes())["started"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float(description_of(path)["started"])
+    except (ValueError, KeyError, TypeError):
         return path.stat().st_mtime
 
 

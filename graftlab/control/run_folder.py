@@ -7,12 +7,14 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from graftlab.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
 HOME_VARIABLE = "GRAFTLAB_HOME"
+_DESCRIPTION = "session.json"
 
 
 def home() -> Path:
@@ -45,12 +47,40 @@ def make_run_folder(folder: str | Path | None) -> Path:
     return path
 
 
-def describe_session(folder: Path, meeting: Path | None = None) -> None:
-    """Note in the run folder when its session began, in which process, and where its jobs meet if it is one of jobs."""
+def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, meeting: Path | None = None) -> None:
+    """Note in the run folder what its rows do not say of its session.
+
+    When it began, in which process, how many ranks the baseline and the target have from which run on, and where its
+    jobs meet if it is one of jobs.
+    """
+    before = description_of(folder)
+    if before.get("ranks") == list(sizes) and isinstance(before.get("first_run"), int):
+        first_run = before["first_run"]
+    said: dict[str, Any] = {"started": time.time(), "kernel": os.getpid(), "ranks": sizes, "first_run": first_run}
+    if meeting is not None:
+        said["meeting"] = str(meeting)
     try:
-        descriptor = os.open(folder / "session.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(folder / _DESCRIPTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w") as file:
-            said = {"started": time.time(), "kernel": os.getpid()}
-            json.dump(said if meeting is None else {**said, "meeting": str(meeting)}, file)
+            json.dump(said, file)
     except OSError as error:
-        logger.warning("%s cannot be written: %s", folder / "session.json", error)
+        logger.warning("%s cannot be written: %s", folder / _DESCRIPTION, error)
+
+
+def description_of(folder: Path) -> dict[str, Any]:
+    """What was noted of the session; nothing where that cannot be read."""
+    try:
+        said = json.loads((folder / _DESCRIPTION).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def sizes_of(folder: Path, run: int) -> tuple[int, int] | None:
+    """How many ranks the baseline and the target had in this run; None where that was not noted."""
+    said = description_of(folder)
+    try:
+        baseline, target = (int(size) for size in said["ranks"])
+        return (baseline, target) if run >= int(said["first_run"]) else None
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -404,7 +404,7 @@ def listen_as(
     rows: RowStore | None = None
     try:
         rows = RowStore(folder, append=append)
-        describe_session(folder, meeting.folder)
+        describe_session(folder, (options.baseline, options.target), rows.first_run, meeting.folder)
         places = Place("baseline", 0, options.baseline, options.target).everyone()
         ranks = [AttachedRank(place, folder) for place in places]
         session = kind(options, ranks, plan, rows, folder)

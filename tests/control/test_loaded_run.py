@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import graftlab as gl
+from graftlab.control.run_folder import describe_session, sizes_of
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
 from graftlab.rows.store import RowStore
@@ -128,3 +129,36 @@ def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_
     assert "w" not in set(verdict.frame["name"])
     assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
     assert "may be the doing of those that differ" in verdict.text
+
+
+def shared_batch(weights: float) -> list[Row]:
+    """A step of two ranks that each take the mean over half of the batch; weights' gradients are scaled so."""
+    rows = []
+    for name, kind, factor in (("out", "grad", 2.0), ("up.weight", "param_grad", weights)):
+        for rank in (0, 1):
+            made = row(1, len(rows), name, abs(factor - 1), tags={"kind": kind}, rank=rank)
+            rows.append(made._replace(rank=rank, mean_target=factor, std_target=factor))
+    return rows
+
+
+def test_gradients_that_even_out_over_the_ranks_of_the_run_are_not_named(tmp_path: Path) -> None:
+    run = loaded(tmp_path, shared_batch(0.5))
+    assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
+    describe_session(tmp_path, (1, 2), 0)
+    assert run.verdict().named == []
+    assert "On each of the target's 2 ranks gradients are 2 times the baseline's" in run.verdict().text
+    # As many ranks on both sides; or of another run of the folder.
+    for sizes, first_run in (((2, 2), 0), ((1, 2), 1)):
+        describe_session(tmp_path, sizes, first_run)
+        assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
+
+
+def test_how_many_ranks_a_run_had_is_known_from_the_first_of_those_that_had_so_many(tmp_path: Path) -> None:
+    assert sizes_of(tmp_path, 0) is None
+    describe_session(tmp_path, (1, 2), 3)
+    describe_session(tmp_path, (1, 2), 5)
+    assert [sizes_of(tmp_path, run) for run in (2, 3, 5)] == [None, (1, 2), (1, 2)]
+    describe_session(tmp_path, (2, 2), 6)
+    assert [sizes_of(tmp_path, run) for run in (5, 6)] == [None, (2, 2)]
+    (tmp_path / "session.json").write_text('{"ranks": 3')
+    assert sizes_of(tmp_path, 6) is None
