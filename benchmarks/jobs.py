@@ -53,6 +53,7 @@ def _attached_against_launched(setup: Setup, size: int, repeats: int) -> Line:
         Spread.of(ratios),
         budgets=(Budget("figure", "at most", 1.1),),
         note="the shortest of each round, in turn",
+        in_docs=True,
     )
 
 
