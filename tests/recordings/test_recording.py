@@ -205,6 +205,12 @@ def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.
     assert len(gl.Recording(tmp_path).frame) == 50
 
 
+def chain(faults: dict[str, float]) -> None:
+    x = torch.arange(1.0, 9.0)
+    for name in "abc":
+        x = gl.tap(name, torch.sin(x) * faults.get(name, 1.0))
+
+
 @pytest.mark.ranks
 def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) -> None:
     def baseline() -> None:
@@ -240,3 +246,16 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
         session.edit(b2t="layer == 3")
         run = session.run(target=lambda: target(1.25))
         assert sum(run.target) == pytest.approx(28.0 + 36.0)
+        # It computes nothing of what is grafted: no floor can be measured with it, and no code swapped.
+        with gl.record(tmp_path / "chain"):
+            chain({})
+        recording = gl.Recording(tmp_path / "chain")
+        verdict = session.verdict(recording, lambda: chain({"a": 1.01, "b": 1 + 4e-7, "c": 1.01}))
+        labels = dict(zip(verdict.frame["name"], verdict.frame["label"], strict=True))
+        assert labels == {"a": "culprit", "b": "inherited", "c": "culprit"}
+        assert verdict.text.startswith(
+            "The baseline is a recording, which computes nothing. So the floor is not measured "
+        )
+        assert "the output" not in verdict.text.partition("\n")[2]
+        with pytest.raises(gl.SessionError, match="the target is a recording, which computes nothing"):
+            session.verdict(lambda: chain({}), recording)
