@@ -112,7 +112,17 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
     ("edit", "message"),
     [
         (lambda lines: lines[:-1], r"was cut off: the last whole one is tap 'hidden', layer=1 of step 1"),
-        (lambda lines: [*lines[:1], *lines[2:]], r"should have 4 taps and has 3; it was edited"),
+        (lambda lines: [*lines[:1], *lines[2:]], r"line 2: tap 'hidden', layer=0 of step 1 is not what was recorded"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], r"line 1: tap 'hidden', layer=1 of step 0 is not what was"),
+        (lambda lines: [lines[0].replace('"layer":0', '"layer":1'), *lines[1:]], r"line 1: tap 'hidden', layer=1 of"),
+        (lambda lines: [*lines[:3], lines[2], lines[4]], r"line 4: tap 'hidden', layer=0 of step 1 is not what was"),
+        (lambda lines: [*lines[:4], lines[4].replace('"steps":3', '"steps":2')], r"line 5: the end is not what was"),
+        (lambda lines: [line.rpartition(',"check"')[0] + "}" for line in lines][:1] + lines[1:], r"line 2: tap"),
+        # Of the first releases, whose lines had no checksum.
+        (
+            lambda lines: [line.rpartition(',"check"')[0] + "}" for line in [*lines[:1], *lines[2:]]],
+            r"should have 4 taps and has 3; it was edited",
+        ),
         (lambda lines: ["{}", *lines], r"line 1: this is no tap"),
         (lambda lines: [*lines, lines[0]], r"line 6: there is more after its end"),
     ],
@@ -139,6 +149,22 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000" / "rank.json"
     path.write_text(path.read_text().replace('"world_size":1', '"world_size":2'))
     with pytest.raises(gl.RecordingError, match=r"rank-00001/rank.json cannot be read"):
+        gl.Recording(tmp_path)
+    path.write_text(path.read_text().replace('"world_size":2', '"world_size":0'))
+    with pytest.raises(gl.RecordingError, match=r"rank 0 of 0"):
+        gl.Recording(tmp_path)
+
+
+def test_a_header_that_was_edited_and_ranks_of_two_recordings_are_told(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "rank.json"
+    header = path.read_text()
+    path.write_text(header.replace("baseline", "target"))
+    with pytest.raises(gl.RecordingError, match=r"line 1: tap 'hidden'.* or rank.json was edited"):
+        gl.Recording(tmp_path)
+    path.write_text(header)
+    (tmp_path / "rank-00001").mkdir()
+    with pytest.raises(gl.RecordingError, match=r"is of 1 rank by its rank.json, and has a folder of rank 1"):
         gl.Recording(tmp_path)
 
 
