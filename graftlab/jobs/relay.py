@@ -11,21 +11,18 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graftlab.errors import GraftError, MessageError
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import Channel, frames_in
 from graftlab.exchange.tcp import Post, RemoteChannel
 
 logger = logging.getLogger(__name__)
 
 # Of frames that are no rows, which should be read now.
 _MESSAGE = b"m"
-# Before each frame of a bundle: how many bytes it has.
-_LENGTH = struct.Struct("<Q")
 # Milliseconds for which what a rank says gathers, unless its bell rings. They are few, because what has not travelled
 # when a process is killed is lost.
 _REST = 2
@@ -164,12 +161,14 @@ class Relay:
 
     def _bring(self, pair: _Pair, bundle: bytes) -> None:
         """Hand on what came from afar. Raises :class:`MessageError`."""
-        for frame in unbundled(bundle):
-            pair.near.send(frame)
-            if pair.bell is not None and frame[:1] == _MESSAGE:
-                # A full bell rings already.
-                with contextlib.suppress(OSError):
-                    pair.bell.send(b"!")
+        # All of it, because half a frame would spoil whatever follows it.
+        places = list(frames_in(bundle))
+        rings = any(bundle.startswith(_MESSAGE, start) for start, _ in places)
+        pair.near.send_bundle(bundle)
+        if rings and pair.bell is not None:
+            # A full bell rings already.
+            with contextlib.suppress(OSError):
+                pair.bell.send(b"!")
 
     def _rest(self) -> None:
         poller, bells = select.poll(), [pair.bell for pair in self._pairs.values() if pair.bell is not None]
@@ -181,9 +180,8 @@ class Relay:
                 bell.recv(4096)
 
     def _from_near(self, pair: _Pair) -> None:
-        frames = pair.near.receive()
-        if frames:
-            pair.far.send(bundled(frames))
+        if bundle := pair.near.receive_bundle():
+            pair.far.send(bundle)
         if pair.near.closed:
             self._end(pair)
 
@@ -194,20 +192,3 @@ class Relay:
         pair.near.close()
         if pair.bell is not None:
             pair.bell.close()
-
-
-def bundled(frames: Sequence[bytes]) -> bytes:
-    """Frames as one."""
-    return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
-
-
-def unbundled(bundle: bytes) -> list[bytes]:
-    """The inverse of :func:`bundled`. Raises :class:`MessageError` for what it has not made."""
-    frames: list[bytes] = []
-    at = 0
-    while at < len(bundle):
-        start = at + _LENGTH.size
-        if start > len(bundle) or (at := start + _LENGTH.unpack_from(bundle, start - _LENGTH.size)[0]) > len(bundle):
-            raise MessageError(f"a bundle of {len(bundle)} bytes breaks off in its frame number {len(frames)}")
-        frames.append(bundle[start:at])
-    return frames

@@ -14,8 +14,8 @@ from kit.deadline import DEADLINE
 from kit.support import wait_until
 
 from graftlab.errors import MessageError
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.relay import Relay, bundled, unbundled
+from graftlab.exchange.channel import Channel, frames_in
+from graftlab.jobs.relay import Relay
 
 
 class FailingPost:
@@ -53,6 +53,21 @@ class FarEnd:
         self.closed = True
 
 
+def bundled(*frames: bytes) -> bytes:
+    """What is read at one end of a line when these were sent at the other."""
+    ends = [Channel(end) for end in socket.socketpair()]
+    for frame in frames:
+        ends[0].send(frame)
+    bundle = ends[1].receive_bundle()
+    for end in ends:
+        end.close()
+    return bundle
+
+
+def unbundled(bundle: bytes) -> list[bytes]:
+    return [bundle[start:end] for start, end in frames_in(bundle)]
+
+
 class QuietPost(FailingPost):
     """Has these connections; says that something came once somebody writes to ``wake``."""
 
@@ -88,7 +103,7 @@ def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: p
 def test_a_bundle_has_the_frames_that_were_put_into_it_and_is_not_taken_for_whole_when_cut(
     frames: list[bytes], cut: int
 ) -> None:
-    bundle = bundled(frames)
+    bundle = bundled(*frames)
     assert unbundled(bundle) == frames
     if bundle and cut <= 8 + len(frames[-1]) - (not frames[-1]):
         with pytest.raises(MessageError, match=rf"frame number {len(frames) - 1}$"):
@@ -111,7 +126,7 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
             ends[-1].send(row)
         line: Any = far
         relay.join(line, theirs)
-    broken.arrived, whole.arrived = [b"broken"], [bundled([b"mfirst", b"rsecond"])]
+    broken.arrived, whole.arrived = [b"broken"], [bundled(b"mfirst", b"rsecond")]
     os.write(post.wake, b"x")
     heard: list[bytes] = []
 
