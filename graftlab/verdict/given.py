@@ -53,11 +53,7 @@ def shown_data(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame)
     measured = run[run["status"].isin(MEASURED) & (run["step"] <= grafted["step"].max())]
     data = measured[_is_data(measured)]
     written = data.loc[data["status"] == "grafted", "step"]
-    if len(written):
-        weights = data[data["step"] == data["step"].min()]
-    else:
-        weights = first[_is_data(first)]
-    # A later step's rows of what was computed are told apart from the weights by their tags, not by the step.
+    weights = data[data["step"] == data["step"].min()] if len(written) else first[_is_data(first)]
     rows = pd.concat([weights, without_data(first)]).assign(step=0)
     return ShownData(rows, int(written.min()) if len(written) else None)
 
