@@ -23,7 +23,7 @@ from graftlab.verdict.causes import Causes, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
+from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
@@ -84,6 +84,7 @@ def judge(
 def judge_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
+    shown: ShownData,
     sizes: tuple[int, int] | None,
     *,
     floor: float | None,
@@ -95,11 +96,11 @@ def judge_rows(
         raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
     if not threshold > 0:
         raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
-    said = account_of_rows(compared, grafted, given=floor, threshold=threshold, where=where)
+    said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
-    data = data_of_jobs(compared, grafted, threshold)
+    data = data_of_jobs(shown.rows, grafted, threshold)
     even = [] if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
     if sizes is not None and even:
         data.append(evened_out_told(even, *sizes))

@@ -69,6 +69,7 @@ class LoadedRun(pd.DataFrame):
         Raises :class:`SessionError` where no step has every tap grafted.
         """
         from graftlab.control.judging import judge_rows
+        from graftlab.verdict.given import shown_data
 
         chosen: Any = self if run is None else self[self["run"] == run]
         found = _last_step(chosen, "grafted")
@@ -79,12 +80,13 @@ class LoadedRun(pd.DataFrame):
                 "graftlab.plots shows the differences as they are"
             )
         number, step, grafted = found
-        before = _last_step(self[self["run"] == number], "compared")
+        of_run: Any = self[self["run"] == number]
+        before = _last_step(of_run, "compared")
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
-        return judge_rows(
-            compared, grafted, sizes_of(self.folder, number), floor=floor, threshold=threshold, where=where
-        )
+        shown = shown_data(of_run, compared, grafted)
+        sizes = sizes_of(self.folder, number)
+        return judge_rows(compared, grafted, shown, sizes, floor=floor, threshold=threshold, where=where)
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:

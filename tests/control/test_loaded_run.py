@@ -38,6 +38,7 @@ def step_of(step: int, errors: Sequence[float], status: str = "grafted") -> list
 
 
 def loaded(folder: Path, rows: Sequence[Row]) -> Any:
+    folder.mkdir(exist_ok=True)
     store = RowStore(folder)
     store.append([encode(each) for each in rows])
     store.close()
@@ -129,6 +130,30 @@ def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_
     assert "w" not in set(verdict.frame["name"])
     assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
     assert "may be the doing of those that differ" in verdict.text
+
+
+def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_before(tmp_path: Path) -> None:
+    kind = {"kind": "param"}
+    before = [row(0, 0, "w", 0.2, tags=kind), *step_of(0, [0.0, 0.0, 0.0])]
+    after = [row(1, 0, "w", 0.0, tags=kind), *GRAFTED]
+    of_grafted = "The target has had the baseline's weights from step 0 on"
+    for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
+        text = loaded(tmp_path / str(len(rows)), rows).verdict().text
+        assert "\nThe weights differ already: w (rel_l2 0.2)." in text
+        assert of_grafted in text
+        assert "which no tap shows (gl.watch(params=True))" not in text
+        assert "may be the doing" not in text
+    assert of_grafted not in loaded(tmp_path / "compared", [*COMPARED, *GRAFTED]).verdict().text
+
+
+def test_inputs_that_only_a_grafted_step_shows_are_known(tmp_path: Path) -> None:
+    unknown = "whether both jobs are given the same inputs, which no tap shows"
+    assert unknown in loaded(tmp_path / "none", GRAFTED).verdict().text
+    for error in (0.0, 0.5):
+        given = row(1, 0, "input.x", error, tags={"kind": "input"})
+        text = loaded(tmp_path / str(error), [given, *GRAFTED]).verdict().text
+        assert unknown not in text
+        assert ("The inputs differ already: input.x" in text) == (error > 0)
 
 
 def shared_batch(weights: float) -> list[Row]:
