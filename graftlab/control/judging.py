@@ -19,7 +19,7 @@ from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
-from graftlab.verdict.causes import Causes, find_causes
+from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
@@ -27,8 +27,7 @@ from graftlab.verdict.given import data_rows, differing_data, input_names, witho
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
-from graftlab.verdict.shared_batch import evened_out
-from graftlab.verdict.shared_batch import told as evened_out_told
+from graftlab.verdict.shared_batch import Evened, evened_out
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -100,9 +99,10 @@ def judge_rows(
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
     data = data_of_jobs(compared, grafted, threshold)
-    even = [] if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
-    if sizes is not None and even:
-        data.append(evened_out_told(even, *sizes))
+    evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    even = evened.groups
+    if even:
+        data.append(evened.told)
     following = consequences(frame, [group for group in named if group not in even], threshold)
     named = [group for group in named if group not in (*even, *following)]
     inputs = {*input_names(compared), *input_names(computed)}
@@ -160,9 +160,10 @@ class _Judging:
         )
         named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
-        even = evened_out(frame, grafted, named, *sizes, threshold)
+        evened = evened_out(frame, grafted, named, *sizes, threshold)
+        even = evened.groups
         if even:
-            data.append(evened_out_told(even, *sizes))
+            data.append(evened.told)
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
@@ -176,7 +177,7 @@ class _Judging:
                 rank = place_in_blame(where)
                 groups = [group for group in named if _judged_at(group) == rank]
                 # A gradient is judged with the baseline's values, which go before it.
-                settled = [group for group in named if _judged_at(group) < rank] + following
+                settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
             remarks += self._unexplained(named, causes)
@@ -319,17 +320,10 @@ class _Judging:
 
     def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, step: int, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
-        off = whole = 0.0
         kind = kind_of_group(where)
         tags = {"kind": kind} if kind else {}
-        for rank, recorded in enumerate(wanted):
-            pair = self._runs.pair(name, rank, step, tags)
-            if recorded is None or pair[side].shape != recorded.shape:
-                return math.nan
-            one, other = recorded.double(), pair[side].double()
-            off += float((one - other).square().nan_to_num(math.inf).sum())
-            whole += float(one.square().sum())
-        return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+        pairs = [(recorded, self._runs.pair(name, rank, step, tags)[side]) for rank, recorded in enumerate(wanted)]
+        return distance(pairs)
 
     # ---- the mechanism ------------------------------------------------------------------------------------------
 
