@@ -21,6 +21,7 @@ from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
 from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
+from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
@@ -147,11 +148,11 @@ class _Judging:
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
         of_jobs = self._runs.of_jobs(compared, grafted, not_repeated, constant, threshold)
-        data = differing_data(compared, threshold)
+        data = contradicting_pairs(compared, self._before) + differing_data(compared, threshold, grafted)
         if of_jobs is not None:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
-            data = data_of_jobs(compared, grafted, threshold)
+            data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
         frame = added_frame(
             grafted,
             self._floors(selves),
@@ -171,7 +172,8 @@ class _Judging:
         target_not_repeated = self._runs.target_against_itself() if explain else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
-        if explain and not not_repeated and (of_jobs is None or not target_not_repeated):
+        explained = explain and not not_repeated and (of_jobs is None or not target_not_repeated)
+        if explained:
             names = self._names_by_group(rows, selves)
             for where in outputs:
                 rank = place_in_blame(where)
@@ -183,13 +185,13 @@ class _Judging:
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
-                remarks, causes = [_changed(changed)], {}
+                remarks, causes, explained = [_changed(changed)], {}, False
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
         frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
-        if causes or (explain and of_jobs is not None):
+        if explained or (explain and of_jobs is not None):
             hints = self._hints(
                 frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
             )

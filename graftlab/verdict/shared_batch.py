@@ -17,6 +17,7 @@ from graftlab.verdict.groups import kind_of_group
 _TOLERANCE = 0.01
 # How parallel two gradients are that differ by a factor alone.
 _PARALLEL = 0.999
+_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,22 @@ def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:
     return (
         f"On each of the target's {target} ranks gradients are {each} times the baseline's; made from the baseline's, "
         f"the gradients of weights are {made} times the baseline's. Ranks that each take the mean over a part of the "
-        f"batch, and average, show just that. It evens out, and is not named ({', '.join(groups)})."
+        f"batch, and average, show just that. It evens out, and is not named ({_listed(groups)})."
     )
 
 
 def _of_loss(groups: Sequence[str], factor: float) -> str:
     return (
-        f"The target's gradients of values are {factor:.6g} times the baseline's; made from the baseline's, the "
-        f"gradients of weights are {1 / factor:.6g} times the baseline's. A loss that is scaled before the backward, and "
-        f"gradients that are unscaled after it, show just that. It evens out, and is not named ({', '.join(groups)})."
+        f"The target's gradients of values are {_as_factor(factor)} times the baseline's; made from the baseline's, "
+        f"the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss that is scaled before the "
+        "backward, and gradients that are unscaled after it, show just that. It evens out, and is not named "
+        f"({_listed(groups)})."
     )
+
+
+def _as_factor(factor: float) -> str:
+    return f"{factor:.6g}" if factor >= 1 else f"1/{1 / factor:.6g}"
+
+
+def _listed(groups: Sequence[str]) -> str:
+    return ", ".join(groups[:_SHOWN]) + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")

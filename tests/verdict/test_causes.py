@@ -95,4 +95,5 @@ def test_what_is_not_finite_in_both_alike_is_left_out_of_an_outputs_distance(
 
 def test_an_output_without_a_record_of_its_shape_has_no_distance() -> None:
     one = torch.ones(2)
-    assert math.isnan(distance([(one, one), (None, one)])) and math.isnan(distance([(one, one[:1])]))
+    assert math.isnan(distance([(one, one), (None, one)]))
+    assert math.isnan(distance([(one, one[:1])]))
