@@ -20,16 +20,16 @@ from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
-from graftlab.verdict.causes import Causes, find_causes
+from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
+from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
-from graftlab.verdict.shared_batch import evened_out
-from graftlab.verdict.shared_batch import told as evened_out_told
+from graftlab.verdict.shared_batch import Evened, evened_out
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ def judge_rows(
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
-    even = [] if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
-    if sizes is not None and even:
-        data.append(evened_out_told(even, *sizes))
+    evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    even = evened.groups
+    if even:
+        data.append(evened.told)
     following = consequences(frame, [group for group in named if group not in even], threshold)
     data += more_in_other_steps(without_data(others), {*named}, said, threshold)
     named = [group for group in named if group not in (*even, *following)]
@@ -168,11 +169,11 @@ class _Judging:
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
         of_jobs = self._runs.of_jobs(compared, grafted, not_repeated, constant, threshold)
-        data = differing_data(compared, threshold)
+        data = contradicting_pairs(compared, self._before) + differing_data(compared, threshold, grafted)
         if of_jobs is not None:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
-            data = data_of_jobs(compared, grafted, threshold)
+            data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
         frame = added_frame(
             grafted,
             self._floors(selves),
@@ -181,9 +182,10 @@ class _Judging:
         )
         named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
-        even = evened_out(frame, grafted, named, *sizes, threshold)
+        evened = evened_out(frame, grafted, named, *sizes, threshold)
+        even = evened.groups
         if even:
-            data.append(evened_out_told(even, *sizes))
+            data.append(evened.told)
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
@@ -192,25 +194,26 @@ class _Judging:
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
         can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
-        if explain and can_swap:
+        explained = explain and can_swap
+        if explained:
             names = self._names_by_group(rows, selves)
             for where in outputs:
                 rank = place_in_blame(where)
                 groups = [group for group in named if _judged_at(group) == rank]
                 # A gradient is judged with the baseline's values, which go before it.
-                settled = [group for group in named if _judged_at(group) < rank] + following
+                settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
-                remarks, causes = [_changed(changed)], {}
+                remarks, causes, explained = [_changed(changed)], {}, False
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
         frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
-        if causes or (explain and of_jobs is not None):
+        if explained or (explain and of_jobs is not None):
             hints = self._hints(
                 frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
             )
@@ -341,17 +344,10 @@ class _Judging:
 
     def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, step: int, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
-        off = whole = 0.0
         kind = kind_of_group(where)
         tags = {"kind": kind} if kind else {}
-        for rank, recorded in enumerate(wanted):
-            pair = self._runs.pair(name, rank, step, tags)
-            if recorded is None or pair[side].shape != recorded.shape:
-                return math.nan
-            one, other = recorded.double(), pair[side].double()
-            off += float((one - other).square().nan_to_num(math.inf).sum())
-            whole += float(one.square().sum())
-        return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+        pairs = [(recorded, self._runs.pair(name, rank, step, tags)[side]) for rank, recorded in enumerate(wanted)]
+        return distance(pairs)
 
     # ---- the mechanism ------------------------------------------------------------------------------------------
 

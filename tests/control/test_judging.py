@@ -142,7 +142,7 @@ def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) ->
 
 def test_a_tap_that_one_side_lacks_is_said_before_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not looked at: 1 tap (only here) are on the receiving side only")
+    assert verdict.text.startswith("Not looked at: 1 tap (only here) is on the target only")
     assert "Of what was looked at, nothing adds more than rounding" in verdict.text
 
 

@@ -122,7 +122,7 @@ def test_where_every_graft_failed_the_refusal_says_so(tmp_path: Path) -> None:
     failed = row(1, 1, "out", 0.0, "failed", error="TransformError: no layout fits")
     with pytest.raises(gl.SessionError, match=r"No tap was measured on both sides: .*: no layout fits\. ") as it:
         loaded(tmp_path, [failed, row(1, 2, "h", 0.0, "missing")]).verdict()
-    assert "1 tap (h) are on the receiving side only" in str(it.value)
+    assert "1 tap (h) is on the target only" in str(it.value)
     assert "GRAFTLAB_B2T_FILTER" not in str(it.value)
 
 
