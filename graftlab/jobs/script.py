@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         if is_armed():
             forget_first_tap()
             warn(
-                f"{arguments.script} ended before it came to a tap or gl.step(), so it never joined, and others may have "
-                f"waited for it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the modules "
-                f"of the first model that it calls"
+                f"{arguments.script} ended before it came to a tap or gl.step(), so it never joined, and others may "
+                f"have waited for it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the "
+                f"modules of the first model that it calls"
             )
     return 0
