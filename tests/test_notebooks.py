@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import kernels, notebooks
+from kit import kernels, notebooks, warm
 from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
-def execute(name: str, tmp_path: Path) -> list[Any]:
-    """Run a notebook as a person would; returns the outputs of its code cells."""
+def execute(name: str, tmp_path: Path, imports: tuple[str, ...] = ()) -> list[Any]:
+    """Run a notebook as a person would; returns the outputs of its code cells.
+
+    What takes seconds to import in the kernel and in each rank may be imported once, before: ``imports``.
+    """
     from nbclient import NotebookClient
 
     kernels.start_warm()
@@ -29,7 +32,7 @@ def execute(name: str, tmp_path: Path) -> list[Any]:
         config=Config({"KernelManager": kernel}),
     )
     path = os.pathsep.join(filter(None, [str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")]))
-    client.execute(env={**os.environ, "PYTHONPATH": path})
+    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports)})
     return [output for cell in document.cells for output in cell.get("outputs", [])]
 
 
@@ -155,7 +158,7 @@ def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repai
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path: Path) -> None:
-    outputs = execute("porting.ipynb", tmp_path)
+    outputs = execute("porting.ipynb", tmp_path, imports=warm.TRANSFORMERS)
     said = texts(outputs)
     assert "24 problems" in said
     assert "in_proj_weight holds encoder.layer.0.attention.self.key.weight where its v belongs" in said
@@ -170,7 +173,7 @@ def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path:
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Path) -> None:
-    outputs = execute("verdict.ipynb", tmp_path)
+    outputs = execute("verdict.ipynb", tmp_path, imports=warm.TRANSFORMERS)
     assert not any(output.output_type == "error" for output in outputs)
     assert pictures(outputs) == 2
     verdicts = re.findall(r"<Verdict of \d+ runs: (.*)>", texts(outputs))

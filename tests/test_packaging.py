@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
-from kit import kernels, notebooks
+from kit import kernels, notebooks, warm
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -303,9 +303,10 @@ def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.start_warm()
+    monkeypatch.setenv(kernels.IMPORTS, " ".join(warm.TRANSFORMERS))
     assert demo.main(["--out", str(tmp_path)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"First tap above the noise floor of 1e-05: {PLANTED} on target" in said

@@ -16,6 +16,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
+from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
@@ -24,10 +25,10 @@ from graftlab.verdict.consequences import consequences
 from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.given import data_rows, differing_data, input_names, without_data
+from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
-from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
+from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out
 from graftlab.verdict.wording import Findings
 
@@ -57,6 +58,8 @@ def judge(
         raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
     constant = None if floor == "auto" else float(floor)
     if all(rank.takes_work for rank in session.ranks):
+        baseline = session.by_default.get("baseline") if baseline is None else baseline
+        target = session.by_default.get("target") if target is None else target
         if baseline is None or target is None:
             raise SessionError(
                 "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "
@@ -67,6 +70,7 @@ def judge(
                 "verdict: steps= and graft_weights= are for jobs that a session listens for. A function that is called "
                 "for each run makes all of its steps, and begins from the same weights"
             )
+        _require_computing(baseline, target, exact)
         made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
         with made:
             return _Judging(made).verdict(output, constant, threshold, explain)
@@ -81,30 +85,47 @@ def judge(
         return _Judging(made_of_steps).verdict(output, constant, threshold, explain)
 
 
+def _require_computing(baseline: Callee, target: Callee, exact: Callee | None) -> None:
+    if isinstance(target, Recorded):
+        raise SessionError(
+            "verdict: the target is a recording, which computes nothing from what is grafted into it, so what each tap "
+            "adds cannot be told. Make it the baseline, or give the code that was recorded; session.plot.divergence() "
+            "shows the differences as they are"
+        )
+    if isinstance(baseline, Recorded) and exact is not None:
+        raise SessionError(
+            "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it out, and give "
+            "floor= where the one that is assumed does not suit"
+        )
+
+
 def judge_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
+    others: pd.DataFrame,
+    shown: ShownData,
     sizes: tuple[int, int] | None,
     *,
     floor: float | None,
     threshold: float,
     where: str,
 ) -> Verdict:
-    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`."""
+    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
     if floor is not None and not floor > 0:
         raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
     if not threshold > 0:
         raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
-    said = account_of_rows(compared, grafted, given=floor, threshold=threshold, where=where)
+    said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
-    data = data_of_jobs(compared, grafted, threshold)
+    data = data_of_jobs(shown.rows, grafted, threshold)
     evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
     even = evened.groups
     if even:
         data.append(evened.told)
     following = consequences(frame, [group for group in named if group not in even], threshold)
+    data += more_in_other_steps(without_data(others), {*named}, said, threshold)
     named = [group for group in named if group not in (*even, *following)]
     inputs = {*input_names(compared), *input_names(computed)}
     given = [group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs]
@@ -172,7 +193,8 @@ class _Judging:
         target_not_repeated = self._runs.target_against_itself() if explain else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
-        explained = explain and not not_repeated and (of_jobs is None or not target_not_repeated)
+        can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
+        explained = explain and can_swap
         if explained:
             names = self._names_by_group(rows, selves)
             for where in outputs:
@@ -208,7 +230,7 @@ class _Judging:
                 data,
                 inputs,
                 following,
-                target_not_repeated if of_jobs is None else (),
+                target_not_repeated if of_jobs is None or self._runs.recorded else (),
                 of_jobs,
             ),
             self._runs.count,

@@ -15,6 +15,9 @@ import struct
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+
+from graftlab.errors import MessageError
 
 _LENGTH = struct.Struct("<Q")
 # How much is read at once. A buffer of 128 KiB and more would be mapped anew for each read, which costs far more than
@@ -61,6 +64,12 @@ class Channel:
             else:
                 self._offer(memoryview(_LENGTH.pack(len(payload))))
                 self._offer(memoryview(payload))
+
+    def send_bundle(self, bundle: bytes) -> None:
+        """Send frames as :meth:`receive_bundle` has given them, and as :func:`frames_in` has found them to be whole."""
+        with self._sending:
+            if not self.closed:
+                self._offer(memoryview(bundle))
 
     @property
     def backed_up(self) -> bool:
@@ -133,6 +142,34 @@ class Channel:
 
     def receive(self) -> list[bytes]:
         """Every whole frame that is there, without waiting. At the end of the stream ``closed`` becomes True."""
+        self._read()
+        frames: list[bytes] = []
+        start, end = 0, len(self._received)
+        while end - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if end - start - _LENGTH.size < length:
+                break
+            start += _LENGTH.size
+            frames.append(bytes(self._received[start : start + length]))
+            start += length
+        if start:
+            del self._received[:start]
+        return frames
+
+    def receive_bundle(self) -> bytes:
+        """The same frames, one behind the other, each with its length before it."""
+        self._read()
+        whole, end = 0, len(self._received)
+        while end - whole >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, whole)
+            if end - whole - _LENGTH.size < length:
+                break
+            whole += _LENGTH.size + length
+        bundle = bytes(memoryview(self._received)[:whole])
+        del self._received[:whole]
+        return bundle
+
+    def _read(self) -> None:
         while not self.closed:
             try:
                 data = self._socket.recv(_CHUNK)
@@ -146,18 +183,6 @@ class Channel:
             self._received += data
             if len(data) < _CHUNK:
                 break
-        frames: list[bytes] = []
-        start, end = 0, len(self._received)
-        while end - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            if end - start - _LENGTH.size < length:
-                break
-            start += _LENGTH.size
-            frames.append(bytes(self._received[start : start + length]))
-            start += length
-        if start:
-            del self._received[:start]
-        return frames
 
     def close(self) -> None:
         with self._sending:
@@ -174,6 +199,17 @@ class Channel:
         self._sending = threading.Lock()  # some thread of the parent may have held it
         # Without a shutdown, which would end the parent's connection too.
         self._socket.close()
+
+
+def frames_in(bundle: bytes) -> Iterator[tuple[int, int]]:
+    """Where each frame of a bundle begins and ends. Raises :class:`MessageError` where it breaks off."""
+    end, number = 0, 0
+    while end < len(bundle):
+        start = end + _LENGTH.size
+        if start > len(bundle) or (end := start + _LENGTH.unpack_from(bundle, end)[0]) > len(bundle):
+            raise MessageError(f"a bundle of {len(bundle)} bytes breaks off in its frame number {number}")
+        yield start, end
+        number += 1
 
 
 def _after_fork_in_child() -> None:

@@ -1,6 +1,7 @@
 """Lines to other machines: a thread that passes on what comes, between their connections and sockets of this process.
 
-So whoever has an end of a line, a rank or the hub, does not know how long it is.
+So whoever has an end of a line, a rank or the hub, does not know how long it is. Frames travel in bundles: to encrypt
+and to send one costs far more than a row does.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graftlab.errors import GraftError
-from graftlab.exchange.channel import Channel
+from graftlab.errors import GraftError, MessageError
+from graftlab.exchange.channel import Channel, frames_in
 from graftlab.exchange.tcp import Post, RemoteChannel
 
 logger = logging.getLogger(__name__)
 
 # Of frames that are no rows, which should be read now.
 _MESSAGE = b"m"
+# Milliseconds for which what a rank says gathers, unless its bell rings. They are few, because what has not travelled
+# when a process is killed is lost.
+_REST = 2
 
 
 @dataclass
@@ -51,15 +55,15 @@ class Relay:
         bell: socket.socket | None = None,
         early: Sequence[bytes] = (),
     ) -> None:
-        """Pass on between these two from now on, and first what came ``early`` from afar.
+        """Pass on between these two from now on, and first the bundles that came ``early`` from afar.
 
-        The bell is rung for what should be read at once.
+        The bell is rung for what should be read at once, at either end.
         """
         pair = _Pair(far, Channel(near), bell)
         if bell is not None:
             bell.setblocking(False)
-        for frame in early:
-            pair.near.send(frame)
+        for bundle in early:
+            self._bring(pair, bundle)
         with self._lock:
             self._pairs[far] = pair
         self._wake()
@@ -120,6 +124,9 @@ class Relay:
             for pair in list(self._pairs.values()):
                 if pair.near.fileno() in ready:
                     self._from_near(pair)
+            # Who lets strangers in speaks for the notebook, which sends little, and nothing that may wait.
+            if self._on_stranger is None and near & ready:
+                self._rest()
         self._from_afar()
         for pair in list(self._pairs.values()):
             self._from_near(pair)
@@ -131,11 +138,12 @@ class Relay:
             pair = self._pairs.get(far)
             for frame in frames:
                 if pair is not None:
-                    pair.near.send(frame)
-                    if pair.bell is not None and frame[:1] == _MESSAGE:
-                        # A full bell rings already.
-                        with contextlib.suppress(OSError):
-                            pair.bell.send(b"!")
+                    try:
+                        self._bring(pair, frame)
+                    except MessageError as error:
+                        logger.error("a line to another machine is cut: %s", error)
+                        far.close()
+                        break
                 elif self._on_stranger is not None:
                     try:
                         self._on_stranger(far, frame)
@@ -151,9 +159,29 @@ class Relay:
                 else:
                     far.close()
 
+    def _bring(self, pair: _Pair, bundle: bytes) -> None:
+        """Hand on what came from afar. Raises :class:`MessageError`."""
+        # All of it, because half a frame would spoil whatever follows it.
+        places = list(frames_in(bundle))
+        rings = any(bundle.startswith(_MESSAGE, start) for start, _ in places)
+        pair.near.send_bundle(bundle)
+        if rings and pair.bell is not None:
+            # A full bell rings already.
+            with contextlib.suppress(OSError):
+                pair.bell.send(b"!")
+
+    def _rest(self) -> None:
+        poller, bells = select.poll(), [pair.bell for pair in self._pairs.values() if pair.bell is not None]
+        for descriptor in (self._post.fileno(), self._wake_read, *(bell.fileno() for bell in bells)):
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(_REST)
+        for bell in bells:
+            with contextlib.suppress(OSError):
+                bell.recv(4096)
+
     def _from_near(self, pair: _Pair) -> None:
-        for frame in pair.near.receive():
-            pair.far.send(frame)
+        if bundle := pair.near.receive_bundle():
+            pair.far.send(bundle)
         if pair.near.closed:
             self._end(pair)
 

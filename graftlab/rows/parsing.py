@@ -9,6 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from graftlab.diffs import kernel
-from graftlab.rows.encoding import kinds_of
+from graftlab.rows.encoding import decode_all, kinds_of
 from graftlab.rows.schema import TABLE
 
 # The kinds of columns by their numbers in lines.c.
@@ -38,6 +42,8 @@ NO_INTEGER = np.iinfo(np.int64).max
 
 _NEWLINE = ord("\n")
 _SMALLEST_POWER, _LARGEST_POWER = -342, 308
+# More of them would wait for the one that puts together what they have read.
+_MOST_THREADS = 4
 # Where lines are read in pieces, offsets in them fit into 32 bits.
 _LONGEST = 1 << 30
 
@@ -168,6 +174,42 @@ def parse(lines: bytes, length: int | None = None) -> Parsed | None:
             return None
         others[column.name] = Repeated(values, places[at])
     return Parsed(dict(zip([*_NUMBERS, *_INTEGERS], [*numbers, *integers], strict=True)), others, steps)
+
+
+def rows_of(lines: bytes, length: int | None = None) -> Rows:
+    """What :func:`parse` makes of these lines, or where it does not take them `decode_all`, which raises ValueError."""
+    return parse(lines, length) or decode_all(lines[:length])[0]
+
+
+def rows_of_pieces(pieces: Iterable[tuple[bytes, int]]) -> Iterator[tuple[Rows, int]]:
+    """The rows of each of these pieces, and its length, in their order; of many pieces several are read at a time.
+
+    Each is lines, and how many of their bytes count. Raises ValueError for what is damaged.
+    """
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    waiting: deque[tuple[Future[Rows], int]] = deque()
+    with ThreadPoolExecutor(threads, "graftlab-parse") as pool:
+        for lines, length in pieces:
+            waiting.append((_begun(pool, lines, length), length))
+            # One is always there for the one that puts them together.
+            if len(waiting) > threads:
+                rows, read = waiting.popleft()
+                yield rows.result(), read
+        for rows, read in waiting:
+            yield rows.result(), read
+
+
+def _begun(pool: ThreadPoolExecutor, lines: bytes, length: int) -> Future[Rows]:
+    try:
+        return pool.submit(rows_of, lines, length)
+    except RuntimeError:
+        # The interpreter is about to end, and begins nothing any more.
+        made: Future[Rows] = Future()
+        try:
+            made.set_result(rows_of(lines, length))
+        except ValueError as error:
+            made.set_exception(error)
+        return made
 
 
 def _values(texts: list[bytes], *, is_json: bool) -> list[Any] | None:

@@ -25,7 +25,7 @@ from graftlab.rows.compacting import Compactor
 from graftlab.rows.encoding import decode_all, record
 from graftlab.rows.growing import GrowingFrame
 from graftlab.rows.loading import ROWS_FILE, header, load_run, pieces, read_lines, refuse_changed
-from graftlab.rows.parsing import Parsed, parse
+from graftlab.rows.parsing import Parsed, rows_of, rows_of_pieces
 from graftlab.rows.schema import Row
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ _BLOCK = 4 << 20
 _LAST_LINES = 128 << 10
 # Seconds for which a block waits for rows that are being read ahead.
 _PATIENCE = 1.0
+# Rows that several threads are worth.
+_MANY = 20_000
 # The place of every so many rows in the file is remembered.
 _STRIDE = 256
 
@@ -330,7 +332,7 @@ class RowStore:
     def _add_block(self, lines: bytes, number: int) -> None:
         """``number`` of lines come before these in their file."""
         refuse_changed(self._path, Sums(self._path.parent), number, lines, len(lines))
-        self._archive.add(parse(lines) or decode_all(lines)[0])
+        self._archive.add(rows_of(lines))
 
     def _in_blocks(self, start: int, stop: int) -> list[list[Any]]:
         """The values of these rows, which are not in lines any more."""
@@ -370,11 +372,14 @@ class RowStore:
                 self._read_block(last.upto)
                 continue
             place = last.place if last.known is known else known.places[0]
-            for lines, length in self._pieces(known, place, end):
+            found = self._pieces(known, place, end)
+            # To begin threads for what is read at once would take longer.
+            many = wanted - last.upto > _MANY
+            for rows, length in rows_of_pieces(found) if many else ((rows_of(*piece), piece[1]) for piece in found):
                 if self._lines is not known:
                     break
                 place += length
-                block = self._columns.block(parse(lines, length) or decode_all(lines[:length])[0])
+                block = self._columns.block(rows)
                 self._read.append(_Read(block, self._read[-1].upto + len(block["step"]), known, place))
                 if self._read[-1].upto >= wanted:
                     break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,31 @@ def without_data(frame: pd.DataFrame) -> pd.DataFrame:
     if not len(frame):
         return frame
     return frame[~_is_data(frame)]
+
+
+@dataclass(frozen=True)
+class ShownData:
+    """What rows of one run tell of the inputs, weights and settings that both sides had, as rows of one step.
+
+    Weights that were grafted are the same from then on, so of these the rows are those of the run's first step;
+    ``grafted_from`` is the step in which that began.
+    """
+
+    rows: pd.DataFrame
+    grafted_from: int | None
+
+
+def shown_data(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame) -> ShownData:
+    """What the rows of a run tell beside those of two of its steps: one in which no tap was grafted, and one in which
+    every tap was. There may be no row of the former. Rows of steps after the latter do not count.
+    """
+    first = compared if len(compared) else grafted
+    measured = run[run["status"].isin(MEASURED) & (run["step"] <= grafted["step"].max())]
+    data = measured[_is_data(measured)]
+    written = data.loc[data["status"] == "grafted", "step"]
+    weights = data[data["step"] == data["step"].min()] if len(written) else first[_is_data(first)]
+    rows = pd.concat([weights, without_data(first)]).assign(step=0)
+    return ShownData(rows, int(written.min()) if len(written) else None)
 
 
 def _is_data(frame: pd.DataFrame) -> pd.Series[bool]:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import pandas as pd
 
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, records
-from graftlab.verdict.floor import assumed_floor
-from graftlab.verdict.given import data_rows, differing_data, input_names
-from graftlab.verdict.groups import is_data, kind_of
-from graftlab.verdict.wording import OfJobs
+from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.floor import Floor, assumed_floor
+from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names
+from graftlab.verdict.groups import group_of, is_data, kind_of
+from graftlab.verdict.wording import OfJobs, described, spans
+
+_GRAFT_THEM = "session.verdict(graft_weights=True)"
+_MOST_STEPS = 6
+_LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
 def account(
@@ -46,29 +50,51 @@ def account(
             f"{_listed(target_moved)}. Code was not swapped to see what moves the output. State that the target alone "
             "carries on (weights, a cache, random numbers) may be all there is to what is named."
         )
-    unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold)
+    unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
     return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
 
 
+def account_of_recording(grafted: pd.DataFrame, given: float | None) -> OfJobs:
+    """What to say where the baseline is a recording, which shows the same whatever is grafted into it."""
+    constant, word, words = _floor(grafted, given, repeats=False)
+    first = (
+        f"The baseline is a recording, which computes nothing. So {words}, and code was not swapped to see what moves "
+        "the output."
+    )
+    return OfJobs(constant, word, (first,))
+
+
 def account_of_rows(
-    compared: pd.DataFrame, grafted: pd.DataFrame, *, given: float | None, threshold: float, where: str
+    compared: pd.DataFrame,
+    grafted: pd.DataFrame,
+    shown: ShownData,
+    *,
+    given: float | None,
+    threshold: float,
+    where: str,
 ) -> OfJobs:
     """What to say where there are but the rows of a step in which every tap was grafted, and perhaps those of one in
-    which none was. ``where`` says which they are.
+    which none was. ``where`` says which they are, ``shown`` what rows tell of inputs and weights.
     """
     constant, word, words = _floor(grafted, given, repeats=False)
     first = (
         f"This is told by the rows of {where}. So {words}, code was not swapped to see what moves the output, and "
         "whether the code repeats itself is not known."
     )
-    unseen, of_named, _ = _given_to_both(compared, None, threshold)
+    weights_grafted = None if shown.grafted_from is None else 1
+    unseen, of_named, last = _given_to_both(shown.rows, weights_grafted, threshold, _LET_ROWS_GRAFT_THEM)
+    if shown.grafted_from is not None:
+        last = [
+            f"The target has had the baseline's weights from step {shown.grafted_from} on, for the filter that grafts "
+            "every tap matches them too."
+        ]
     if not len(compared):
         unseen.append("what was inherited: in no step of this run was every tap compared and none grafted.")
-    return OfJobs(constant, word, (first,), tuple(unseen), tuple(of_named))
+    return OfJobs(constant, word, (first,), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _given_to_both(
-    compared: pd.DataFrame, weights_grafted: int | None, threshold: float
+    compared: pd.DataFrame, weights_grafted: int | None, threshold: float, graft_them: str
 ) -> tuple[list[str], list[str], list[str]]:
     """What is not known of inputs and weights, what that means for whatever is named, and what became of the target."""
     unseen: list[str] = []
@@ -84,13 +110,12 @@ def _given_to_both(
         last.append("The target has the baseline's weights from this verdict on (graft_weights=True).")
     elif any(said.startswith("The weights differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            "Weights were not grafted, so what is named may be the doing of those that differ. "
-            "session.verdict(graft_weights=True) first gives the target the baseline's, for good."
+            f"Weights were not grafted, so what is named may be the doing of those that differ. {graft_them} first "
+            "gives the target the baseline's, for good."
         )
     if weights_grafted is None and updates(compared).any():
         unseen.append(
-            "what the optimizers' steps make of the weights: it would have to be grafted, for good "
-            "(graft_weights=True)."
+            f"what the optimizers' steps make of the weights: it would have to be grafted, for good ({graft_them})."
         )
     return unseen, of_named, last
 
@@ -101,6 +126,31 @@ def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float
     if not any(sentence.startswith("The inputs") for sentence in said):
         said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
     return said
+
+
+def more_in_other_steps(others: pd.DataFrame, known: set[str], said: OfJobs, threshold: float) -> list[str]:
+    """A sentence on groups that add more than the threshold in other steps in which every tap was grafted, and which
+    are not ``known`` from the one that is judged."""
+    measured = others[others["status"].isin(MEASURED)]
+    if not len(measured) or said.constant is None:
+        return []
+    floor = Floor(said.constant, said.constant * 3)
+    # The rows of a long run are many, and few of them differ.
+    differing = measured[(measured["nonfinite_differ"] > 0) | (measured["rel_l2"] > 0)]
+    steps: dict[str, set[int]] = {}
+    for row in records(differing):
+        group = group_of(row["name"], row["tags"])
+        if group not in known and ratio(row, floor) > threshold:
+            steps.setdefault(group, set()).add(int(row["step"]))
+    if not steps:
+        return []
+    every = sorted({step for found in steps.values() for step in found})
+    where = f"step{'s' if len(every) > 1 else ''} {spans(every[:_MOST_STEPS])}"
+    where += f" and {len(every) - _MOST_STEPS} more" if len(every) > _MOST_STEPS else ""
+    return [
+        f"Other steps show more: in {where}, where every tap was grafted too, {_listed([*map(described, steps)])} "
+        f"added more than {threshold:g} x the {said.floor}floor. verdict(step={every[-1]}) judges the last of them."
+    ]
 
 
 def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tuple[float | None, str, str]:

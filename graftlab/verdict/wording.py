@@ -20,7 +20,7 @@ NOT_LOOKED_AT = "Not looked at: "
 
 @dataclass(frozen=True)
 class OfJobs:
-    """What is to be said of jobs.
+    """What is to be said of jobs, or of a baseline that is a recording.
 
     ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
     sentences that stand before the conclusion, ``unseen`` says what was not looked at, ``of_named`` what has to be said

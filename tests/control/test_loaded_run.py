@@ -38,6 +38,7 @@ def step_of(step: int, errors: Sequence[float], status: str = "grafted") -> list
 
 
 def loaded(folder: Path, rows: Sequence[Row]) -> Any:
+    folder.mkdir(exist_ok=True)
     store = RowStore(folder)
     store.append([encode(each) for each in rows])
     store.close()
@@ -111,8 +112,32 @@ def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED)
     with pytest.raises(gl.SessionError, match=r"in no step of this run was every.*GRAFTLAB_B2T_FILTER=True"):
         run.verdict()
-    with pytest.raises(gl.SessionError, match="in no step of run 7"):
+    with pytest.raises(gl.SessionError, match=r"in no step of run 7 .*There are no rows of it"):
         run.verdict(run=7)
+    with pytest.raises(gl.SessionError, match=r"in step 0 of run 0 not every tap was grafted"):
+        run.verdict(run=0, step=0)
+
+
+def test_where_every_graft_failed_the_refusal_says_so(tmp_path: Path) -> None:
+    failed = row(1, 1, "out", 0.0, "failed", error="TransformError: no layout fits")
+    with pytest.raises(gl.SessionError, match=r"No tap was measured on both sides: .*: no layout fits\. ") as it:
+        loaded(tmp_path, [failed, row(1, 2, "h", 0.0, "missing")]).verdict()
+    assert "1 tap (h) is on the target only" in str(it.value)
+    assert "GRAFTLAB_B2T_FILTER" not in str(it.value)
+
+
+def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp_path: Path) -> None:
+    clean = [0.0, 0.0, 0.0]
+    broken = row(2, 3, "out", 0.0, nonfinite_differ=1)
+    rows = [*step_of(1, clean), *step_of(2, clean)[:2], broken, *step_of(3, clean), *step_of(4, clean)]
+    run = loaded(tmp_path, rows)
+    said = "Other steps show more: in step 2, where every tap was grafted too, out added more than 5 x the assumed"
+    text = run.verdict().text
+    assert "the rows of step 4 of run 0" in text
+    assert said in text
+    assert run.verdict(step=2).named == ["out"]
+    assert "Other steps" not in run.verdict(step=2).text
+    assert "Other steps" not in loaded(tmp_path / "two", [*step_of(0, [0.0, 0.2, 0.0]), *GRAFTED]).verdict().text
 
 
 def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:
@@ -129,6 +154,30 @@ def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_
     assert "w" not in set(verdict.frame["name"])
     assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
     assert "may be the doing of those that differ" in verdict.text
+
+
+def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_before(tmp_path: Path) -> None:
+    kind = {"kind": "param"}
+    before = [row(0, 0, "w", 0.2, tags=kind), *step_of(0, [0.0, 0.0, 0.0])]
+    after = [row(1, 0, "w", 0.0, tags=kind), *GRAFTED]
+    of_grafted = "The target has had the baseline's weights from step 0 on"
+    for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
+        text = loaded(tmp_path / str(len(rows)), rows).verdict().text
+        assert "\nThe weights differ already: w (rel_l2 0.2)." in text
+        assert of_grafted in text
+        assert "which no tap shows (gl.watch(params=True))" not in text
+        assert "may be the doing" not in text
+    assert of_grafted not in loaded(tmp_path / "compared", [*COMPARED, *GRAFTED]).verdict().text
+
+
+def test_inputs_that_only_a_grafted_step_shows_are_known(tmp_path: Path) -> None:
+    unknown = "whether both jobs are given the same inputs, which no tap shows"
+    assert unknown in loaded(tmp_path / "none", GRAFTED).verdict().text
+    for error in (0.0, 0.5):
+        given = row(1, 0, "input.x", error, tags={"kind": "input"})
+        text = loaded(tmp_path / str(error), [given, *GRAFTED]).verdict().text
+        assert unknown not in text
+        assert ("The inputs differ already: input.x" in text) == (error > 0)
 
 
 def shared_batch(weights: float) -> list[Row]:

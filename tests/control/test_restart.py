@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from kit.processes import still_there, watch
+from kit.processes import descriptors, still_there, watch
 from kit.support import wait_until
 
 import graftlab as gl
@@ -164,9 +164,10 @@ def test_a_restart_that_fails_leaves_a_session_that_can_be_read_restarted_and_cl
 
 def test_restarts_leave_no_descriptor_behind(session: gl.Session) -> None:
     session.restart()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     session.restart()
-    assert len(os.listdir("/proc/self/fd")) == before
+    # What another test left to be closed may have gone meanwhile.
+    assert len(descriptors()) <= before
 
 
 STACK = """thread MainThread

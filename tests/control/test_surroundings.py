@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -137,6 +138,9 @@ def test_nothing_of_a_session_is_readable_or_reachable_for_another_user(open_to_
                 assert refused("cat", f"/proc/{pid}/{part}")
             assert refused("kill", "-9", str(pid))
         # Sockets without a name, so that there is nothing to connect to.
-        inodes = {os.stat(f"/proc/{pid}/fd/{name}").st_ino for pid in pids for name in os.listdir(f"/proc/{pid}/fd")}
+        inodes = set()
+        for descriptor in (each for pid in pids for each in Path(f"/proc/{pid}/fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                inodes.add(descriptor.stat().st_ino)
         sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         assert [line for line in sockets if int(line[6]) in inodes and len(line) > 7] == []

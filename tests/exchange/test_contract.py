@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
 from kit.implementations import MakeWorld
-from kit.mailboxes import DEADLINE, MIB, World, in_background, key
+from kit.mailboxes import DEADLINE, MIB, World, in_background, key, knows_where
+from kit.support import wait_until
 from kit.tensors import DTYPES, bits, layouts
 
 from graftlab.base.tags import TapKey
@@ -243,6 +244,8 @@ def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are
         one.tap = "mlp"
         for mailbox in (one, other):
             mailbox.note("running")
+        for where in ("target[0]: computing since", "target[1]: computing since"):
+            wait_until(lambda where=where: knows_where(sender, where), "the word of where they are")  # type: ignore[misc]
         sender.publish(key("first"), torch.zeros(2 * MIB, dtype=torch.uint8))
         with pytest.raises(BufferFullError) as raised:
             sender.publish(key("second", step=3), A_MIB)
@@ -253,6 +256,7 @@ def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are
         assert "target[1]: computing since" in message
         # It was not published, and what is said instead frees the receiver.
         sender.exchange.decline(key("second", step=3))
+        world.deliver()
         assert one.receive(key("second", step=3)).absent == {0: "baseline[0] did not send this tap"}
 
 

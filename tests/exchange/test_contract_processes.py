@@ -104,9 +104,15 @@ def test_a_stopped_rank_is_still_found_where_it_was(processes: MakeProcesses) ->
         assert "last seen at tap 'x' of step 0" in absent[0]
 
 
+def files_of_all() -> set[str]:
+    """What has a name where memory is shared and temporary files lie. Folders are those of other tests."""
+    folders = ("/dev/shm", tempfile.gettempdir())
+    return {entry.name for folder in folders for entry in os.scandir(folder) if not entry.is_dir()}
+
+
 @pytest.mark.parametrize("victims", [(BASELINE,), (TARGET,), (BASELINE, TARGET)], ids=["sender", "receiver", "both"])
 def test_killed_ranks_leave_nothing_behind(processes: MakeProcesses, victims: tuple[int, ...]) -> None:
-    named = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
+    named = files_of_all()
     with processes(sends_x_then_is_told, receives_x_then_y) as world:
         assert world.hear(TARGET) == [5.0]
         assert world.hear(TARGET) == "waits"
@@ -117,5 +123,4 @@ def test_killed_ranks_leave_nothing_behind(processes: MakeProcesses, victims: tu
             assert world.hear(TARGET) == (who_died(world, 0), False)
     # The memory has no name, so it is gone with the last process that holds it.
     assert world.who_holds_memory() == []
-    new = (set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))) - named
-    assert [name for name in new if "graftlab" in name] == []
+    assert [name for name in files_of_all() - named if "graftlab" in name] == []

@@ -132,6 +132,7 @@ def test_before_the_leaders_first_word_a_follower_has_heard_nothing_of_any_step(
     world.target.exchange.timeout = 0.05
     assert world.target.exchange.announcements(0, 0) is None
     world.baseline.exchange.announce(0, b"begin")
+    world.deliver()
     assert world.target.exchange.announcements(0, 0) == [b"begin"]
 
 
@@ -140,6 +141,7 @@ def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
     assert world.target.exchange.announcements(0, 1) is None
     world.baseline.exchange.announce(1, b"a new plan")
     world.baseline.exchange.announce(2, b"the same plan")
+    world.deliver()
     assert world.target.exchange.announcements(0, 2) == [b"a new plan", b"the same plan"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kit.implementations import MakeWorld
-from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
+from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key, knows_where
 from kit.support import wait_until
 
 from graftlab.base.tags import TapKey
@@ -106,11 +106,6 @@ def test_who_takes_no_part_in_the_run_is_not_waited_for(a_world: MakeWorld) -> N
         assert receiver.bytes_in_use() == 0
 
 
-def knows_where(mailbox: Mailbox, where: str) -> bool:
-    mailbox.exchange.end_step(-1)  # reads what has come
-    return where in mailbox.exchange.where_peers_are()
-
-
 def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld) -> None:
     with a_world(3, 1, timeout=0.1) as world:
         world.begin()
@@ -121,6 +116,7 @@ def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld)
         slow.note("waiting", [3])
         # Told from time to time to those that cannot look.
         wait_until(lambda: knows_where(receiver, "waiting at tap 'mlp'"), "the word of where it is")
+        world.deliver()
         receipt = receiver.receive(key("x"))
         assert receipt.timed_out
         assert [(each.rank, each.tensor.item()) for each in receipt.contributions] == [(0, 1.0)]
@@ -137,6 +133,7 @@ def test_what_comes_after_the_timeout_goes_to_no_other_tap_and_its_memory_comes_
         assert receiver.receive(key("x", occurrence=0)).timed_out
         sender.publish(key("x", occurrence=0), 1.0, memo="late")
         sender.publish(key("x", occurrence=1), 2.0, memo="in time")
+        world.deliver()
         assert receiver.take(key("x", occurrence=1)) == [2.0]
         world.end(step=0)
         assert sender.exchange.take_unmatched() == ["late"]

@@ -8,8 +8,13 @@ import socket
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kit.deadline import DEADLINE
+from kit.support import wait_until
 
+from graftlab.errors import MessageError
+from graftlab.exchange.channel import Channel, frames_in
 from graftlab.jobs.relay import Relay
 
 
@@ -33,8 +38,48 @@ class FailingPost:
 class FarEnd:
     closed = False
 
+    def __init__(self) -> None:
+        self.arrived: list[bytes] = []
+        self.sent: list[bytes] = []
+
+    def receive(self) -> list[bytes]:
+        frames, self.arrived = self.arrived, []
+        return frames
+
+    def send(self, payload: bytes) -> None:
+        self.sent.append(payload)
+
     def close(self) -> None:
         self.closed = True
+
+
+def bundled(*frames: bytes) -> bytes:
+    """What is read at one end of a line when these were sent at the other."""
+    ends = [Channel(end) for end in socket.socketpair()]
+    for frame in frames:
+        ends[0].send(frame)
+    bundle = ends[1].receive_bundle()
+    for end in ends:
+        end.close()
+    return bundle
+
+
+def unbundled(bundle: bytes) -> list[bytes]:
+    return [bundle[start:end] for start, end in frames_in(bundle)]
+
+
+class QuietPost(FailingPost):
+    """Has these connections; says that something came once somebody writes to ``wake``."""
+
+    def __init__(self, *far: FarEnd) -> None:
+        super().__init__()
+        self.far = far
+
+    def pump(self) -> None:
+        pass
+
+    def channels(self) -> tuple[FarEnd, ...]:
+        return self.far
 
 
 def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,3 +97,52 @@ def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: p
     for descriptor in (post.ready, post.wake):
         os.close(descriptor)
     ours.close()
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 8))
+def test_a_bundle_has_the_frames_that_were_put_into_it_and_is_not_taken_for_whole_when_cut(
+    frames: list[bytes], cut: int
+) -> None:
+    bundle = bundled(*frames)
+    assert unbundled(bundle) == frames
+    if bundle and cut <= 8 + len(frames[-1]) - (not frames[-1]):
+        with pytest.raises(MessageError, match=rf"frame number {len(frames) - 1}$"):
+            unbundled(bundle[:-cut])
+
+
+def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_line_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, whole = FarEnd(), FarEnd()
+    post: Any = QuietPost(broken, whole)
+    relay = Relay(post, lambda far, frame: None)
+    ends = []
+    # More than a hundred of them are there before the relay looks.
+    rows = [b"r%d" % number for number in range(1000)]
+    for far, said in ((broken, []), (whole, rows)):
+        ours, theirs = socket.socketpair()
+        ends.append(Channel(ours))
+        for row in said:
+            ends[-1].send(row)
+        line: Any = far
+        relay.join(line, theirs)
+    broken.arrived, whole.arrived = [b"broken"], [bundled(b"mfirst", b"rsecond")]
+    os.write(post.wake, b"x")
+    heard: list[bytes] = []
+
+    def both() -> bool:
+        ends[0].receive()
+        heard.extend(ends[1].receive())
+        return ends[0].closed and len(heard) == 2
+
+    wait_until(both, "what came from afar")
+    assert heard == [b"mfirst", b"rsecond"]
+    assert "breaks off in its frame number 0" in caplog.text
+    wait_until(lambda: sum(map(len, map(unbundled, whole.sent))) == len(rows), "the rows")
+    assert [row for bundle in whole.sent for row in unbundled(bundle)] == rows
+    assert len(whole.sent) < len(rows)
+    relay.close()
+    for end in ends:
+        end.close()
+    for descriptor in (post.ready, post.wake):
+        os.close(descriptor)

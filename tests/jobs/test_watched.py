@@ -61,6 +61,7 @@ def test_an_unmodified_trainer_is_attached_by_the_environment_alone(tmp_path: Pa
             "train_with_trainer.py",
             tmp_path / role,
             kind,
+            imports=warm.TRANSFORMERS,
             command=("-m", "graftlab", "attach"),
             **variables(role, 1, 1, **told),
         )

@@ -36,9 +36,11 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
     return {**kept, "GRAFTLAB_HOME": os.environ["GRAFTLAB_HOME"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
-def start(script: str, *arguments: object, command: tuple[str, ...] = (), **extra: str) -> warm.Running:
-    """Start a script of ``tests/jobs/scripts``; ``command`` stands before its path."""
-    return warm.start([*command, SCRIPTS / script, *arguments], environment(extra))
+def start(
+    script: str, *arguments: object, command: tuple[str, ...] = (), imports: tuple[str, ...] = (), **extra: str
+) -> warm.Running:
+    """Start a script of ``tests/jobs/scripts``. ``command`` stands before its path. ``imports`` are imported before."""
+    return warm.start([*command, SCRIPTS / script, *arguments], environment(extra), imports=imports)
 
 
 def end(process: warm.Running) -> tuple[int, str, str]:

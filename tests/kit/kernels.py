@@ -105,10 +105,10 @@ class WarmProvisioner(LocalProvisioner):
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         cwd = kwargs.get("cwd")
+        env = dict(kwargs["env"])
+        how = {"cwd": cwd, "start_new_session": True, "imports": env.pop(IMPORTS, "").split(), "forkserver": True}
         with open(os.devnull, "w") as nowhere:
-            self.process = warm.start(
-                cmd[1:], kwargs["env"], cwd=cwd, start_new_session=True, stdout=nowhere, stderr=nowhere
-            )
+            self.process = warm.start(cmd[1:], env, stdout=nowhere, stderr=nowhere, **how)
         # Of the group that it is about to make, or a signal to the kernel would reach what it is forked from.
         self.pid = self.pgid = self.process.pid
         self.cwd = cwd or Path.cwd()
@@ -116,6 +116,8 @@ class WarmProvisioner(LocalProvisioner):
 
 
 PROVISIONER = "graftlab-warm"
+# A variable of a kernel's environment: more modules that it, and the forkserver of its ranks, have imported before.
+IMPORTS = "GRAFTLAB_TESTS_IMPORTS"
 
 
 def start_warm() -> None:

@@ -222,6 +222,12 @@ def settles(mailbox: Mailbox) -> bool:
         os.close(write)
 
 
+def knows_where(mailbox: Mailbox, where: str) -> bool:
+    """Whether this rank has heard that a peer is there: those that cannot look are told from time to time."""
+    mailbox.exchange.end_step(-1)  # reads what has come
+    return where in mailbox.exchange.where_peers_are()
+
+
 def has_settled(mailbox: Mailbox) -> bool:
     """Whether the run is over everywhere, as far as this rank has heard."""
     read, write = os.pipe()

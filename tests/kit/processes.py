@@ -52,6 +52,15 @@ def still_there(watched: dict[int, int]) -> list[int]:
     return sorted(names.values())
 
 
+def descriptors() -> set[tuple[str, str]]:
+    """What this process has open: the number of each descriptor, and what it is of."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 def shared_memory_left(before: set[str]) -> set[str]:
     """What is new in shared memory since ``before``, once whoever else uses it has had time to clean up."""
     deadline = time.monotonic() + DEADLINE

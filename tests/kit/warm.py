@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from kit import spare
 from kit.deadline import DEADLINE
 
 # Nothing of graftlab's: what it does when it is imported, and after a fork, is part of what is tested.
@@ -43,6 +44,8 @@ _IMPORTED = (
     "zmq",
     "torch._dynamo",
 )
+# What a script may ask for besides, which takes as long as torch.
+TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.auto.tokenization_auto")
 _ROOTS = tuple(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
 # Python and OpenMP have read these before a fork could change them.
 _READ_AT_START = ("PYTHON", "OMP_")
@@ -52,6 +55,8 @@ class Script:
     """A running script, with the methods of ``subprocess.Popen``. Its streams are pipes of text unless one is given.
 
     ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
+    ``imports`` are more modules that it has imported before it begins. With ``forkserver`` what it starts as its first
+    forkserver has imported all that, too.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Script:
         stderr: int | IO[Any] = subprocess.PIPE,
         network: str | None = None,
         own_folder: tuple[str, str] | None = None,
+        imports: Sequence[str] = (),
+        forkserver: bool = False,
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
@@ -80,6 +87,8 @@ class Script:
             "session": start_new_session,
             "network": network,
             "own_folder": own_folder,
+            "imports": imports,
+            "forkserver": forkserver,
         }
         self.pid = _nursery().start(asked, theirs)
         tells.close()
@@ -163,7 +172,8 @@ def start(arguments: Sequence[object], env: Mapping[str, str], **how: Any) -> Ru
     wanted = {name: value for name, value in env.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"}
     if wanted == {name: value for name, value in os.environ.items() if name in wanted}:
         return Script(arguments, env, **how)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
+    cold = {name: value for name, value in how.items() if name not in ("imports", "forkserver")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **cold}
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=dict(env), text=True, **pipes)
 
 
@@ -210,11 +220,7 @@ def _nursery() -> _Nursery:
 
 def next_script(descriptor: int) -> dict[str, Any]:
     """Import everything; fork for each request, and return it in the child. Ends with the test's end of the socket."""
-    gc.disable()  # or it would look through all that again and again, for a tenth of the time
-    for module in _IMPORTED:
-        importlib.import_module(module)
-    gc.enable()
-    gc.freeze()  # or each child would look through all that, and copy it
+    _import(*_IMPORTED)
     asks = socket.socket(fileno=descriptor)
     poller = select.poll()
     poller.register(asks, select.POLLIN)
@@ -237,6 +243,7 @@ def next_script(descriptor: int) -> dict[str, Any]:
             while len(request) < int.from_bytes(size, "little"):
                 request += asks.recv(1 << 16)
             asked: dict[str, Any] = json.loads(request)
+            _import(*asked["imports"])
             if (pid := os.fork()) == 0:
                 for pidfd, (_, tells) in running.items():
                     os.close(pidfd)
@@ -255,6 +262,14 @@ def next_script(descriptor: int) -> dict[str, Any]:
             asks.sendall(str(pid).encode())
 
 
+def _import(*modules: str) -> None:
+    gc.disable()  # or it would look through all that again and again, for a tenth of the time
+    for module in modules:
+        importlib.import_module(module)
+    gc.enable()
+    gc.freeze()  # or each child would look through all that, and copy it
+
+
 def run_as_main(asked: Mapping[str, Any]) -> None:
     """Do what ``python ARGUMENTS`` does."""
     if asked["session"]:
@@ -266,6 +281,8 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
     if asked["network"]:
         _change_machine(asked["network"], *asked["own_folder"])
     os.chdir(asked["cwd"])
+    if asked["forkserver"]:
+        spare.prepare()
     what, *rest = asked["arguments"]
     if what == "-m":
         module, *sys.argv[1:] = rest

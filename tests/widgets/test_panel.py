@@ -232,8 +232,8 @@ def test_what_fails_in_the_background_is_shown_and_the_thread_is_the_hosts(
 def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
     panel: Example, screen: Screen, session: FakeSession
 ) -> None:
-    begun, goes_on, ran = threading.Event(), threading.Event(), []
-    panel.in_background(lambda: begun.set() or goes_on.wait(60))
+    begun, goes_on, ran, workers = threading.Event(), threading.Event(), [], []
+    panel.in_background(lambda: (workers.append(threading.current_thread()), begun.set(), goes_on.wait(60)))
     panel.in_background(lambda: ran.append("after the end"))
     assert begun.wait(60)
     panel.close()
@@ -241,8 +241,9 @@ def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
     left = {screen.browser.models[comm_id]["_model_name"] for comm_id in screen.browser.comms}
     assert {name for name in left if not name.endswith(("LayoutModel", "StyleModel"))} == set()
     goes_on.set()
-    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-Example")]
+    [worker] = workers
     worker.join(60)
+    assert not worker.is_alive()
     assert ran == []
     followed = panel.followed
     panel.refresh()

@@ -1021,9 +1021,11 @@ def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
 
 @pytest.mark.ranks
 def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: gl.Session, show: Show) -> None:
+    others = set(threading.enumerate())
     screen = show(session)
     screen.tries(DOUBLES)
-    [worker] = [thread for thread in threading.enumerate() if thread.name.startswith("graftlab-TransformEditor")]
+    new = set(threading.enumerate()) - others
+    [worker] = [thread for thread in new if thread.name.startswith("graftlab-TransformEditor")]
     screen.choose("kinds", "Default")
     screen.settle()
     screen.editor.close()
