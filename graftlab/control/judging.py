@@ -13,7 +13,7 @@ from graftlab.base.tags import own_tags
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee
+from graftlab.control.works import Callee, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.recordings.recorded import Recorded
@@ -52,10 +52,13 @@ def judge(
     graft_weights: bool = False,
 ) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
-    if floor != "auto" and not (isinstance(floor, (int, float)) and floor > 0):
+    if floor != "auto" and not _is_above_0(floor):
         raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {floor!r}")
-    if not threshold > 0:
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    _refuse_threshold(threshold)
+    if not (output is None or isinstance(output, str)):
+        raise SessionError(f"verdict: output is the name of a tap, not {output!r}")
+    if not (exact is None or isinstance(exact, str) or callable(exact)):
+        raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {exact!r}")
     constant = None if floor == "auto" else float(floor)
     if all(rank.takes_work for rank in session.ranks):
         baseline = session.by_default.get("baseline") if baseline is None else baseline
@@ -71,6 +74,7 @@ def judge(
                 "for each run makes all of its steps, and begins from the same weights"
             )
         _require_computing(baseline, target, exact)
+        refuse_no_expression(baseline, target, exact)
         made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
         with made:
             return _Judging(made).verdict(output, constant, threshold, explain)
@@ -111,10 +115,9 @@ def judge_rows(
     where: str,
 ) -> Verdict:
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
-    if floor is not None and not floor > 0:
+    if floor is not None and not _is_above_0(floor):
         raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
-    if not threshold > 0:
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    _refuse_threshold(threshold)
     said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
@@ -143,6 +146,15 @@ def judge_rows(
     return Verdict(findings, 0)
 
 
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _refuse_threshold(threshold: object) -> None:
+    if not _is_above_0(threshold):
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+
+
 class _Judging:
     """One verdict on its way, from its runs to what they came to."""
 
@@ -164,7 +176,8 @@ class _Judging:
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
         outputs = self._outputs(rows, output)
         selves = self._runs.baseline_against_itself(rows, list(outputs))
-        unseen = _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
+        unseen = _not_in_twin(selves, self._runs.has_twin)
+        unseen += _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
@@ -199,7 +212,8 @@ class _Judging:
             names = self._names_by_group(rows, selves)
             for where in outputs:
                 rank = place_in_blame(where)
-                groups = [group for group in named if _judged_at(group) == rank]
+                last = outputs[where]["place"]
+                groups = [g for g in named if _judged_at(g) == rank and _first_over(frame, g, threshold) <= last]
                 # A gradient is judged with the baseline's values, which go before it.
                 settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
@@ -273,6 +287,7 @@ class _Judging:
                 group = group_of(row["name"], row["tags"])
                 step = int(row["step"]) - self._zero
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"], "step": step}
+                found[group]["place"] = step, int(row["order"])
         return found
 
     def _names_by_group(
@@ -385,11 +400,18 @@ class _Judging:
         left = [
             g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())
         ]
-        said = [f"What {', '.join(left)} does to the output was not measured."] if left else []
+        do = "do" if len(left) > 1 else "does"
+        said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
         if self._not_swapped:
             taps = ", ".join(list(self._not_swapped)[:4])
             said.append(f"Code could not be swapped at {taps}: there each side waited for the other.")
         return said
+
+
+def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
+    """The step and the place in it where the group first adds more than rounding."""
+    over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
+    return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
@@ -446,6 +468,20 @@ def _unseen(
             "others stands for theirs (launch with a larger keep_budget)."
         )
     return said
+
+
+def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
+    """The taps whose floor is without the distance of a twin that was given."""
+    if not has_twin:
+        return []
+    shown = {added.name for each in selves for added in each.exact}
+    left = [n for n in dict.fromkeys(added.name for each in selves for added in each.added) if n not in shown]
+    if not left:
+        return []
+    if not shown:
+        return ["what exact= gives: it shows none of the baseline's taps, so that the floor is as without it."]
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:

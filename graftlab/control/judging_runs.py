@@ -56,6 +56,9 @@ class VerdictRuns:
     recorded = False
     """Whether the baseline is a recording, which computes nothing of what it is given."""
 
+    has_twin = False
+    """Whether a twin of the baseline in higher precision was given."""
+
     def __init__(self, session: SessionCore) -> None:
         self.session = session
         self.count = 0
@@ -136,6 +139,7 @@ class CalledRuns(VerdictRuns):
         self._callees = (baseline, target)
         self.recorded = isinstance(baseline, Recorded)
         self._exact = exact
+        self.has_twin = exact is not None
         self._args, self._kwargs = args, kwargs
 
     def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
