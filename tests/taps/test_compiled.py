@@ -589,6 +589,7 @@ def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
 
     assert own_operators(gl.strip(program)) == 0
     torch.testing.assert_close(program.module()(X), expected)
+    torch.testing.assert_close(program.run_decompositions().module()(X), expected)
     assert taker.seen == []
 
 
