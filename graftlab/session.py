@@ -241,6 +241,9 @@ class Session(SessionCore):
         ``threshold`` times its floor. With ``explain``, groups are then swapped: the output is computed with the
         target's code at some of the named groups and the baseline's at the others, which shows the effect of each.
 
+        A baseline may be a :class:`Recording`. It computes nothing, so a floor is assumed by the dtypes unless
+        ``floor`` is given, nothing is swapped, and the text says so first; a target cannot be one.
+
         ``output`` is the tap at which effects are measured (the last one by default, and its last occurrence).
         ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps,
         also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and

@@ -13,22 +13,23 @@ from graftlab.base.tags import own_tags
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee
+from graftlab.control.works import Callee, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
+from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
-from graftlab.verdict.causes import Causes, find_causes
+from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
+from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
 from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
-from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs
-from graftlab.verdict.shared_batch import evened_out
-from graftlab.verdict.shared_batch import told as evened_out_told
+from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
+from graftlab.verdict.shared_batch import Evened, evened_out
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -51,12 +52,17 @@ def judge(
     graft_weights: bool = False,
 ) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
-    if floor != "auto" and not (isinstance(floor, (int, float)) and floor > 0):
+    if floor != "auto" and not _is_above_0(floor):
         raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {floor!r}")
-    if not threshold > 0:
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    _refuse_threshold(threshold)
+    if not (output is None or isinstance(output, str)):
+        raise SessionError(f"verdict: output is the name of a tap, not {output!r}")
+    if not (exact is None or isinstance(exact, str) or callable(exact)):
+        raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {exact!r}")
     constant = None if floor == "auto" else float(floor)
     if all(rank.takes_work for rank in session.ranks):
+        baseline = session.by_default.get("baseline") if baseline is None else baseline
+        target = session.by_default.get("target") if target is None else target
         if baseline is None or target is None:
             raise SessionError(
                 "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "
@@ -67,6 +73,8 @@ def judge(
                 "verdict: steps= and graft_weights= are for jobs that a session listens for. A function that is called "
                 "for each run makes all of its steps, and begins from the same weights"
             )
+        _require_computing(baseline, target, exact)
+        refuse_no_expression(baseline, target, exact)
         made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
         with made:
             return _Judging(made).verdict(output, constant, threshold, explain)
@@ -81,9 +89,24 @@ def judge(
         return _Judging(made_of_steps).verdict(output, constant, threshold, explain)
 
 
+def _require_computing(baseline: Callee, target: Callee, exact: Callee | None) -> None:
+    if isinstance(target, Recorded):
+        raise SessionError(
+            "verdict: the target is a recording, which computes nothing from what is grafted into it, so what each tap "
+            "adds cannot be told. Make it the baseline, or give the code that was recorded; session.plot.divergence() "
+            "shows the differences as they are"
+        )
+    if isinstance(baseline, Recorded) and exact is not None:
+        raise SessionError(
+            "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it out, and give "
+            "floor= where the one that is assumed does not suit"
+        )
+
+
 def judge_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
+    others: pd.DataFrame,
     shown: ShownData,
     sizes: tuple[int, int] | None,
     *,
@@ -91,20 +114,21 @@ def judge_rows(
     threshold: float,
     where: str,
 ) -> Verdict:
-    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`."""
-    if floor is not None and not floor > 0:
+    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
+    if floor is not None and not _is_above_0(floor):
         raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
-    if not threshold > 0:
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+    _refuse_threshold(threshold)
     said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
-    even = [] if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
-    if sizes is not None and even:
-        data.append(evened_out_told(even, *sizes))
+    evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    even = evened.groups
+    if even:
+        data.append(evened.told)
     following = consequences(frame, [group for group in named if group not in even], threshold)
+    data += more_in_other_steps(without_data(others), {*named}, said, threshold)
     named = [group for group in named if group not in (*even, *following)]
     inputs = {*input_names(compared), *input_names(computed)}
     given = [group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs]
@@ -120,6 +144,15 @@ def judge_rows(
         of_jobs=said,
     )
     return Verdict(findings, 0)
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _refuse_threshold(threshold: object) -> None:
+    if not _is_above_0(threshold):
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
 
 
 class _Judging:
@@ -143,16 +176,17 @@ class _Judging:
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
         outputs = self._outputs(rows, output)
         selves = self._runs.baseline_against_itself(rows, list(outputs))
-        unseen = _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
+        unseen = _not_in_twin(selves, self._runs.has_twin)
+        unseen += _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
         of_jobs = self._runs.of_jobs(compared, grafted, not_repeated, constant, threshold)
-        data = differing_data(compared, threshold)
+        data = contradicting_pairs(compared, self._before) + differing_data(compared, threshold, grafted)
         if of_jobs is not None:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
-            data = data_of_jobs(compared, grafted, threshold)
+            data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
         frame = added_frame(
             grafted,
             self._floors(selves),
@@ -161,9 +195,10 @@ class _Judging:
         )
         named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
-        even = evened_out(frame, grafted, named, *sizes, threshold)
+        evened = evened_out(frame, grafted, named, *sizes, threshold)
+        even = evened.groups
         if even:
-            data.append(evened_out_told(even, *sizes))
+            data.append(evened.told)
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
@@ -171,25 +206,28 @@ class _Judging:
         target_not_repeated = self._runs.target_against_itself() if explain else []
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
-        if explain and not not_repeated and (of_jobs is None or not target_not_repeated):
+        can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
+        explained = explain and can_swap
+        if explained:
             names = self._names_by_group(rows, selves)
             for where in outputs:
                 rank = place_in_blame(where)
-                groups = [group for group in named if _judged_at(group) == rank]
+                last = outputs[where]["place"]
+                groups = [g for g in named if _judged_at(g) == rank and _first_over(frame, g, threshold) <= last]
                 # A gradient is judged with the baseline's values, which go before it.
-                settled = [group for group in named if _judged_at(group) < rank] + following
+                settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
                     causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
-                remarks, causes = [_changed(changed)], {}
+                remarks, causes, explained = [_changed(changed)], {}, False
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
         frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
-        if causes or (explain and of_jobs is not None):
+        if explained or (explain and of_jobs is not None):
             hints = self._hints(
                 frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
             )
@@ -206,7 +244,7 @@ class _Judging:
                 data,
                 inputs,
                 following,
-                target_not_repeated if of_jobs is None else (),
+                target_not_repeated if of_jobs is None or self._runs.recorded else (),
                 of_jobs,
             ),
             self._runs.count,
@@ -249,6 +287,7 @@ class _Judging:
                 group = group_of(row["name"], row["tags"])
                 step = int(row["step"]) - self._zero
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"], "step": step}
+                found[group]["place"] = step, int(row["order"])
         return found
 
     def _names_by_group(
@@ -320,17 +359,10 @@ class _Judging:
 
     def _distance(self, wanted: Sequence[torch.Tensor | None], name: str, step: int, where: str, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
-        off = whole = 0.0
         kind = kind_of_group(where)
         tags = {"kind": kind} if kind else {}
-        for rank, recorded in enumerate(wanted):
-            pair = self._runs.pair(name, rank, step, tags)
-            if recorded is None or pair[side].shape != recorded.shape:
-                return math.nan
-            one, other = recorded.double(), pair[side].double()
-            off += float((one - other).square().nan_to_num(math.inf).sum())
-            whole += float(one.square().sum())
-        return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+        pairs = [(recorded, self._runs.pair(name, rank, step, tags)[side]) for rank, recorded in enumerate(wanted)]
+        return distance(pairs)
 
     # ---- the mechanism ------------------------------------------------------------------------------------------
 
@@ -368,11 +400,18 @@ class _Judging:
         left = [
             g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())
         ]
-        said = [f"What {', '.join(left)} does to the output was not measured."] if left else []
+        do = "do" if len(left) > 1 else "does"
+        said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
         if self._not_swapped:
             taps = ", ".join(list(self._not_swapped)[:4])
             said.append(f"Code could not be swapped at {taps}: there each side waited for the other.")
         return said
+
+
+def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
+    """The step and the place in it where the group first adds more than rounding."""
+    over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
+    return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
@@ -429,6 +468,20 @@ def _unseen(
             "others stands for theirs (launch with a larger keep_budget)."
         )
     return said
+
+
+def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
+    """The taps whose floor is without the distance of a twin that was given."""
+    if not has_twin:
+        return []
+    shown = {added.name for each in selves for added in each.exact}
+    left = [n for n in dict.fromkeys(added.name for each in selves for added in each.added) if n not in shown]
+    if not left:
+        return []
+    if not shown:
+        return ["what exact= gives: it shows none of the baseline's taps, so that the floor is as without it."]
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:

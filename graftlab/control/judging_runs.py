@@ -18,9 +18,11 @@ from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft, differences_of_repeat, graft_self
 from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
+from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
 from graftlab.verdict.groups import DATA
+from graftlab.verdict.of_jobs import account_of_recording
 from graftlab.verdict.wording import OfJobs
 
 if TYPE_CHECKING:
@@ -50,6 +52,12 @@ class VerdictRuns:
 
     never_grafted = DATA
     """A filter for the taps that are compared where nothing is grafted, and left alone everywhere else."""
+
+    recorded = False
+    """Whether the baseline is a recording, which computes nothing of what it is given."""
+
+    has_twin = False
+    """Whether a twin of the baseline in higher precision was given."""
 
     def __init__(self, session: SessionCore) -> None:
         self.session = session
@@ -106,7 +114,8 @@ class VerdictRuns:
         constant: float | None,
         threshold: float,
     ) -> OfJobs | None:
-        """What is to be said of jobs, whose baseline differed from itself at ``moved``; None of functions."""
+        """What is to be said of jobs, whose baseline differed from itself at ``moved``, or of a recording; None of
+        functions."""
         return None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +137,9 @@ class CalledRuns(VerdictRuns):
     ) -> None:
         super().__init__(session)
         self._callees = (baseline, target)
+        self.recorded = isinstance(baseline, Recorded)
         self._exact = exact
+        self.has_twin = exact is not None
         self._args, self._kwargs = args, kwargs
 
     def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
@@ -166,6 +177,9 @@ class CalledRuns(VerdictRuns):
             raise
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
+        if self.recorded:
+            # It would show what was recorded, whatever is grafted: no rounding goes on with it.
+            return []
         key = floor_key(
             self.session, self.before, rows, (self._callees[0], self._exact), self._args, self._kwargs, list(keep)
         )
@@ -192,6 +206,16 @@ class CalledRuns(VerdictRuns):
         call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
+
+    def of_jobs(
+        self,
+        compared: pd.DataFrame,
+        grafted: pd.DataFrame,
+        moved: Sequence[str],
+        constant: float | None,
+        threshold: float,
+    ) -> OfJobs | None:
+        return account_of_recording(compared, grafted, constant) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)

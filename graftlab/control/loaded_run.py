@@ -58,13 +58,20 @@ class LoadedRun(pd.DataFrame):
 
         return write_report_of_rows(self.folder, path, verdict)
 
-    def verdict(self, *, floor: float | None = None, threshold: float = 5.0, run: int | None = None) -> Verdict:
+    def verdict(
+        self,
+        *,
+        floor: float | None = None,
+        threshold: float = 5.0,
+        run: int | None = None,
+        step: int | None = None,
+    ) -> Verdict:
         """Which computation differs on the target, as far as rows tell.
 
         It needs a step in which every tap was grafted b2t, as with ``GRAFTLAB_B2T_FILTER=True``: there the difference
         at each tap is the error that arose at it. The last such step of the newest run that has one counts, or of
-        ``run``. ``floor`` is a ``rel_l2``; without it one is assumed for the dtypes. Nothing is run, so the text says
-        what is not known for that reason.
+        ``run``, or the given ``step``; the text says where other such steps show more. ``floor`` is a ``rel_l2``;
+        without it one is assumed for the dtypes. Nothing is run, so the text says what is not known for that reason.
 
         Raises :class:`SessionError` where no step has every tap grafted.
         """
@@ -72,12 +79,14 @@ class LoadedRun(pd.DataFrame):
         from graftlab.verdict.given import shown_data
 
         chosen: Any = self if run is None else self[self["run"] == run]
-        found = _last_step(chosen, "grafted")
+        of_step = chosen if step is None else chosen[chosen["step"] == step]
+        found = _last_step(of_step, "grafted")
         if found is None:
+            this = "this run" if run is None else f"run {run}"
+            in_none = "in no step of {} was every tap" if step is None else f"in step {step} of {{}} not every tap was"
             raise SessionError(
-                f"verdict: in no step of {'this run' if run is None else f'run {run}'} was every tap grafted from the "
-                "baseline, so the rows do not tell what arose where. Let the jobs run with GRAFTLAB_B2T_FILTER=True; "
-                "graftlab.plots shows the differences as they are"
+                f"verdict: {in_none.format(this)} grafted from the baseline, so the rows do not tell what arose where. "
+                f"{_what_to_do(of_step)}"
             )
         number, step, grafted = found
         of_run: Any = self[self["run"] == number]
@@ -85,8 +94,10 @@ class LoadedRun(pd.DataFrame):
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
         shown = shown_data(of_run, compared, grafted)
+        others = of_run[of_run["step"].isin(_whole_steps(of_run, "grafted").index.get_level_values(1))]
+        others = others[others["step"] != step]
         sizes = sizes_of(self.folder, number)
-        return judge_rows(compared, grafted, shown, sizes, floor=floor, threshold=threshold, where=where)
+        return judge_rows(compared, grafted, others, shown, sizes, floor=floor, threshold=threshold, where=where)
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:
@@ -94,16 +105,31 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
     Of a run it is one of those with the most rows, since the last step may have been cut short.
     """
-    from graftlab.verdict.given import without_data
-
-    computed = without_data(rows[rows["status"].isin(MEASURED)])
-    if not len(computed):
-        return None
-    wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
-    steps = wanted.groupby([computed["run"], computed["step"]]).agg(["all", "size"])
-    whole = steps[steps["all"]]
+    whole = _whole_steps(rows, status)
     if not len(whole):
         return None
     whole = whole.loc[[whole.index.get_level_values(0).max()]]
     run, step = whole[whole["size"] == whole["size"].max()].index[-1]
     return int(run), int(step), rows[(rows["run"] == run) & (rows["step"] == step)]
+
+
+def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
+    """The steps in which all that was measured has this status, by run and step, and how many rows they have."""
+    from graftlab.verdict.given import without_data
+
+    computed = without_data(rows[rows["status"].isin(MEASURED)])
+    wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
+    steps = wanted.groupby([computed["run"], computed["step"]]).agg(["all", "size"])
+    whole: pd.DataFrame = steps[steps["all"].astype(bool)]
+    return whole
+
+
+def _what_to_do(rows: pd.DataFrame) -> str:
+    from graftlab.verdict.added import unseen_of
+    from graftlab.verdict.given import without_data
+
+    if not len(rows):
+        return "There are no rows of it"
+    if len(without_data(rows[rows["status"].isin(MEASURED)])):
+        return "Let the jobs run with GRAFTLAB_B2T_FILTER=True; graftlab.plots shows the differences as they are"
+    return f"No tap was measured on both sides: {' '.join(unseen_of(rows)).rstrip('.')}"

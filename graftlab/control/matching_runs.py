@@ -40,7 +40,10 @@ def match(
     sent: int = SENT,
 ) -> Proposal:
     """See :meth:`graftlab.session.Session.match`."""
-    if rounds < 0 or budget <= 0:
+    for side, callee in (("baseline", baseline), ("target", target)):
+        if not (isinstance(callee, str) or callable(callee)):
+            raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
+    if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
         raise SessionError(f"match: rounds is at least 0 and budget above 0, not {rounds!r} and {budget!r}")
     refuse_no_expression(baseline, target)
     matching = _Matching(session, (baseline, target), tuple(args), dict(kwargs or {}), budget, sent)

@@ -70,6 +70,8 @@ class Host:
         # For those who look on from a terminal, one at a time.
         self._taps = session.live_taps()
         self._looking = threading.Lock()
+        # Which place the last process asked for that was not let in, and what it was told.
+        self._turned_away: tuple[str, str] | None = None
         # Joining and leaving are told on two threads.
         self._lock = threading.Lock()
         self._resumed = False
@@ -222,7 +224,10 @@ class Host:
         why, settings, again = self._objection(join)
         if not why:
             return None
-        logger.warning("%s[%d] (pid %d) may not join%s: %s", join.side, join.rank, join.pid, " yet" * again, why)
+        who = f"{join.side}[{join.rank}] (pid {join.pid})"
+        logger.warning("%s may not join%s: %s", who, " yet" * again, why)
+        if not again:
+            self._turned_away = f"{join.side}[{join.rank}]", f"{who} was not let in, and told: {why}"
         return Refused(why, settings, again)
 
     def _objection(self, join: Join) -> tuple[str, bool, bool]:
@@ -272,6 +277,8 @@ class Host:
     def _admit(self, join: Join, segment: int | None) -> tuple[AttachedRank, str]:
         """The place of a process that may join, and what is to be noted of it."""
         rank = self._rank_of(join)
+        if self._turned_away is not None and self._turned_away[0] == rank.label:
+            self._turned_away = None
         note = ""
         if rank.has_joined:
             # Another process had it, whose line has ended.
@@ -337,7 +344,10 @@ class Host:
 
     def _on_ask_missing(self, rank: RankHandle) -> None:
         with self._lock:
-            rank.channel.send(pack_message(Missing(self._gathering.missing())))
+            missing = self._gathering.missing()
+            if self._turned_away is not None:
+                missing += f" ({self._turned_away[1]})"
+            rank.channel.send(pack_message(Missing(missing)))
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:

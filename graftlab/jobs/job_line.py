@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from typing import Any
 
 from graftlab.exchange.channel import Channel
@@ -24,6 +25,9 @@ class JobLine(Line):
         self.generation = 0
         # Every tap that was seen so far.
         self.taps: list[dict[str, Any]] = []
+        # How many of its own rows there were of each status, and what the last one of it said.
+        self.statuses: Counter[str] = Counter()
+        self.last_errors: dict[str, str] = {}
 
     def reconnect(self, channel: Channel, bell: socket.socket) -> None:
         """Go on with another notebook, which is told of every tap that was seen so far before a row of one comes."""
@@ -39,6 +43,9 @@ class JobLine(Line):
     def row(self, row: Row) -> None:
         if self.channel.closed:
             self.lost_rows += 1
+        self.statuses[row.status] += 1
+        if row.error:
+            self.last_errors[row.status] = row.error
         if self.generations != (1, 1):
             row = row._replace(note="; ".join(filter(None, (row.note, which_generations(self.generations)))))
         super().row(row)

@@ -32,7 +32,7 @@ from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.place import own_device, place_of
-from graftlab.jobs.unmatched import unmatched_filters
+from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk, packed
@@ -365,7 +365,9 @@ class Member:
         self._line.channel.drain(5.0)
         # Last, because a warning may be an error here.
         if self.place.rank == 0:
-            for said in unmatched_filters(self._config, self._grafter.plan, self._line.taps):
+            line = self._line
+            nothing = nothing_measured(line.taps, line.statuses, line.last_errors, self.folder)
+            for said in filter(None, (nothing, *unmatched_filters(self._config, self._grafter.plan, line.taps))):
                 warn(f"{self.place.label}: {said}")
 
     def _settle(self) -> bool:
@@ -409,10 +411,10 @@ class Member:
             return
         nothing = self._config.without_host == "nothing"
         logger.warning(
-            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens in %s",
+            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
             self.place.label,
             "compares nothing" if nothing else "with the plan that it has",
-            self._config.meeting,
+            f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.meeting}",
         )
         self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None

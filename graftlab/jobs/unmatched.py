@@ -1,13 +1,47 @@
-"""Filters of the environment that matched none of a job's taps: nobody looks at their hits while they are typed."""
+"""What a job says when it ends: nobody looked at its filters' hits, nor at its rows, while it ran."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.config import PREFIX, GraftConfig
 from graftlab.filters.check import Check, told
 from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.rows.schema import MEASURED
+
+_IN_VAIN = ("failed", "missing", "timeout")
+
+
+def nothing_measured(
+    taps: Sequence[Mapping[str, object]], statuses: Mapping[str, int], errors: Mapping[str, str], folder: Path
+) -> str:
+    """A sentence where a rank reached no tap, or nothing of what it was to receive came to be measured; else blank.
+
+    ``statuses`` counts its rows, ``errors`` has what the last row of a status said.
+    """
+    if not taps:
+        return (
+            "no tap was reached here, so nothing was compared: put gl.tap or gl.watch into the code, or set "
+            "GRAFTLAB_WATCH=True"
+        )
+    received = {status: count for status, count in statuses.items() if status in _IN_VAIN}
+    if not received or any(statuses.get(status) for status in MEASURED):
+        return ""
+    found = "; ".join(
+        f"{count:,} {status}" + (f" ({errors[status].splitlines()[0]})" if errors.get(status) else "")
+        for status, count in received.items()
+    )
+    names = list(dict.fromkeys(str(tags["name"]) for tags in taps))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    hint = (
+        "" if "failed" in received else " A tap pairs with one of the same name and tags in the same step of the other."
+    )
+    return (
+        f"nothing was compared here: of what this job's taps ({shown}) were to receive all was {found}.{hint} "
+        f"gl.load_run({str(folder)!r}) has the rows of both sides"
+    )
 
 
 def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> list[str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from graftlab.layouts import Layout, Rearrange
 from graftlab.matching.items import RecordedTap, relative_l2
-from graftlab.matching.sketch import Sketch, alike, covers, limit_for
-from graftlab.matching.strides import Lookup, Strides, fit, permutations, sampled
+from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, limit_for
+from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
 from graftlab.matching.wording import layout_of
 
 Bring = Callable[[RecordedTap], None]
@@ -20,6 +23,13 @@ Bring = Callable[[RecordedTap], None]
 TOLERANCES = (1e-9, 1e-6, 1e-5, 1e-4)
 # A part may be this much smaller than what it is looked for in; smaller ones are found anywhere by chance.
 MOST_PARTS = 64
+# The limit of half-width dtypes, whose noise hides where a value is; see limit_for.
+NOISY = 1e-2
+# So many elements tell which arrangements may fit at all, and so many of these are looked at closely.
+TRIED = 16
+NEAREST = 8
+# A mean difference, in root mean squares, that is far above any dtype's rounding.
+FAR = 0.2
 # Fewer elements than this say too little of where they lie in a larger tensor.
 LEAST_OF_A_PART = 16
 
@@ -118,15 +128,35 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
         if found is not None:
             return found
-    if not whole or outer.flat is None or inner.flat is None:
-        return None
     # No value stands out from the noise of a half-width dtype; then what is usual is tried on all samples at once.
-    best = min(
-        permutations(outer.shape, inner.shape),
-        key=lambda each: float(np.abs(outer.flat[each.places(elements)] - values).sum()),  # type: ignore[index]
-        default=None,
-    )
-    return best
+    return _usual(outer, inner, elements, values) if whole or limit >= NOISY else None
+
+
+def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Values) -> Strides | None:
+    """Of the usual arrangements the one that fits these elements best; None where none comes near."""
+    held, own = outer.flat, inner.flat
+    if held is None or own is None:
+        return None
+    arrangements, few, places = _arrangements(outer.shape, inner.shape)
+    known = np.isfinite(own[few])
+    if not arrangements or not known.any():
+        return None
+    # On a few elements nearly all of them drop out: there are thousands of arrangements, of which one may be right.
+    off = np.abs(held[places[:, known]] - own[few[known]]).mean(axis=1)
+    nearest = np.argsort(off, kind="stable")[:NEAREST]
+    if not off[nearest[0]] <= FAR * inner.sketch.rms:
+        return None
+    chosen = [arrangements[int(place)] for place in nearest]
+    return min(chosen, key=lambda each: float(np.abs(held[each.places(elements)] - values).sum()))
+
+
+@lru_cache(maxsize=64)
+def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[Strides], Places, Places]:
+    """The usual ways in which one shape lies in another, a few elements, and their places in each way."""
+    whole = math.prod(outer) == math.prod(inner)
+    found = list(itertools.islice((permutations if whole else slices)(outer, inner), MAX_SPLITS))
+    few = np.random.default_rng(0).integers(0, math.prod(inner), TRIED)
+    return found, few, np.array([each.places(few) for each in found], np.int64).reshape(len(found), TRIED)
 
 
 def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> Found | None:

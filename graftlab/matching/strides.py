@@ -18,6 +18,8 @@ from graftlab.matching.sketch import Places, Sketch, Values
 
 # So many elements are looked up to fit strides, and to see whether a fit holds before all of it is compared.
 SAMPLES = 160
+# A span of a dimension is at least this part of it; see slices.
+MOST_SPANS = 64
 # Beyond these many splits of dimensions nothing was ever found in practice.
 MAX_SPLITS = 4000
 
@@ -175,6 +177,34 @@ def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides
             if strides not in seen:
                 seen.add(strides)
                 yield strides
+
+
+def slices(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
+    """The parts to try where no value can be told from its neighbours: a span of one dimension, permuted.
+
+    A span begins at a multiple of its length, or ends where the dimension does: one of q, k and v, whatever the numbers
+    of their heads. Of a dimension that the tensor's own split, such as heads, the span may be within each.
+    """
+    total, numel = math.prod(whole), math.prod(shape)
+    extents = tuple(extent for extent in whole if extent > 1)
+    outers = [extents]
+    for dim, extent in enumerate(extents):
+        for groups in sorted(set(shape)):
+            if 1 < groups < extent and extent % groups == 0:
+                outers.append((*extents[:dim], groups, extent // groups, *extents[dim + 1 :]))
+    for outer in outers:
+        for dim, extent in enumerate(outer):
+            length, odd = divmod(numel * extent, total)
+            if odd or not 0 < length < extent or extent > MOST_SPANS * length:
+                continue
+            below = math.prod(outer[dim + 1 :])
+            cut = (*outer[:dim], length, *outer[dim + 1 :])
+            arrangements = list(permutations(cut, shape))
+            for start in dict.fromkeys((*range(0, extent - length + 1, length), extent - length)):
+                for each in arrangements:
+                    # What is outside of the dimension is further apart than it is in the span alone.
+                    apart = [s if s < length * below else s // length * extent for s in each.strides]
+                    yield Strides(start * below, each.radices, tuple(apart))
 
 
 def sampled(numel: int, sketch: Sketch) -> Places:

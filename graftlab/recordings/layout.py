@@ -5,10 +5,14 @@
     rank-00000/rank.json         which rank of how many, of which side
     rank-00000/index.jsonl       a line a tap, in order; the last line says that the recording ended
     rank-00000/000000.safetensors, ...
+
+Each line ends with a checksum of all that stands before it, the header included, so that a line that was changed, moved
+or taken out is noticed where it is.
 """
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +80,29 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 Line = Entry | End
+
+_CHECK = b',"check":'
+
+
+class Chain:
+    """The checksums of an index's lines, one after the other. Begins with the bytes of ``rank.json``."""
+
+    def __init__(self, header: bytes) -> None:
+        self._check = zlib.crc32(header)
+
+    def sealed(self, line: Line) -> bytes:
+        """The next line, with its checksum."""
+        text = msgspec.json.encode(line)
+        self._check = zlib.crc32(text, self._check)
+        return text[:-1] + _CHECK + b"%d}\n" % self._check
+
+    def fits(self, text: bytes) -> bool | None:
+        """Whether this is the next line, as it was written; None for one without a checksum, as old ones are."""
+        before, found, check = text.rpartition(_CHECK)
+        if not found or not check[:-1].isdigit():
+            return None
+        self._check = zlib.crc32(before + b"}", self._check)
+        return check == b"%d}" % self._check
 
 
 def rank_folder(folder: Path, rank: int) -> Path:

@@ -11,11 +11,13 @@ import safetensors
 import torch
 
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
+from graftlab.base.words import counted
 from graftlab.errors import RecordingError
 from graftlab.recordings.layout import (
     FORMAT,
     INDEX_FILE,
     RANK_FILE,
+    Chain,
     End,
     Entry,
     Line,
@@ -51,6 +53,11 @@ class Recording(Recorded):
         self.partial = partial
         first = self._read_header(0)
         self.world_size = first.world_size
+        if rank_folder(self.folder, self.world_size).exists():
+            raise RecordingError(
+                f"{self.folder} is of {counted(self.world_size, 'rank')} by its {RANK_FILE}, and has a folder of rank "
+                f"{self.world_size}: two jobs recorded into it, or it was edited"
+            )
         for rank in range(1, first.world_size):
             if self._read_header(rank).world_size != first.world_size:
                 raise RecordingError(f"{self.folder}: its ranks are not of one recording; {RANK_FILE} tells how many")
@@ -69,9 +76,16 @@ class Recording(Recorded):
         1
         """
         path = Path(folder).expanduser().absolute()
+        if not (rank_folder(path, 0) / RANK_FILE).exists() and not any(path.glob("*.pt")):
+            inside = sorted({each.parent.name for each in path.glob("*/*.pt")})
+            if inside:
+                # The dumper makes a folder for each time that it runs, within the one that it was given.
+                raise RecordingError(
+                    f"{path} has dumps in {', '.join(inside)}, each of another time; name one of these"
+                )
         if (rank_folder(path, 0) / RANK_FILE).exists() or not any(path.glob("*.pt")):
             return cls(path, partial=partial)
-        return OldDump(path)
+        return OldDump(path, partial=partial)
 
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE
@@ -83,18 +97,23 @@ class Recording(Recorded):
             ) from None
         except msgspec.DecodeError as error:
             raise RecordingError(f"{path} is damaged: {error}") from None
-        if header.format != FORMAT or header.rank != rank:
-            raise RecordingError(f"{path} is of format {header.format} and rank {header.rank}, not {FORMAT} and {rank}")
+        if header.format != FORMAT or header.rank != rank or rank >= header.world_size:
+            raise RecordingError(
+                f"{path} is of format {header.format} and rank {header.rank} of {header.world_size}, not of format "
+                f"{FORMAT} and rank {rank}"
+            )
         return header
 
     def _read_index(self, rank: int) -> tuple[list[Entry], End]:
         path = rank_folder(self.folder, rank) / INDEX_FILE
         try:
             lines = path.read_bytes().split(b"\n")
+            chain = Chain((rank_folder(self.folder, rank) / RANK_FILE).read_bytes())
         except OSError as error:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
         entries: list[Entry] = []
         end: End | None = None
+        sealed = False
         for number, text in enumerate(lines[:-1], 1):
             try:
                 line: Line = _line.decode(text)
@@ -102,6 +121,14 @@ class Recording(Recorded):
                 raise RecordingError(f"{path}, line {number}: this is no tap ({error}); {_after(entries)}") from None
             if end is not None:
                 raise RecordingError(f"{path}, line {number}: there is more after its end")
+            fits = chain.fits(text)
+            if fits is False or (fits is None and sealed):
+                what = "the end" if isinstance(line, End) else str(line)
+                raise RecordingError(
+                    f"{path}, line {number}: {what} is not what was recorded there: this line, the one before it or "
+                    f"{RANK_FILE} was edited; {_after(entries)}"
+                )
+            sealed = fits is True
             if isinstance(line, End):
                 end = line
             else:

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
-from graftlab.recordings.layout import INDEX_FILE, RANK_FILE, End, Entry, RankHeader, StoredLayout, StoredTensor
+from graftlab.recordings.layout import INDEX_FILE, RANK_FILE, Chain, End, Entry, RankHeader, StoredLayout, StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,10 @@ class Writer:
         """Raises OSError where the folder cannot be made, and FileExistsError for one that has a recording."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        first = msgspec.json.encode(header)
         with open(folder / RANK_FILE, "xb") as file:
-            file.write(msgspec.json.encode(header))
+            file.write(first)
+        self._chain = Chain(first)
         self._index = open(folder / INDEX_FILE, "xb", buffering=0)  # noqa: SIM115
         self.error: str | None = None
         self._queue: deque[Taken | None] = deque()
@@ -101,7 +103,7 @@ class Writer:
             try:
                 self._flush()
                 self._disk.wait(0)
-                self._append(msgspec.json.encode(End(self._taps, steps, left_out)) + b"\n")
+                self._append(self._chain.sealed(End(self._taps, steps, left_out)))
             except OSError as error:
                 self._fail(error)
         self._disk.close()
@@ -165,7 +167,7 @@ class Writer:
             raise OSError(str(error)) from error
         self._disk.take(path)
         self._disk.wait(_ON_THEIR_WAY)
-        self._append(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines))
+        self._append(b"".join(map(self._chain.sealed, self._lines)))
         self._taps += len(self._lines)
         self._shards += 1
         self._bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from graftlab.verdict.floor import Floor
 from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "dtype", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "inherited", "clean")
@@ -60,6 +61,7 @@ def added_frame(
                 "step": row["in_run"],
                 "order": row["order"],
                 "group": group,
+                "target_name": row.get("target_name") or row["name"],
                 "dtype": dtype,
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
@@ -184,33 +186,63 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
         )
     for status, meaning in (
         ("failed", "could not be compared (the transform failed)"),
-        ("timeout", "were waited for in vain"),
-        ("missing", "are on the receiving side only"),
-        ("unmatched", "are on the sending side only"),
+        ("timeout", "was waited for in vain"),
     ):
         rows = frame[frame["status"] == status]
         if len(rows):
-            said.append(f"{_taps(rows['name'])} {meaning}{_first_error(rows)}.")
+            said.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
+    for status, side in itertools.product(("missing", "unmatched"), ("target", "baseline")):
+        rows = frame[(frame["status"] == status) & (frame["side"] == side)]
+        gradients = rows[[kind_of(tags) == "grad" for tags in rows["tags"]]]
+        if len(gradients):
+            said.append(_one_sided_gradients(gradients, side))
+        others = rows.drop(gradients.index)
+        if len(others):
+            only = _be(others, f"is on the {side} only")
+            said.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
     measured = frame[frame["status"].isin(MEASURED)]
     empty = measured[measured["rel_l2"].isna()]
     if len(empty):
-        said.append(f"{_taps(empty['name'])} have no pair of finite numbers.")
+        said.append(f"{_taps(empty['name'])} {_be(empty, 'has')} no pair of finite numbers.")
     both = measured[
         (measured["nonfinite_baseline"].fillna(0) > 0)
         & (measured["nonfinite_differ"].fillna(0) == 0)
         & measured["rel_l2"].notna()
     ]
     if len(both):
-        said.append(f"{_taps(both['name'])} are not finite in places, on both sides alike; these were left out.")
+        said.append(
+            f"{_taps(both['name'])} {_be(both, 'is')} not finite in places, on both sides alike; these were left out."
+        )
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
-        said.append(f"{_taps(partial['name'])} have rows that no row of the other side was paired with.")
+        said.append(
+            f"{_taps(partial['name'])} {_be(partial, 'has')} rows that no row of the other side was paired with."
+        )
     noted = measured[
         measured["note"].notna() & measured["note"].astype(str).str.contains("did not|takes no part|ended")
     ]
     if len(noted):
         said.append(f"{_taps(noted['name'])} came from some of the sending ranks only: {noted['note'].iloc[0]}.")
     return said
+
+
+def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:
+    other = "target" if side == "baseline" else "baseline"
+    return (
+        f"{_taps(rows['name'])} {_be(rows, 'has')} a gradient on the {side} only. Where the {other} has the tap and "
+        "computes no gradient for it, its graph is cut off there (detach, no_grad, requires_grad=False), and gradients "
+        "that are computed after it may be named instead."
+    )
+
+
+_MANY = {"is": "are", "was": "were", "has": "have"}
+
+
+def _be(rows: pd.DataFrame, one: str) -> str:
+    """The words for what one tap is or has, or for several."""
+    verb, _, rest = one.partition(" ")
+    several = rows["name"].nunique() > 1
+    return " ".join(filter(None, (_MANY.get(verb, verb) if several else verb, rest)))
 
 
 def _first_error(rows: pd.DataFrame) -> str:

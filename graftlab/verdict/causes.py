@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 MOST_SWAPS = 40
 """Runs that the search for cancelling sets may take."""
@@ -72,3 +75,22 @@ def find_causes(named: Sequence[str], effect: Effect, threshold: float) -> Cause
     if total > threshold and "culprit" not in labels.values():
         labels = {group: "culprit" if label == "minor" else label for group, label in labels.items()}
     return Causes(labels, alone, restored, total, tuple(cancelling), cut_short)
+
+
+def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
+    """How far an output is from its record, over the record's norm; each shard is a record and a value.
+
+    Infinite where one of them alone is not finite, NaN where a shard has no record of its shape. Numbers that are
+    infinite or NaN in both alike, as the logits of what must not be chosen, are left out.
+    """
+    off = whole = 0.0
+    for recorded, value in shards:
+        if recorded is None or value.shape != recorded.shape:
+            return math.nan
+        one, other = recorded.double(), value.double()
+        finite = one.isfinite() & other.isfinite()
+        if not (finite | (one == other) | (one.isnan() & other.isnan())).all():
+            return math.inf
+        off += float((one - other)[finite].square().sum())
+        whole += float(one[finite].square().sum())
+    return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)

@@ -53,11 +53,7 @@ def shown_data(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame)
     measured = run[run["status"].isin(MEASURED) & (run["step"] <= grafted["step"].max())]
     data = measured[_is_data(measured)]
     written = data.loc[data["status"] == "grafted", "step"]
-    if len(written):
-        weights = data[data["step"] == data["step"].min()]
-    else:
-        weights = first[_is_data(first)]
-    # A later step's rows of what was computed are told apart from the weights by their tags, not by the step.
+    weights = data[data["step"] == data["step"].min()] if len(written) else first[_is_data(first)]
     rows = pd.concat([weights, without_data(first)]).assign(step=0)
     return ShownData(rows, int(written.min()) if len(written) else None)
 
@@ -81,15 +77,22 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     return list(found)
 
 
-def differing_data(compared: pd.DataFrame, threshold: float) -> list[str]:
+def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None) -> list[str]:
     """A sentence for each kind of data that the two sides were given differently, in a run without grafts.
 
     Weights of another dtype may be rounded: they differ above ``threshold`` times what one rounding comes to.
+
+    Inputs of later steps may follow from what was computed before, as a decode's tokens do. So only those count that
+    differ in ``grafted`` too, the rows of a run in which every tap had the baseline's values.
     """
     names = set(input_names(compared))
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
     inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
-    rows = [*(("input", row) for row in records(inputs)), *((_kind(row), row) for row in records(data_rows(compared)))]
+    later = [] if grafted is None else _later_inputs(grafted, names)
+    rows = [
+        *(("input", row) for row in (*records(inputs), *later)),
+        *((_kind(row), row) for row in records(data_rows(compared))),
+    ]
     differing: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for kind, row in rows:
         if row["status"] in MEASURED and _differs(row, threshold):
@@ -98,6 +101,17 @@ def differing_data(compared: pd.DataFrame, threshold: float) -> list[str]:
     return [
         f"The {_WHAT[kind]} differ already: {_listed(groups)}. What the code does with them is judged below."
         for kind, groups in differing.items()
+    ]
+
+
+def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
+    """Inputs after the first step, with their step, counted from 0, as ``later``."""
+    if not len(grafted):
+        return []
+    first = grafted["step"].min()
+    rows = grafted[(grafted["step"] > first) & grafted["name"].isin(names) & ~_is_data(grafted)]
+    return [
+        {**row, "later": int(row["step"] - first)} for row in records(rows) if kind_of(row["tags"]) in (None, "input")
     ]
 
 
@@ -117,6 +131,9 @@ def _listed(groups: Mapping[str, list[dict[str, Any]]]) -> str:
     for group, rows in list(groups.items())[:_MOST_SHOWN]:
         layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
         where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+        steps = sorted({row.get("later", 0) for row in rows})
+        if 0 not in steps:
+            where += f" in step{'s' if len(steps) > 1 else ''} {spans(steps)}"
         if any(row["nonfinite_differ"] for row in rows):
             size = "not finite on one side"
         else:

@@ -89,7 +89,7 @@ def _is_span(chosen: Tensor) -> bool:
 
 def _changes(x: Tensor, y: Tensor) -> Iterator[Hint]:
     """The changes that fit, the simplest first. Those with free numbers come after those with none."""
-    for tell in (_zeros, _factor, _rounded, _clamped, _offset, _moved, _permuted, _by_channel, _by_row):
+    for tell in (_constant, _factor, _rounded, _clamped, _offset, _moved, _permuted, _by_channel, _by_row):
         for text, changed in tell(x, y):
             hint = Hint(text, _fit(x, y, changed))
             if hint.fit >= GOOD_FIT:
@@ -103,9 +103,12 @@ def _fit(x: Tensor, y: Tensor, changed: Tensor) -> float:
 Tell = Iterator[tuple[str, Tensor]]
 
 
-def _zeros(x: Tensor, y: Tensor) -> Tell:
+def _constant(x: Tensor, y: Tensor) -> Tell:
     if not y.any():
         yield "the target's are all zero", torch.zeros_like(x)
+    elif y.numel() > 1 and (y == y.flatten()[0]).all() and (x != x.flatten()[0]).any():
+        # As weights that nothing has updated; any rounding that is coarse enough would explain them too.
+        yield f"the target's are all {float(y.flatten()[0]):.6g}", y
 
 
 def _factor(x: Tensor, y: Tensor) -> Tell:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import pandas as pd
 
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, records
-from graftlab.verdict.floor import assumed_floor
+from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.floor import Floor, assumed_floor
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names
-from graftlab.verdict.groups import is_data, kind_of
-from graftlab.verdict.wording import OfJobs
+from graftlab.verdict.groups import group_of, is_data, kind_of
+from graftlab.verdict.wording import OfJobs, described, spans
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
+_MOST_STEPS = 6
+_NO_INPUTS = "whether both {} are given the same inputs, which no tap shows (gl.watch(inputs=True))."
+_NO_WEIGHTS = "whether both {} hold the same weights, which no tap shows (gl.watch(params=True))"
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
@@ -53,6 +56,23 @@ def account(
     return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
 
 
+def _shows_weights(compared: pd.DataFrame) -> bool:
+    return any(kind_of(row["tags"]) == "param" for row in records(data_rows(compared)))
+
+
+def account_of_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> OfJobs:
+    """What to say where the baseline is a recording, which shows the same whatever is grafted into it."""
+    constant, word, words = _floor(grafted, given, repeats=False)
+    first = (
+        f"The baseline is a recording, which computes nothing. So {words}, and code was not swapped to see what moves "
+        "the output."
+    )
+    # Nobody gives these to both here, as to two functions.
+    unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
+    unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
+    return OfJobs(constant, word, (first,), tuple(unseen))
+
+
 def account_of_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
@@ -89,18 +109,17 @@ def _given_to_both(
     unseen: list[str] = []
     of_named: list[str] = []
     last: list[str] = []
-    weights = [row for row in records(data_rows(compared)) if kind_of(row["tags"]) == "param"]
     if not input_names(compared):
-        unseen.append("whether both jobs are given the same inputs, which no tap shows (gl.watch(inputs=True)).")
-    if not weights:
+        unseen.append(_NO_INPUTS.format("jobs"))
+    if not _shows_weights(compared):
         told = "; none was grafted for that reason" if weights_grafted is not None else ""
-        unseen.append(f"whether both jobs hold the same weights, which no tap shows (gl.watch(params=True)){told}.")
+        unseen.append(_NO_WEIGHTS.format("jobs") + f"{told}.")
     elif weights_grafted is not None:
         last.append("The target has the baseline's weights from this verdict on (graft_weights=True).")
     elif any(said.startswith("The weights differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            f"Weights were not grafted, so what is named may be the doing of those that differ. {graft_them} first gives "
-            "the target the baseline's, for good."
+            f"Weights were not grafted, so what is named may be the doing of those that differ. {graft_them} first "
+            "gives the target the baseline's, for good."
         )
     if weights_grafted is None and updates(compared).any():
         unseen.append(
@@ -115,6 +134,31 @@ def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float
     if not any(sentence.startswith("The inputs") for sentence in said):
         said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
     return said
+
+
+def more_in_other_steps(others: pd.DataFrame, known: set[str], said: OfJobs, threshold: float) -> list[str]:
+    """A sentence on groups that add more than the threshold in other steps in which every tap was grafted, and which
+    are not ``known`` from the one that is judged."""
+    measured = others[others["status"].isin(MEASURED)]
+    if not len(measured) or said.constant is None:
+        return []
+    floor = Floor(said.constant, said.constant * 3)
+    # The rows of a long run are many, and few of them differ.
+    differing = measured[(measured["nonfinite_differ"] > 0) | (measured["rel_l2"] > 0)]
+    steps: dict[str, set[int]] = {}
+    for row in records(differing):
+        group = group_of(row["name"], row["tags"])
+        if group not in known and ratio(row, floor) > threshold:
+            steps.setdefault(group, set()).add(int(row["step"]))
+    if not steps:
+        return []
+    every = sorted({step for found in steps.values() for step in found})
+    where = f"step{'s' if len(every) > 1 else ''} {spans(every[:_MOST_STEPS])}"
+    where += f" and {len(every) - _MOST_STEPS} more" if len(every) > _MOST_STEPS else ""
+    return [
+        f"Other steps show more: in {where}, where every tap was grafted too, {_listed([*map(described, steps)])} "
+        f"added more than {threshold:g} x the {said.floor}floor. verdict(step={every[-1]}) judges the last of them."
+    ]
 
 
 def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tuple[float | None, str, str]:

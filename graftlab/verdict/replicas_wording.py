@@ -38,9 +38,10 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
         lines.append(f"The {checked.world_size} ranks agree where they hold copies ({agree} groups of taps).")
     if own:
         more = f" and {len(own) - 4} more" if len(own) > 4 else ""
+        groups = "1 group of taps is" if len(own) == 1 else f"{len(own)} groups of taps are"
         lines.append(
-            f"{len(own)} groups of taps are each rank's own, as shards are: {', '.join(own[:4])}{more}. Whether they "
-            "are the right shards only a baseline tells."
+            f"{groups} each rank's own, as shards are: {', '.join(own[:4])}{more}. Whether they are the right shards "
+            "only a baseline tells."
         )
     return "\n".join(lines)
 
@@ -68,6 +69,7 @@ def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
         where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
         size = "of other shapes, or not finite on some" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
         others = sorted({rank for each in rows for rank in each.ranks})
+        what = what[0].upper() + what[1:] if rows[0].kind else what
         differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {spans(others)} differ"
         lines.append(
             f"{what} should be equal on the ranks and is not{where}: {differ} from the first of the copies "

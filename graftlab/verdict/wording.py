@@ -20,7 +20,7 @@ NOT_LOOKED_AT = "Not looked at: "
 
 @dataclass(frozen=True)
 class OfJobs:
-    """What is to be said of jobs.
+    """What is to be said of jobs, or of a baseline that is a recording.
 
     ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
     sentences that stand before the conclusion, ``unseen`` says what was not looked at, ``of_named`` what has to be said
@@ -75,14 +75,28 @@ def text_of(findings: Findings) -> str:
     lines += findings.data
     lines += [f"{NOT_LOOKED_AT}{line}" for line in findings.unseen]
     lines += _conclusion(findings)
-    lines += [f"Hint ({group}): {hint}." for group, hint in findings.hints.items()]
+    lines += _hints(findings.hints)
     lines += findings.remarks
     lines += findings.of_jobs.last if findings.of_jobs else ()
     return "\n".join(lines)
 
 
+def _hints(hints: Mapping[str, str]) -> list[str]:
+    """A line for each hint; those that say the same of several groups are one, with the first group's tap."""
+    same: dict[str, list[str]] = {}
+    for group, hint in hints.items():
+        # Each begins with the tap that it is about, and ends with how well it fits.
+        same.setdefault(hint.partition(", ")[2].rpartition(" (fits")[0] or hint, []).append(group)
+    return [f"Hint ({_shown(groups)}): {hints[groups[0]]}." for groups in same.values()]
+
+
+def _shown(groups: Sequence[str], most: int = 3) -> str:
+    left = len(groups) - most
+    return ", ".join(groups[:most]) + (f" and {left} more" if left > 0 else "")
+
+
 def _not_repeatable(side: str, taps: Sequence[str]) -> str:
-    shown = ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")
+    shown = _shown(taps)
     return (
         f"The {side} does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
@@ -98,11 +112,13 @@ def _conclusion(findings: Findings) -> list[str]:
     if not computed:
         lines = [_nothing_named(findings)]
     else:
-        blamed = [group for group in computed if _label(frame, group) == "culprit"]
-        lines = [_computed_otherwise(findings, group) for group in blamed]
-        for group in (g for g in computed if _label(frame, g) != "culprit"):
-            what = _computed_otherwise(findings, group).rstrip(".")
-            lines.append(what + {"minor": ", which the output does not show.", "cancels": "."}[_label(frame, group)])
+        lines = []
+        for groups in _told_together(frame, computed):
+            label = _label(frame, groups[0])
+            what = _computed_otherwise(findings, groups[0]) if len(groups) == 1 else _many(findings, groups)
+            lines.append(what + {"culprit": ".", "minor": ", which the output does not show.", "cancels": "."}[label])
+        if (shared := _may_share(findings, computed)) is not None:
+            lines.append(shared)
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -151,30 +167,115 @@ def _label(frame: pd.DataFrame, group: str) -> str:
     return str(labels.iloc[0])
 
 
-def _computed_otherwise(findings: Findings, group: str) -> str:
-    frame = findings.frame
-    rows = frame[(frame["group"] == group)]
-    over = rows[rows["ratio"] > findings.threshold]
+# So many weights, states or updates of them each have a sentence; more share one.
+_MOST_SENTENCES = 3
+
+
+def _told_together(frame: pd.DataFrame, groups: Sequence[str]) -> list[list[str]]:
+    """The named groups, culprits first; many weights' gradients, or states, or updates, together."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for group in groups:
+        kind = kind_of_group(group)
+        together = kind if kind in _OF_MANY else group
+        alike.setdefault((together, _label(frame, group)), []).append(group)
+    told: list[list[str]] = []
+    for _, each in sorted(alike.items(), key=lambda item: item[0][1] != "culprit"):
+        told += [each] if len(each) > _MOST_SENTENCES else [[group] for group in each]
+    return told
+
+
+def _over(findings: Findings, group: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The group's taps, and those that add more than rounding."""
+    rows = findings.frame[findings.frame["group"] == group]
+    return rows, rows[rows["ratio"] > findings.threshold]
+
+
+def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
+    """The tap that adds the most, and how much that is."""
     worst = over.iloc[int(over["ratio"].to_numpy().argmax())]
-    size = (
-        "not finite on one side"
-        if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]
-        else f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the {_floor(findings)}"
-    )
+    if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]:
+        return worst, "not finite on one side"
+    return worst, f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the {_floor(findings)}"
+
+
+def _many(findings: Findings, groups: Sequence[str]) -> str:
+    """A sentence on many weights."""
+    each = [_over(findings, group) for group in groups]
+    every, over = (pd.concat([pair[which] for pair in each]) for which in (0, 1))
+    worst, size = _size(findings, over)
+    kind = kind_of_group(groups[0])
+    assert kind is not None
+    names = [group.removesuffix(f"@{kind}") + _layers(*pair) for group, pair in zip(groups[:3], each[:3], strict=True)]
+    left = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
+    where = _steps(every, over) + _ranks(over, findings.target_ranks)
+    size = size.replace("added", "added up to", 1)
+    return f"{_OF_MANY[kind]} are computed differently{where}: {', '.join(names)}{left} ({size}, {worst['dtype']})"
+
+
+def _computed_otherwise(findings: Findings, group: str) -> str:
+    rows, over = _over(findings, group)
+    worst, size = _size(findings, over)
     details = [size, worst["dtype"]]
+    if (inner := _inner(rows, over)) is not None:
+        details.insert(0, inner)
+    if worst["target_name"] != worst["name"]:
+        details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at the target's {worst['target_name']}")
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
-    where = _layers(rows, over) + _ranks(over, findings.target_ranks)
+    layers, steps = _layers(rows, over), _steps(rows, over)
+    when = f" and{steps.removeprefix(' in')}" if layers and steps else steps
+    where = layers + when + _ranks(over, findings.target_ranks)
     what = described(group)
     # The name of a tap stays as it is.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
-    return f"{what} is computed differently{where} ({', '.join(details)})."
+    return f"{what} is computed differently{where} ({', '.join(details)})"
+
+
+def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
+    """Which of a layer's modules with numbers for names it is, where it is not all of them: ``mlp.2 alone``."""
+    said = []
+    parts = str(rows["group"].iloc[0]).split(".")
+    stars = [place for place, part in enumerate(parts) if part == "*"]
+    for number, place in enumerate(stars[1:], start=1):
+        every, wrong = (sorted({numbers_in(name)[number] for name in each["name"]}) for each in (rows, over))
+        if wrong != every:
+            said.append(f"{parts[place - 1]}.{spans(wrong)}")
+    return f"{', '.join(said)} alone" if said else None
+
+
+def _steps(rows: pd.DataFrame, over: pd.DataFrame) -> str:
+    """In which steps, counted from 0, where it is not in all of several."""
+    every, wrong = (sorted({int(step) for step in each["step"]}) for each in (rows, over))
+    if wrong == every:
+        return ""
+    return f" in step{'s' if len(wrong) > 1 else ''} {spans(wrong)} of {spans(every)}"
+
+
+def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
+    """What one mistake before several named values may explain: a tensor that all of them read, and no tap shows."""
+    values = [group for group in groups if kind_of_group(group) is None]
+    places = {}
+    for group in values:
+        _, over = _over(findings, group)
+        tags = zip(over["step"], over["rank"], over["name"], over["tags"], strict=True)
+        places[group] = {(step, rank, numbers_in(name)[:1] or _layer_tag(own)) for step, rank, name, own in tags}
+    beside = [group for group in values if any(places[group] & places[other] for other in values if other != group)]
+    if not beside:
+        return None
+    return (
+        f"If {_and(beside)} read a tensor that no tap shows, such as a residual stream or positions, one mistake in it "
+        f"explains them all; a tap there tells."
+    )
+
+
+def _and(groups: Sequence[str]) -> str:
+    if len(groups) > 4:
+        return f"{', '.join(groups[:3])} and {len(groups) - 3} more"
+    return f"{', '.join(groups[:-1])} and {groups[-1]}"
 
 
 def _following(groups: Sequence[str]) -> str:
-    shown = ", ".join(described(group) for group in groups[:3]) + (
-        f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-    )
+    shown = _shown([described(group) for group in groups])
     return f"Its backward differs as well, as it has to: {shown}. Mend the forward before you judge these."
 
 
@@ -185,6 +286,13 @@ _OF_KIND = {
     "param_grad": "the gradient of the weight {}",
     "optimizer": "the optimizer's {}",
     "param": "the update of the weight {}",
+}
+
+
+_OF_MANY = {
+    "param_grad": "The gradients of weights",
+    "optimizer": "The optimizer's states",
+    "param": "The updates of weights",
 }
 
 
@@ -243,7 +351,8 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
     if math.isnan(causes.restored):
-        return [f"What {groups} do to the output{output} could not be measured."]
+        do = "do" if len(causes.labels) > 1 else "does"
+        return [f"What {groups} {do} to the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
             f"With the baseline's {groups} the output{output} is still {causes.restored:.2g} x its floor: something "

@@ -142,7 +142,7 @@ def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) ->
 
 def test_a_tap_that_one_side_lacks_is_said_before_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not looked at: 1 tap (only here) are on the receiving side only")
+    assert verdict.text.startswith("Not looked at: 1 tap (only here) is on the target only")
     assert "Of what was looked at, nothing adds more than rounding" in verdict.text
 
 
@@ -349,6 +349,28 @@ def test_a_twin_in_higher_precision_raises_the_floor_by_its_distance(session: gl
     raised = session.verdict(chain, chain, args=("act",), exact=twin, explain=False)
     assert plain.named == ["layers.*.act"]
     assert raised.named == []
+    assert "exact=" not in raised.text
+
+
+def test_a_twin_that_shows_other_taps_is_said_to_tell_nothing(session: gl.Session) -> None:
+    def of_the_first(fault: str) -> None:
+        gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
+
+    partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
+    assert partly.startswith("Not looked at: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
+    assert other.startswith("Not looked at: what exact= gives: it shows none of the baseline's taps")
+
+
+def untapped_with(fault: str) -> None:
+    gl.tap("other", torch.ones(2))
+
+
+def test_what_is_computed_after_the_output_is_not_said_to_leave_it_alone(session: gl.Session) -> None:
+    verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
+    assert verdict.labels["layers.*.act"] == "culprit"
+    assert "does not show" not in verdict.text
+    assert "What layers.*.act does to the output was not measured" in verdict.text
 
 
 def test_expressions_and_notebook_functions_are_judged_too(session: gl.Session) -> None:
@@ -376,10 +398,19 @@ def test_renamed_taps_are_one_group(session: gl.Session) -> None:
     assert "the output out agrees" in verdict.text
 
 
-@pytest.mark.parametrize("options", [{"floor": 0}, {"floor": "high"}, {"threshold": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"floor": each} for each in (0, "high", True, float("nan"), float("inf"))),
+        *({"threshold": each} for each in (0, "5", None, True, float("nan"), float("inf"))),
+        *({"output": 3}, {"output": ["out"]}, {"exact": 5}, {"exact": "chain("}),
+    ],
+)
 def test_options_that_mean_nothing_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
-    with pytest.raises(SessionError, match="verdict: "):
+    runs = len(session.runs)
+    with pytest.raises(SessionError, match=r"verdict: |is not Python, so nothing was run"):
         session.verdict(chain, chain, **options)
+    assert len(session.runs) == runs
 
 
 def test_an_output_that_no_tap_has_is_refused_with_those_there_are(session: gl.Session) -> None:

@@ -112,8 +112,32 @@ def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED)
     with pytest.raises(gl.SessionError, match=r"in no step of this run was every.*GRAFTLAB_B2T_FILTER=True"):
         run.verdict()
-    with pytest.raises(gl.SessionError, match="in no step of run 7"):
+    with pytest.raises(gl.SessionError, match=r"in no step of run 7 .*There are no rows of it"):
         run.verdict(run=7)
+    with pytest.raises(gl.SessionError, match=r"in step 0 of run 0 not every tap was grafted"):
+        run.verdict(run=0, step=0)
+
+
+def test_where_every_graft_failed_the_refusal_says_so(tmp_path: Path) -> None:
+    failed = row(1, 1, "out", 0.0, "failed", error="TransformError: no layout fits")
+    with pytest.raises(gl.SessionError, match=r"No tap was measured on both sides: .*: no layout fits\. ") as it:
+        loaded(tmp_path, [failed, row(1, 2, "h", 0.0, "missing")]).verdict()
+    assert "1 tap (h) is on the target only" in str(it.value)
+    assert "GRAFTLAB_B2T_FILTER" not in str(it.value)
+
+
+def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp_path: Path) -> None:
+    clean = [0.0, 0.0, 0.0]
+    broken = row(2, 3, "out", 0.0, nonfinite_differ=1)
+    rows = [*step_of(1, clean), *step_of(2, clean)[:2], broken, *step_of(3, clean), *step_of(4, clean)]
+    run = loaded(tmp_path, rows)
+    said = "Other steps show more: in step 2, where every tap was grafted too, out added more than 5 x the assumed"
+    text = run.verdict().text
+    assert "the rows of step 4 of run 0" in text
+    assert said in text
+    assert run.verdict(step=2).named == ["out"]
+    assert "Other steps" not in run.verdict(step=2).text
+    assert "Other steps" not in loaded(tmp_path / "two", [*step_of(0, [0.0, 0.2, 0.0]), *GRAFTED]).verdict().text
 
 
 def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:

@@ -138,3 +138,22 @@ def test_ranks_that_say_their_layout_are_matched_as_one_whole() -> None:
         paired = frame[frame["baseline_name"] == "h.0.qkv"]
         assert len(paired) == 6
         assert paired["rel_l2"].max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"baseline": 3},
+        {"target": None},
+        {"rounds": 1.5},
+        {"rounds": "all"},
+        {"rounds": -1},
+        {"budget": 0},
+        {"budget": 1e9},
+    ],
+)
+def test_what_cannot_be_matched_is_refused_before_anything_runs(session: gl.Session, given: dict[str, Any]) -> None:
+    runs = len(session.runs)
+    with pytest.raises(gl.SessionError, match=rf"match: {next(iter(given))}|match: rounds"):
+        session.match(**{"baseline": fused, "target": fused, "args": (1,), **given})
+    assert len(session.runs) == runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from graftlab.config import GraftConfig
 from graftlab.jobs import meeting
 from graftlab.jobs.entering import Entrance
 from graftlab.jobs.meeting import Meeting
+from graftlab.ranks.messages import AskMissing, Missing, pack, unpack_to_rank
 
 
 def mode(path: Path) -> int:
@@ -79,3 +81,25 @@ def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> 
         pytest.raises(gl.SessionError, match=r"not answer within 0\.05 s\. .* its log is host\.log"),
     ):
         entrance(tmp_path, timeout=0.05).enter()
+
+
+def test_who_waits_in_vain_hears_of_the_process_that_was_not_let_in(tmp_path: Path) -> None:
+    with gl.listen(baseline=1, target=1, folder=tmp_path) as session:
+        entry = entrance(tmp_path).enter()
+        with pytest.raises(gl.SessionError, match="has joined already"):
+            entrance(tmp_path).enter()
+        entry.channel.send(pack(AskMissing()))
+        poller = select.poll()
+        poller.register(entry.channel.fileno(), select.POLLIN)
+        heard: list[object] = []
+        while not heard:
+            poller.poll()
+            heard += [found for frame in entry.channel.receive() if isinstance(found := unpack_to_rank(frame), Missing)]
+        (missing,) = heard
+        assert isinstance(missing, Missing)
+        assert missing.what.startswith("baseline[0], target[0] had not joined (baseline[0] (pid ")
+        assert "not let in, and told: baseline[0] has joined already" in missing.what
+        assert "Should this job be the target (GRAFTLAB_ROLE)?" in missing.what
+        entry.channel.close()
+        entry.bell.close()
+        assert session.row_count == 0

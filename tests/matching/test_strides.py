@@ -11,8 +11,10 @@ from kit.examples import examples
 from torch import Tensor
 
 from graftlab.layouts import parse_layout
+from graftlab.matching.items import RecordedTap
+from graftlab.matching.search import find
 from graftlab.matching.sketch import flat_values, sketch_of
-from graftlab.matching.strides import Lookup, fit, sampled
+from graftlab.matching.strides import Lookup, fit, sampled, slices
 from graftlab.matching.wording import layout_of
 
 
@@ -81,3 +83,43 @@ def test_unrelated_values_have_no_layout() -> None:
     whole = random(36, 8)
     shuffled = whole.flatten()[torch.randperm(whole.numel(), generator=torch.Generator().manual_seed(1))]
     assert fitted(whole, shuffled.reshape(36, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "made"),
+    [
+        ((2, 7, 48), "part(index=1, of=[1, 1, 1], dim=2)"),
+        ((2, 7, 48), "part(index=2, of=[1, 1, 1], dim=2) | a b c -> b a c"),
+        ((2, 7, 48), "part(index=0, of=[4, 1, 1], dim=2) | a b (h d) -> a h b d, d=8"),
+        ((2, 7, 48), "part(index=2, of=[4, 1, 1], dim=2)"),
+        ((2, 7, 40), "part(index=1, of=[3, 2], dim=2)"),
+        ((2, 7, 48), "part(index=1, of=[1, 1, 1], dim=2, groups=4) | a b (h d) -> a h b d, d=4"),
+        ((6, 7, 8), "part(index=1, of=[1, 1, 1], dim=0)"),
+    ],
+)
+def test_the_parts_that_are_tried_under_noise_hold_the_usual_ones(shape: tuple[int, ...], made: str) -> None:
+    whole = random(*shape)
+    part = parse_layout(made).local(whole)
+    found = [
+        each for each in slices(shape, part.shape) if np.array_equal(each.taken(flat_values(whole)), flat_values(part))
+    ]
+    assert found
+    assert torch.equal(layout_of(found[0], whole.shape, part.shape).local(whole), part)
+    assert all(each.fits(whole.numel()) for each in slices(shape, part.shape))
+
+
+def test_what_is_as_large_as_the_whole_is_no_part() -> None:
+    assert list(slices((2, 6), (2, 6))) == []
+
+
+@pytest.mark.parametrize(("part", "of"), [(0, [1, 1, 1]), (2, [1, 1, 1]), (0, [4, 1, 1]), (1, [4, 1, 1])])
+def test_a_part_is_found_under_a_half_width_dtypes_noise(part: int, of: list[int]) -> None:
+    x, weight = random(2, 11, 48), random(48, 96, seed=1)
+    layout = parse_layout(f"part(index={part}, of={of}, dim=2) | a b c -> b a c")
+    # Not the rounded values alone: sums of rounded products.
+    narrow = layout.local(x.bfloat16() @ weight.bfloat16())
+    found = find(RecordedTap.of("qkv", (x @ weight).float()), RecordedTap.of("part", narrow))
+    assert found is not None
+    assert torch.equal(found.layout.local(x @ weight), layout.local(x @ weight))
+    unrelated = random(*narrow.shape, seed=2).bfloat16() * narrow.std()
+    assert find(RecordedTap.of("qkv", (x @ weight).float()), RecordedTap.of("part", unrelated)) is None

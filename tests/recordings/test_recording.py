@@ -112,7 +112,17 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
     ("edit", "message"),
     [
         (lambda lines: lines[:-1], r"was cut off: the last whole one is tap 'hidden', layer=1 of step 1"),
-        (lambda lines: [*lines[:1], *lines[2:]], r"should have 4 taps and has 3; it was edited"),
+        (lambda lines: [*lines[:1], *lines[2:]], r"line 2: tap 'hidden', layer=0 of step 1 is not what was recorded"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], r"line 1: tap 'hidden', layer=1 of step 0 is not what was"),
+        (lambda lines: [lines[0].replace('"layer":0', '"layer":1'), *lines[1:]], r"line 1: tap 'hidden', layer=1 of"),
+        (lambda lines: [*lines[:3], lines[2], lines[4]], r"line 4: tap 'hidden', layer=0 of step 1 is not what was"),
+        (lambda lines: [*lines[:4], lines[4].replace('"steps":3', '"steps":2')], r"line 5: the end is not what was"),
+        (lambda lines: [line.rpartition(',"check"')[0] + "}" for line in lines][:1] + lines[1:], r"line 2: tap"),
+        # Of the first releases, whose lines had no checksum.
+        (
+            lambda lines: [line.rpartition(',"check"')[0] + "}" for line in [*lines[:1], *lines[2:]]],
+            r"should have 4 taps and has 3; it was edited",
+        ),
         (lambda lines: ["{}", *lines], r"line 1: this is no tap"),
         (lambda lines: [*lines, lines[0]], r"line 6: there is more after its end"),
     ],
@@ -139,6 +149,22 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000" / "rank.json"
     path.write_text(path.read_text().replace('"world_size":1', '"world_size":2'))
     with pytest.raises(gl.RecordingError, match=r"rank-00001/rank.json cannot be read"):
+        gl.Recording(tmp_path)
+    path.write_text(path.read_text().replace('"world_size":2', '"world_size":0'))
+    with pytest.raises(gl.RecordingError, match=r"rank 0 of 0"):
+        gl.Recording(tmp_path)
+
+
+def test_a_header_that_was_edited_and_ranks_of_two_recordings_are_told(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "rank.json"
+    header = path.read_text()
+    path.write_text(header.replace("baseline", "target"))
+    with pytest.raises(gl.RecordingError, match=r"line 1: tap 'hidden'.* or rank.json was edited"):
+        gl.Recording(tmp_path)
+    path.write_text(header)
+    (tmp_path / "rank-00001").mkdir()
+    with pytest.raises(gl.RecordingError, match=r"is of 1 rank by its rank.json, and has a folder of rank 1"):
         gl.Recording(tmp_path)
 
 
@@ -205,6 +231,12 @@ def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.
     assert len(gl.Recording(tmp_path).frame) == 50
 
 
+def chain(faults: dict[str, float]) -> None:
+    x = torch.arange(1.0, 9.0)
+    for name in "abc":
+        x = gl.tap(name, torch.sin(x) * faults.get(name, 1.0))
+
+
 @pytest.mark.ranks
 def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) -> None:
     def baseline() -> None:
@@ -240,3 +272,17 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
         session.edit(b2t="layer == 3")
         run = session.run(target=lambda: target(1.25))
         assert sum(run.target) == pytest.approx(28.0 + 36.0)
+        # It computes nothing of what is grafted: no floor can be measured with it, and no code swapped.
+        with gl.record(tmp_path / "chain"):
+            chain({})
+        recording = gl.Recording(tmp_path / "chain")
+        verdict = session.verdict(recording, lambda: chain({"a": 1.01, "b": 1 + 4e-7, "c": 1.01}))
+        labels = dict(zip(verdict.frame["name"], verdict.frame["label"], strict=True))
+        assert labels == {"a": "culprit", "b": "inherited", "c": "culprit"}
+        assert verdict.text.startswith(
+            "The baseline is a recording, which computes nothing. So the floor is not measured "
+        )
+        assert "the output" not in verdict.text.partition("\n")[2]
+        assert "Not looked at: whether both sides hold the same weights, which no tap shows" in verdict.text
+        with pytest.raises(gl.SessionError, match="the target is a recording, which computes nothing"):
+            session.verdict(lambda: chain({}), recording)

@@ -25,7 +25,8 @@ def row(name: str, rel_l2: float | None = 0.0, **more: Any) -> Row:
     }
     order = given.pop("order", 1)
     tags = {"name": name, **given.pop("tags", {})}
-    return Row(0, 0, order, name, tags, "b2t", "target", given.pop("rank"), given.pop("status"), [0], **given)
+    side = given.pop("side", "target")
+    return Row(0, 0, order, name, tags, "b2t", side, given.pop("rank"), given.pop("status"), [0], **given)
 
 
 def frame_of(*rows: Row) -> pd.DataFrame:
@@ -99,19 +100,31 @@ def test_the_error_without_grafts_stands_beside_what_was_added() -> None:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (row("q", None, status="missing"), "1 tap (q) are on the receiving side only."),
-        (row("q", None, status="unmatched"), "1 tap (q) are on the sending side only."),
-        (row("q", None, status="timeout", error="late\nmore"), "1 tap (q) were waited for in vain: late."),
+        (row("q", None, status="missing"), "1 tap (q) is on the target only."),
+        (row("q", None, status="unmatched", side="baseline"), "1 tap (q) is on the baseline only."),
+        (row("q", None, status="timeout", error="late\nmore"), "1 tap (q) was waited for in vain: late."),
+        (
+            row("q", None, status="unmatched", side="baseline", tags={"kind": "grad"}),
+            "1 tap (q) has a gradient on the baseline only. Where the target has the tap and computes no gradient for",
+        ),
         (row("q", None, status="failed", error="E: no"), "could not be compared (the transform failed): E: no."),
-        (row("q", None), "1 tap (q) have no pair of finite numbers."),
+        (row("q", None), "1 tap (q) has no pair of finite numbers."),
         (row("q", 0.0, nonfinite_baseline=2), "not finite in places, on both sides alike"),
-        (row("q", 0.0, rows_unmatched=2), "have rows that no row of the other side was paired with"),
+        (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows that no row of the other side was paired with"),
     ],
 )
 def test_what_was_not_measured_is_said(bad: Row, said: str) -> None:
     (line,) = unseen_of(frame_of(row("fine"), bad))
     assert said in line
     assert unseen_of(frame_of(row("fine"))) == []
+
+
+def test_what_one_side_lacks_is_told_side_by_side_and_several_taps_are_many() -> None:
+    lonely = [row(name, None, status="missing") for name in "ab"]
+    assert unseen_of(frame_of(*lonely, row("c", None, status="unmatched", side="baseline"))) == [
+        "2 taps (a, b) are on the target only.",
+        "1 tap (c) is on the baseline only.",
+    ]
 
 
 def test_values_are_named_before_gradients() -> None:

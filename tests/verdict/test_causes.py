@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from graftlab.verdict.causes import MOST_SWAPS, find_causes
+from graftlab.verdict.causes import MOST_SWAPS, distance, find_causes
 
 T = 5.0
 
@@ -69,3 +71,29 @@ def test_the_search_is_bounded_and_says_so() -> None:
     found = find_causes([f"g{i}" for i in range(20)], effect, T)
     assert found.cut_short
     assert len(asked) == len(set(asked)) <= MOST_SWAPS + 1
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("record", "value", "expected"),
+    [
+        ([3.0, 4.0, -INF, NAN], [3.0, 4.5, -INF, NAN], 0.1),
+        ([3.0, 4.0, -INF], [3.0, 4.0, 0.0], INF),
+        ([3.0, 4.0, -INF], [3.0, 4.0, INF], INF),
+        ([3.0, 4.0, 0.0], [3.0, 4.0, NAN], INF),
+        ([NAN, -INF], [NAN, -INF], 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+    ],
+)
+def test_what_is_not_finite_in_both_alike_is_left_out_of_an_outputs_distance(
+    record: list[float], value: list[float], expected: float
+) -> None:
+    assert distance([(torch.tensor(record), torch.tensor(value))]) == pytest.approx(expected)
+
+
+def test_an_output_without_a_record_of_its_shape_has_no_distance() -> None:
+    one = torch.ones(2)
+    assert math.isnan(distance([(one, one), (None, one)]))
+    assert math.isnan(distance([(one, one[:1])]))

@@ -29,6 +29,7 @@ def interleaved(x: Tensor) -> Tensor:
     [
         (-X, "the sign is turned around"),
         (torch.zeros_like(X), "the target's are all zero"),
+        (torch.full_like(X, 1.5), "the target's are all 1.5"),
         (2 * X, "2 times the baseline's"),
         (X * 1.2345, "1.2345 times the baseline's"),
         (X / math.sqrt(8), "0.3536 = 1/sqrt(8) times the baseline's"),

@@ -9,7 +9,7 @@ import torch
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import STATISTICS, Row, statistics_of
 from graftlab.verdict.added import added_frame, named_groups
-from graftlab.verdict.shared_batch import evened_out, told
+from graftlab.verdict.shared_batch import Evened, evened_out
 
 NAMED = ["out@grad", "up.weight@param_grad"]
 BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -43,9 +43,12 @@ def rows_of(grad: list[float], weights: list[float]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def evens_out(grad: list[float], weights: list[float], baseline: int, target: int) -> list[str]:
+def evens_out(
+    grad: list[float], weights: list[float], baseline: int, target: int, ungrafted: tuple[float, float] = (1.0, 1.0)
+) -> Evened:
+    """``ungrafted`` is how many times the baseline's the weight's gradients are where nothing is grafted."""
     grafted = rows_of(grad, weights)
-    frame = added_frame(grafted, {}, constant=1e-5)
+    frame = added_frame(grafted, {}, compared=rows_of(grad, list(ungrafted)), constant=1e-5)
     return evened_out(frame, grafted, named_groups(frame, 5.0), baseline, target, 5.0)
 
 
@@ -56,14 +59,12 @@ def evens_out(grad: list[float], weights: list[float], baseline: int, target: in
 def test_the_factor_that_the_numbers_of_ranks_explain_evens_out(
     grad: list[float], weights: list[float], sizes: tuple[int, int]
 ) -> None:
-    assert evens_out(grad, weights, *sizes) == NAMED
+    assert list(evens_out(grad, weights, *sizes).groups) == NAMED
 
 
 @pytest.mark.parametrize(
     ("grad", "weights", "sizes"),
     [
-        # As many ranks on both sides.
-        ([2.0, 2.0], [0.5, 0.5], (2, 2)),
         # Nobody averages; averaged twice; another scale; on one rank alone.
         ([2.0, 2.0], [1.0, 1.0], (1, 2)),
         ([2.0, 2.0], [0.25, 0.25], (1, 2)),
@@ -79,11 +80,20 @@ def test_the_factor_that_the_numbers_of_ranks_explain_evens_out(
     ],
 )
 def test_any_other_difference_stays_named(grad: list[float], weights: list[float], sizes: tuple[int, int]) -> None:
-    assert evens_out(grad, weights, *sizes) == []
+    assert evens_out(grad, weights, *sizes).groups == ()
+
+
+def test_a_loss_that_is_scaled_and_unscaled_evens_out_where_the_weights_gradients_agree() -> None:
+    evened = evens_out([1024.0, 1024.0], [1 / 1024, 1 / 1024], 2, 2)
+    assert list(evened.groups) == NAMED
+    assert "values are 1024 times the baseline's; made from the baseline's" in evened.told
+    # One per cent is within what the factors may be off, and not within rounding.
+    for others in ((1.005, 1.005), (1.0, 1.005), (float("nan"), 1.0)):
+        assert evens_out([1024.0, 1024.0], [1.005 / 1024, 1.005 / 1024], 2, 2, others).groups == ()
 
 
 def test_it_is_told_with_the_factors() -> None:
-    said = told(["out@grad", "up.weight@param_grad"], 4, 2)
+    said = evens_out([0.5, 0.5], [2.0, 2.0], 4, 2).told
     assert (
         "2 ranks gradients are 1/2 times the baseline's; made from the baseline's, the gradients of weights are 2 times"
         in said

@@ -1,0 +1,43 @@
+"""Pairs of the plan that contradict each other, or the taps' names: they may themselves be the mistake."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from graftlab.base.tags import own_tags
+from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.proposal import Pair
+from graftlab.plan.plan import GraftPlan
+from graftlab.verdict.added import records
+
+_MOST_SAID = 4
+
+
+def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
+    """What a verdict says of the plan's pairs, as far as these rows have them, in a sentence or none.
+
+    Where a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is right
+    then, and what reads the two is named in their place.
+    """
+    pairs: dict[tuple[str, str], Pair] = {}
+    for row in records(rows):
+        own = row["target_name"]
+        if own is None or row["matched_by"] is None:
+            continue
+        for pairing in plan.pairings("target", own, own_tags(row["tags"])):
+            if pairing.rule is not None and pairing.baseline_name and pairing.target_name:
+                pair = Pair(pairing.baseline_name, pairing.target_name, pairing.rule.parsed, pairing.rule.whole)
+                pairs[pair.baseline, pair.target] = pair
+    roles = other_roles(list(pairs.values()))
+    names = {name for name, _ in roles}
+    said = [text for _, text in roles]
+    said += [text for text in odd_layouts(list(pairs.values())) if text.partition(" ")[0] not in names]
+    if not said:
+        return []
+    left = len(said) - _MOST_SAID
+    more = f"; and {left} more" if left > 0 else ""
+    return [
+        f"The plan's pairs contradict their names or each other: {'; '.join(said[:_MOST_SAID])}{more}. They are "
+        "compared as the plan says. If the target mixes them up, what is computed from them is named below in their "
+        "place."
+    ]

@@ -1,0 +1,59 @@
+"""What a verdict says of pairs that contradict their names or each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.plan.pairs import rules_from
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.contradicting import contradicting_pairs
+
+QKV = {0: "q", 1: "k", 2: "v"}
+
+
+def split_from_fused(swapped: dict[str, str]) -> list[dict[str, Any]]:
+    """Three layers whose fused qkv the target has apart, some of them under another's name."""
+    pairs = []
+    for layer in range(3):
+        for part, role in QKV.items():
+            own = f"layers.{layer}.{role}_proj"
+            layout = f"part(index={part}, of=[1, 1, 1], dim=1)"
+            pairs.append({"baseline": f"h.{layer}.qkv", "target": swapped.get(own, own), "layout": layout})
+    return pairs
+
+
+def said_of(pairs: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        Row(0, 0, n, p["target"], {}, "b2t", "target", 0, "compared", [0], target_name=p["target"], matched_by="near")
+        for n, p in enumerate(pairs)
+    ]
+    return contradicting_pairs(to_frame(rows), GraftPlan(pairs=rules_from(pairs)))
+
+
+def test_parts_under_another_parts_name_are_said() -> None:
+    pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
+    (said,) = said_of(pairs)
+    assert "layers.1.v_proj is the k of h.1.qkv, not its v; layers.1.k_proj is the v of h.1.qkv, not its k." in said
+    assert "what is computed from them is named below in their place" in said
+
+
+def test_a_layer_in_another_layout_than_the_others_is_said() -> None:
+    pairs = [{"baseline": f"h.{n}.out", "target": f"l.{n}.out", "layout": "a b -> b a"} for n in range(3)]
+    assert said_of(pairs) == []
+    pairs[2] = {**pairs[2], "layout": "same"}
+    (said,) = said_of(pairs)
+    assert "l.2.out is h.2.out in the layout 'same', where 2 others like it are in the layout 'a b -> b a'" in said
+
+
+@pytest.mark.parametrize("pairs", [[], split_from_fused({})])
+def test_pairs_that_agree_are_not_spoken_of(pairs: list[dict[str, Any]]) -> None:
+    assert said_of(pairs) == []
+
+
+def test_rows_without_pairs_say_nothing() -> None:
+    assert contradicting_pairs(pd.DataFrame(to_frame([])), GraftPlan()) == []
