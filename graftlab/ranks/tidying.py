@@ -12,8 +12,9 @@ import gc
 import os
 import select
 import shutil
+import signal
 
-from graftlab.ranks.hurrying import VARIABLE
+from graftlab.ranks.hurrying import VARIABLE, on_interrupt
 
 # Milliseconds in which a process that has hung up is gone; one that only ends its forkserver stays.
 _PATIENCE = 1000
@@ -44,5 +45,7 @@ if VARIABLE in os.environ:
     gc.enable()
     # Or each rank would copy the memory that torch's own objects lie in, to count their references.
     gc.freeze()
+    # multiprocessing ignores it from here on, and gives it back to each rank.
+    signal.signal(signal.SIGINT, on_interrupt)
     _pid, _, _folder = os.environ.pop(VARIABLE).partition(os.pathsep)
     remove_after(int(_pid), _folder)

@@ -106,7 +106,8 @@ class WarmProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         cwd = kwargs.get("cwd")
         env = dict(kwargs["env"])
-        how = {"cwd": cwd, "start_new_session": True, "imports": env.pop(IMPORTS, "").split(), "forkserver": True}
+        how = {"cwd": cwd, "start_new_session": True, "imports": env.pop(IMPORTS, "").split()}
+        how["forkserver"] = not env.pop(COLD, "")
         with open(os.devnull, "w") as nowhere:
             self.process = warm.start(cmd[1:], env, stdout=nowhere, stderr=nowhere, **how)
         # Of the group that it is about to make, or a signal to the kernel would reach what it is forked from.
@@ -118,6 +119,8 @@ class WarmProvisioner(LocalProvisioner):
 PROVISIONER = "graftlab-warm"
 # A variable of a kernel's environment: more modules that it, and the forkserver of its ranks, have imported before.
 IMPORTS = "GRAFTLAB_TESTS_IMPORTS"
+# Another one: its forkserver starts as anybody's does.
+COLD = "GRAFTLAB_TESTS_COLD"
 
 
 def start_warm() -> None:

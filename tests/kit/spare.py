@@ -69,5 +69,9 @@ def _become_forkserver(asks: socket.socket) -> None:
     sys.path[:] = [*first, *(each for each in sys.path if each not in first)]
     sys.argv[:] = ["-c"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    exec(told["command"], {"__name__": "__main__"})
+    try:
+        exec(told["command"], {"__name__": "__main__"})
+    except KeyboardInterrupt:
+        # The stop button, while it imports: gone at once, or the next launch would take it for one that works.
+        os._exit(1)
     sys.exit()

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.deadline import DEADLINE
-from kit.kernels import Kernel, kernel
+from kit.kernels import COLD, Kernel, kernel
 from kit.processes import family, shared_memory_left, still_there, watch
 from kit.scripts import first_line, script
 from kit.support import wait_until
@@ -255,7 +255,8 @@ def gated(gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ker
         "    signal.pause()\n"
     )
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with kernel(PYTHONPATH=path) as notebook:
+    # The stop button reaches a forkserver that still imports, too.
+    with kernel(PYTHONPATH=path, **{COLD: "yes"}) as notebook:
         loaded = notebook.run("%load_ext graftlab\nimport graftlab as gl\nimport os")
         assert not loaded.error, loaded.error
         yield notebook
