@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from graftlab.base.tags import own_tags
-from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
 from graftlab.matching.proposal import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
@@ -32,6 +32,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     names = {name for name, _ in roles}
     said = [text for _, text in roles]
     said += [text for text in odd_layouts(list(pairs.values())) if text.partition(" ")[0] not in names]
+    said += other_parts(list(pairs.values()))
     if not said:
         return []
     left = len(said) - _MOST_SAID

@@ -50,6 +50,21 @@ def test_a_layer_in_another_layout_than_the_others_is_said() -> None:
     assert "l.2.out is h.2.out in the layout 'same', where 2 others like it are in the layout 'a b -> b a'" in said
 
 
+def test_two_taps_that_each_take_another_part_of_one_tensor_are_said() -> None:
+    first, last = (f"part(index={n}, of={[1] * 10}, dim=1)" for n in (0, 9))
+    pairs = [
+        {"baseline": "out", "target": "x"},
+        {"baseline": "out", "target": "pooled", "layout": last},
+        {"baseline": "cls", "target": "x", "layout": first, "whole": "target"},
+    ]
+    (said,) = said_of(pairs)
+    assert f"pooled is a part of out ({last!r}), and the baseline's cls is another part of the target's x (" in said
+    # Of another size they need not be the same.
+    assert said_of([*pairs[:2], {**pairs[2], "layout": "part(index=0, of=[1, 4], dim=1)"}]) == []
+    # Nor where the two wholes are not each other's.
+    assert said_of([{"baseline": "other", "target": "x"}, *pairs[1:]]) == []
+
+
 @pytest.mark.parametrize("pairs", [[], split_from_fused({})])
 def test_pairs_that_agree_are_not_spoken_of(pairs: list[dict[str, Any]]) -> None:
     assert said_of(pairs) == []
