@@ -27,10 +27,11 @@ def split_from_fused(swapped: dict[str, str]) -> list[dict[str, Any]]:
     return pairs
 
 
-def said_of(pairs: list[dict[str, Any]]) -> list[str]:
+def said_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> list[str]:
+    names = [p["target"] for p in pairs]
     rows = [
-        Row(0, 0, n, p["target"], {}, "b2t", "target", 0, "compared", [0], target_name=p["target"], matched_by="near")
-        for n, p in enumerate(pairs)
+        Row(0, 0, n, name, {}, "b2t", "target", 0, "compared", [0], shape, target_name=name, matched_by="near")
+        for n, name in enumerate(names)
     ]
     return contradicting_pairs(to_frame(rows), GraftPlan(pairs=rules_from(pairs)))
 
@@ -63,6 +64,17 @@ def test_two_taps_that_each_take_another_part_of_one_tensor_are_said() -> None:
     assert said_of([*pairs[:2], {**pairs[2], "layout": "part(index=0, of=[1, 4], dim=1)"}]) == []
     # Nor where the two wholes are not each other's.
     assert said_of([{"baseline": "other", "target": "x"}, *pairs[1:]]) == []
+
+
+def test_a_tensor_in_another_order_between_equal_shapes_is_said_where_it_is_the_only_one() -> None:
+    order = "a (b c) d -> a (c b) d, c=3"
+    pairs = [{"baseline": "conv", "target": "patch", "layout": order}, {"baseline": "x", "target": "y"}]
+    (said,) = said_of(pairs, [2, 9, 16])
+    assert "patch is compared in the layout" in said
+    assert "though it has one shape on both sides" in said
+    # Another shape, as of tokens before the batch; and what the whole model has so.
+    assert said_of([{"baseline": "x", "target": "y", "layout": "a b c -> b a c"}], [2, 9, 16]) == []
+    assert said_of([pairs[0], {**pairs[1], "layout": order}], [2, 9, 16]) == []
 
 
 @pytest.mark.parametrize("pairs", [[], split_from_fused({})])
