@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
+from kit import warm
 
 from benchmarks import __main__ as command
 from benchmarks import edit, machine, taps
 from benchmarks.lines import Budget, Line, Spread, quantity
 from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat, diff_statistics
 from benchmarks.table import markdown, plain
+from graftlab.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = {
@@ -25,7 +29,10 @@ FACTS = {
 
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True)
+    process = warm.start(["-m", "benchmarks", *arguments], os.environ, cwd=ROOT, forkserver=True)
+    out, err = process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -155,7 +162,18 @@ def graft_on(seat: Seat, b2t: str | None, t2b: str | None, name: str) -> list[fl
     return tensor.tolist()
 
 
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its ranks are forks of a process that has imported torch. How they start is nothing that is measured."""
+    forkserver.prepare()
+    context = torch.multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda method: context)
+    with forkserver.hidden_main():
+        yield
+
+
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> None:
     with ReferenceWorld(2, 2) as world:
         expression = "search('attn', name) and layer < 4 and side in ('baseline', 'target')"
@@ -171,6 +189,7 @@ def fail_on_target(seat: Seat) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_failing_rank_of_the_reference_ends_the_measurement() -> None:
     with (
         pytest.raises(RuntimeError, match=r"target\[0\] failed.*\n.*\n(.*\n)*ValueError"),

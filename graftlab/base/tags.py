@@ -82,6 +82,11 @@ def own_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tags.items() if name not in RESERVED_TAGS}
 
 
+def told_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+    """The tags that a sentence, or a figure, names a tap by: the caller's, without ``compiled``, which names none."""
+    return {name: value for name, value in own_tags(tags).items() if name != COMPILED}
+
+
 def is_rank_tag(name: str) -> bool:
     """Whether a tag of this name says which part of a value a rank holds, as ``tp_rank`` does, not which value."""
     return name.endswith("_rank")

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from graftlab.errors import ConfigError, TagError
 from graftlab.jobs.joining import attach
 from graftlab.taps import calls
 from graftlab.taps.watch import Watch, watch
+from graftlab.transforms.inputs import GraftTransformInput as GraftTransformInput
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _SHOWN = {"enable_value": True, "enable_grad": False, "enable_model_value": Fals
 # What only concerns files and the other kit's own servers.
 _WITHOUT_MEANING = frozenset(
     {
-        *("enable", "dir", "enable_output_file", "enable_output_console", "exp_name", "cleanup_previous"),
+        *("dir", "enable_output_file", "enable_output_console", "exp_name", "cleanup_previous"),
         *("collective_timeout", "server_port", "non_intrusive_mode", "source_patcher_config"),
         *("include_parallel_rank_in_filename", "grafter_backend"),
     }
@@ -50,6 +51,8 @@ class Dumper:
 
     def __init__(self) -> None:
         self._shown = {name: _flag(name, default) for name, default in _SHOWN.items()}
+        # There it is off at first; here a process that joins or records has its taps unless it says otherwise.
+        self._enabled = _flag("enable", True)
         self._filter: str | None = os.environ.get("DUMPER_FILTER") or None
         self._context: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
@@ -61,12 +64,17 @@ class Dumper:
 
     @property
     def may_enable(self) -> bool:
-        """Whether taps do anything here."""
+        """Whether taps do anything here, or would with ``configure(enable=True)``."""
         return calls.taker() is not None
 
     def step(self) -> None:
-        """The end of an iteration: see :func:`graftlab.step`."""
-        calls.step()
+        """The end of an iteration: see :func:`graftlab.step`. As there, it is none while ``enable`` is off."""
+        if self._enabled:
+            calls.step()
+
+    @property
+    def _is_on(self) -> bool:
+        return self._enabled and calls.taker() is not None
 
     def dump(
         self,
@@ -82,8 +90,7 @@ class Dumper:
 
         ``save`` concerns files, of which there are none. The gradient is shown where ``enable_grad`` is set.
         """
-        taker = calls.taker()
-        if taker is None:
+        if not self._is_on:
             return
         tags = {**tags, **self._context}
         if self._shown["enable_value"]:
@@ -91,21 +98,34 @@ class Dumper:
         if self._shown["enable_grad"] and isinstance(value, torch.Tensor):
             calls.tap_gradient(name, value, tags, layout=dims_grad or dims)
 
-    def dump_model(self, model: torch.nn.Module, name_prefix: str = "param", save: bool = True, **tags: Any) -> None:
-        """Tap every parameter, and the gradient that it has now, as far as ``enable_model_value`` and ``_grad`` say."""
-        if calls.taker() is None:
+    def dump_model(
+        self,
+        model: torch.nn.Module,
+        name_prefix: str = "param",
+        save: bool = True,
+        get_grad: Callable[[torch.nn.Parameter], torch.Tensor | None] | None = None,
+        step: int | None = None,
+        **tags: Any,
+    ) -> None:
+        """Tap every parameter, and the gradient that it has now, as far as ``enable_model_value`` and ``_grad`` say.
+
+        ``get_grad`` says where a parameter's gradient is. ``step`` is for files' names: a tap is of the step it is in.
+        """
+        if not self._is_on:
             return
         tags = {**tags, **self._context}
         for path, parameter in model.named_parameters():
             name = f"{name_prefix}__{path}"
             if self._shown["enable_model_value"]:
                 calls.tap(name, parameter, kind="param", **tags)
-            if self._shown["enable_model_grad"] and parameter.grad is not None:
-                calls.tap(name, parameter.grad, kind="param_grad", **tags)
+            if self._shown["enable_model_grad"]:
+                gradient = parameter.grad if get_grad is None else get_grad(parameter)
+                if gradient is not None:
+                    calls.tap(name, gradient, kind="param_grad", **tags)
 
     def dump_dict(self, name_prefix: str, data: Any, save: bool = True, **tags: Any) -> None:
         """Tap every value of a dict, or every attribute of an object, as ``prefix_key``."""
-        if calls.taker() is None:
+        if not self._is_on:
             return
         values = data if isinstance(data, Mapping) else _attributes(data)
         for key, value in values.items():
@@ -150,6 +170,10 @@ class Dumper:
                 if type(value) is not bool:
                     raise ConfigError(f"{name} (DUMPER_{name.upper()}) is {value!r}; it takes True or False")
                 self._shown[name] = value
+            elif name == "enable":
+                if type(value) is not bool:
+                    raise ConfigError(f"enable (DUMPER_ENABLE) is {value!r}; it takes True or False")
+                self._enabled = value
             elif name in _FIELDS:
                 self._settings[_FIELDS[name]] = value
             elif name == "filter":
@@ -158,7 +182,7 @@ class Dumper:
             elif name in _WITHOUT_MEANING:
                 logger.info("dumper.configure(%s=...): it concerns files and servers that are not made here", name)
             else:
-                known = ", ".join([*self._shown, *_FIELDS])
+                known = ", ".join(["enable", *self._shown, *_FIELDS])
                 raise ConfigError(f"dumper.configure: there is no setting {name!r}; what means something is {known}")
         if settings.get("grafter_enable"):
             attach(GraftConfig.with_defaults(**self._settings))
@@ -171,7 +195,7 @@ class Dumper:
 
     def get_state(self) -> dict[str, Any]:
         """The settings that mean something here."""
-        return {"config": {**self._shown, **self._settings}}
+        return {"config": {"enable": self._enabled, **self._shown, **self._settings}}
 
     def reset(self) -> None:
         """Forget the tags that were set, and take out the taps of watched models."""
@@ -213,9 +237,37 @@ def _refuse_filter() -> None:
 
 
 def _attributes(data: Any) -> dict[str, Any]:
-    if hasattr(data, "__dict__"):
-        return {name: value for name, value in vars(data).items() if not name.startswith("_")}
-    raise ConfigError(f"dumper.dump_dict takes a dict or an object with attributes, not {type(data).__name__}")
+    """What the object has and can be read, methods left out."""
+    found = {}
+    for name in dir(data):
+        # Properties may raise whatever they like, and the job is to go on.
+        with suppress(Exception):
+            if not (name.startswith("__") and name.endswith("__")) and not callable(value := getattr(data, name)):
+                found[name] = value
+    return found
+
+
+def get_truncated_value(value: Any) -> Any:
+    """The corner of a large tensor, for a line of a log; anything else as it is."""
+    if isinstance(value, tuple):
+        return [get_truncated_value(each) for each in value]
+    if not isinstance(value, torch.Tensor) or value.numel() < 200:
+        return value
+    return value[tuple(slice(0, 5) if size > 50 else slice(None) for size in value.shape)]
+
+
+def get_tensor_info(x: Any) -> str:
+    """What a tensor is, in a line of a log."""
+    if not isinstance(x, torch.Tensor):
+        return f"type={type(x)} value={x}"
+    numbers = x.detach().float()
+    figures = {name: getattr(numbers, name)() if x.numel() else None for name in ("min", "max", "mean")}
+    shown = " ".join(f"{name}={value}" for name, value in figures.items())
+    ends = f"x_sample_head={numbers.flatten()[:5]} x_sample_tail={numbers.flatten()[-5:]}"
+    return (
+        f"type={type(x)} shape={x.shape} dtype={x.dtype} device={x.device} stride={x.stride()} "
+        f"req_grad={x.requires_grad} {shown} {ends}"
+    )
 
 
 dumper = Dumper()

@@ -215,7 +215,7 @@ class CalledRuns(VerdictRuns):
         constant: float | None,
         threshold: float,
     ) -> OfJobs | None:
-        return account_of_recording(grafted, constant) if self.recorded else None
+        return account_of_recording(compared, grafted, constant) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)

@@ -411,10 +411,10 @@ class Member:
             return
         nothing = self._config.without_host == "nothing"
         logger.warning(
-            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens in %s",
+            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
             self.place.label,
             "compares nothing" if nothing else "with the plan that it has",
-            self._config.meeting,
+            f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.meeting}",
         )
         self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None

@@ -8,7 +8,8 @@ import runpy
 import sys
 
 from graftlab.config import PREFIX, GraftConfig
-from graftlab.errors import ConfigError
+from graftlab.errors import ConfigError, warn
+from graftlab.jobs.joining import forget_first_tap, is_armed
 from graftlab.jobs.on_import import prepare
 
 
@@ -45,10 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     # Where the environment asked for it before, the import has done so.
     prepare()
     sys.argv = [arguments.script, *arguments.arguments]
-    if arguments.as_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
-        runpy.run_path(arguments.script, run_name="__main__")
+    try:
+        if arguments.as_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
+            runpy.run_path(arguments.script, run_name="__main__")
+    finally:
+        if is_armed():
+            forget_first_tap()
+            warn(
+                f"{arguments.script} ended before it came to a tap or gl.step(), so it never joined, and others may "
+                f"have waited for it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the "
+                f"modules of the first model that it calls"
+            )
     return 0

@@ -26,14 +26,20 @@ _OWN = frozenset({"step", "rank", "dump_index", "name", "recompute_status"})
 class OldDump(Recorded):
     """A folder of such files. The numbers of steps begin with the first that is there."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, partial: bool = False) -> None:
         self.folder = Path(folder).expanduser().absolute()
-        self._found = _entries(self.folder)
+        self.partial = partial
+        self._found, size = _entries(self.folder)
         self.world_size = max(self._found) + 1
         missing = sorted(set(range(self.world_size)) - set(self._found))
         if missing:
             raise RecordingError(
                 f"{self.folder}: there are dumps of ranks up to {self.world_size - 1}, not of {missing}"
+            )
+        if size > self.world_size and not partial:
+            raise RecordingError(
+                f"{self.folder}: its dumps are of a job of {size} ranks, and there are those of ranks up to "
+                f"{self.world_size - 1} alone; if the others dumped nothing, partial=True takes these for the side"
             )
 
     def _read_index(self, rank: int) -> tuple[list[Entry], End]:
@@ -45,10 +51,15 @@ class OldDump(Recorded):
         return value.detach().as_subclass(torch.Tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OldDump, (str(self.folder),)
+        return _reopen, (str(self.folder), self.partial)
 
 
-def _entries(folder: Path) -> dict[int, tuple[list[Entry], list[str]]]:
+def _reopen(folder: str, partial: bool) -> OldDump:
+    return OldDump(folder, partial=partial)
+
+
+def _entries(folder: Path) -> tuple[dict[int, tuple[list[Entry], list[str]]], int]:
+    """By rank its taps and what was left out, and how many ranks the job had as far as the files say."""
     files = []
     for path in folder.glob("*.pt"):
         named = _tags_in(path)
@@ -56,19 +67,22 @@ def _entries(folder: Path) -> dict[int, tuple[list[Entry], list[str]]]:
     files.sort(key=lambda file: file[:2])
     first = min(int(named["step"]) for *_, named in files)
     found: dict[int, tuple[list[Entry], list[str]]] = {}
+    size = 1
     for rank, _, path, named in files:
         entries, left_out = found.setdefault(rank, ([], []))
-        entry = _entry(path, named, first)
+        content = _read(path)
+        said = content["meta"].get("world_size")
+        size = max(size, said if isinstance(said, int) else 1)
+        entry = _entry(path, content, named, first)
         if isinstance(entry, str):
             left_out.append(entry)
         else:
             entries.append(entry)
-    return found
+    return found, size
 
 
-def _entry(path: Path, named: dict[str, str], first: int) -> Entry | str:
+def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> Entry | str:
     """The tap of a file, or in words why it can be none."""
-    content = _read(path)
     value, meta = content["value"], content["meta"]
     name = str(meta.get("name", named["name"]))
     if not isinstance(value, torch.Tensor):
@@ -80,9 +94,12 @@ def _entry(path: Path, named: dict[str, str], first: int) -> Entry | str:
         for tag, text in named.items()
         if tag not in _OWN | RESERVED_TAGS | PLACE_TAGS and not is_no_tag(tag, meta.get(tag, text))
     }
-    if name.startswith("grad__"):
-        # As taps call the gradient of a value.
-        name, tags = name.removeprefix("grad__"), {**tags, "kind": "grad"}
+    is_gradient = name.startswith("grad__")
+    # As taps call the gradient of a value, and what the dumper shows of a model's parameters.
+    name = name.removeprefix("grad__")
+    is_of_parameter = name.startswith("param__")
+    if is_gradient or is_of_parameter:
+        tags["kind"] = ("param_grad" if is_of_parameter else "grad") if is_gradient else "param"
     dims = meta.get("dims")
     stored = StoredTensor(path.name, "value", DTYPE_NAMES[value.dtype], tuple(value.shape), crc32=0)
     layout = StoredLayout(dims) if isinstance(dims, str) else None

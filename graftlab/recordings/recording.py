@@ -76,9 +76,16 @@ class Recording(Recorded):
         1
         """
         path = Path(folder).expanduser().absolute()
+        if not (rank_folder(path, 0) / RANK_FILE).exists() and not any(path.glob("*.pt")):
+            inside = sorted({each.parent.name for each in path.glob("*/*.pt")})
+            if inside:
+                # The dumper makes a folder for each time that it runs, within the one that it was given.
+                raise RecordingError(
+                    f"{path} has dumps in {', '.join(inside)}, each of another time; name one of these"
+                )
         if (rank_folder(path, 0) / RANK_FILE).exists() or not any(path.glob("*.pt")):
             return cls(path, partial=partial)
-        return OldDump(path)
+        return OldDump(path, partial=partial)
 
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE

@@ -13,7 +13,7 @@ import pandas as pd
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.words import counted
-from graftlab.rows.schema import COLUMNS
+from graftlab.rows.schema import COLUMNS, TABLE
 
 _SHOWN = 60
 """Rows; of more, the worst are shown."""
@@ -22,6 +22,7 @@ _NEEDED = frozenset({"order", "name", "tags", "rel_l2", "max_abs", "status", "si
 # The decades that a bar tells apart: from rounding in float64 to what has nothing in common.
 _LOW, _HIGH = -12.0, 0.0
 _WORDS = 80
+_COUNTS = frozenset(column.name for column in TABLE if column.storage == "integer")
 # Of more rows it is not looked which columns are the same in all.
 _FOLDED_ROWS = 50_000
 _UNMEASURED = frozenset({"failed", "timeout", "missing"})
@@ -129,13 +130,18 @@ def _folded(frame: pd.DataFrame, shown: set[str]) -> str:
         except TypeError:  # lists
             is_constant = column.map(repr).nunique() == 1
         if is_constant:
-            constant.append(f"{name}={column.iloc[0]}"[:_WORDS])
+            constant.append(f"{name}={_counted(name, column.iloc[0])}"[:_WORDS])
         else:
             others.append(str(name))
     parts = [("the same in all", constant), ("empty", empty), ("and", others)]
     words = "".join(f"<div>{title}: {html.escape(', '.join(names))}</div>" for title, names in parts if names)
     folded = len(constant) + len(empty) + len(others)
     return f"<details><summary>{folded} columns more</summary>{words}</details>" if folded else ""
+
+
+def _counted(name: str, value: Any) -> Any:
+    # Counts are held as floats, because some rows have none.
+    return int(value) if name in _COUNTS and _is_there(value) else value
 
 
 def _is_there(value: Any) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from graftlab.base.sources import parse_expression
 from graftlab.base.tags import COMPILED
@@ -30,6 +31,7 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
 from graftlab.taps.extras import Laid
+from graftlab.taps.memory_order import is_dense, overlaps_itself
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 _NO_EXTRAS: list[str] = []
 # In the place of a tensor among extras.
 _TENSOR = "*"
+# In the place of a complex tensor, of which inductor takes the real and imaginary parts alone.
+_COMPLEX = "**"
 
 
 class _Open(NamedTuple):
@@ -104,18 +108,23 @@ def tap(
     if not isinstance(shown, torch.Tensor):
         torch.ops.graftlab.skip_(clock, name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
         return value
-    if replace:
-        # A clone of which nothing else is made costs nothing once it is compiled.
+    if shown.is_complex():
+        # The same tensor, unless it is marked as conjugated, which no operator of ours can write into.
+        shown = shown.resolve_conj()
+    is_copy = not replace and overlaps_itself(shown)
+    if replace or is_copy:
+        # A clone of which nothing else is made costs nothing once it is compiled. What is written into a tensor that
+        # overlaps itself, a graph would add up where several numbers share a place.
         shown = shown.clone()
     text = as_text(f"gl.tap({name!r})", tags)
+    tensors, form = _taken_apart(name, extras() if _is_function(extras) else extras)
     # Without autograd's notice, as a graft outside of graphs: the gradient goes straight through.
     alias = shown.detach()
     local = alias
     if hasattr(alias, "to_local"):
         torch.ops.graftlab.skip_(clock, name, "a DTensor is shown without its placements; give layout= to the tap")
         local = alias.to_local()
-    tensors, form = _taken_apart(name, extras() if _is_function(extras) else extras)
-    torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "")
+    torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "", is_copy)
     if grad and shown.requires_grad:
         shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
     return value if is_computed else shown
@@ -207,15 +216,22 @@ def as_text(name: str, tags: Mapping[str, Any]) -> list[str]:
                 f"tag {tag!r} of {name} has the type {type(value).__name__}; in compiled code a tag is text, a number, "
                 f"a bool or None"
             )
-        written.append(f"{tag}={value!r}")
+        written.append(f"{tag}={_fixed(value)!r}")
     return written
+
+
+def _fixed(value: Any) -> Any:
+    """The value itself: a number that torch would have the graph take as its input is made a part of the graph."""
+    if isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
 
 
 def _taken_apart(name: str, extras: Any) -> tuple[list[torch.Tensor], list[str]]:
     if extras is None:
         return [], _NO_EXTRAS
     if isinstance(extras, torch.Tensor):
-        return [extras], [_TENSOR]
+        return [_as_real(extras)], [_mark(extras)]
     tensors: list[torch.Tensor] = []
     form = []
     if not isinstance(extras, dict):
@@ -224,16 +240,24 @@ def _taken_apart(name: str, extras: Any) -> tuple[list[torch.Tensor], list[str]]
         )
     for key, value in extras.items():
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            form.append(f"{key}={_TENSOR}")
+            tensors.append(_as_real(value))
+            form.append(f"{key}={_mark(value)}")
         elif value is None or isinstance(value, (str, int, float)):
-            form.append(f"{key}={value!r}")
+            form.append(f"{key}={_fixed(value)!r}")
         else:
             raise TagError(
                 f"extras[{key!r}] of gl.tap({name!r}) has the type {type(value).__name__}; in compiled code extras "
                 f"hold tensors, text, numbers, bools and None"
             )
     return tensors, form
+
+
+def _as_real(extra: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(extra.resolve_conj()) if extra.is_complex() else extra
+
+
+def _mark(extra: torch.Tensor) -> str:
+    return _COMPLEX if extra.is_complex() else _TENSOR
 
 
 # ---- what runs ------------------------------------------------------------------------------------------------------
@@ -247,10 +271,14 @@ def _show(
     tensors: list[torch.Tensor],
     form: list[str],
     layout: str,
+    is_copy: bool = False,
+    is_complex: bool = False,
 ) -> None:
     taker = calls.taker()
     if taker is None:
         return
+    if is_complex:
+        value = torch.view_as_complex(value)
     _say_once()
     number = int(time)
     around = _open[number]
@@ -264,7 +292,13 @@ def _show(
         # What activation checkpointing repeats is known by its grad mode, which a compiled backward turns off.
         with torch.set_grad_enabled(is_backward() or torch.is_grad_enabled()):
             extras = _put_together(tensors, form)
-            taker.tap(name, value, Laid(layout, extras) if layout else extras, given)
+            result = taker.tap(name, value, Laid(layout, extras) if layout else extras, given, replace=is_copy)
+            if result is not value and is_copy:
+                value.copy_(result)
+                _warn_once(
+                    f"gl.tap({name!r}) in compiled code: the tensor is expanded or overlaps itself (one number in "
+                    "several places), so only what gl.tap returned carries the graft"
+                )
     except BaseException:
         forget_open_tags()  # the graph ends here, and closes none
         raise
@@ -322,13 +356,21 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
 def _put_together(tensors: Sequence[torch.Tensor], form: Sequence[str]) -> Any:
     if not form:
         return None
-    if form[0] == _TENSOR:
-        return tensors[0]
+    if form[0] in (_TENSOR, _COMPLEX):
+        return _as_shown(tensors[0], _MARKS[form[0]])
     left = iter(tensors)
-    return {key: next(left) if value is _IS_TENSOR else value for key, value in from_text(tuple(form)).items()}
+    marks = tuple(_MARKS.values())
+    return {
+        key: _as_shown(next(left), value) if any(value is mark for mark in marks) else value
+        for key, value in from_text(tuple(form)).items()
+    }
 
 
-_IS_TENSOR = object()
+def _as_shown(extra: torch.Tensor, mark: object) -> torch.Tensor:
+    return torch.view_as_complex(extra) if mark is _MARKS[_COMPLEX] else extra
+
+
+_MARKS = {_TENSOR: object(), _COMPLEX: object()}
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -337,7 +379,7 @@ def from_text(text: tuple[str, ...]) -> dict[str, Any]:
     read = {}
     for each in text:
         tag, _, value = each.partition("=")
-        read[tag] = _IS_TENSOR if value == _TENSOR else _number_or_text(value)
+        read[tag] = _MARKS[value] if value in _MARKS else _number_or_text(value)
     return read
 
 
@@ -404,7 +446,8 @@ def _show_batched(
 
 
 _define(
-    "show_(Tensor(a!) value, Tensor(b!) clock, str name, str[] tags, Tensor[] extras, str[] form, str layout) -> ()",
+    "show_(Tensor(a!) value, Tensor(b!) clock, str name, str[] tags, Tensor[] extras, str[] form, str layout, "
+    "bool is_copy=False, bool is_complex=False) -> ()",
     _show,
 )
 _define("skip_(Tensor(a!) clock, str name, str why) -> ()", _skip)
@@ -417,4 +460,24 @@ _define(
     _show_gradient,
     lambda gradient, *rest: torch.empty_like(gradient),
 )
+
+
+def _functionalize(mode: Any, show: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """How the compiler's front end has a tap whose graft is written into a tensor that its back end could not pass on.
+
+    Inductor compiles no operator that writes into complex numbers. And of a tensor with gaps it takes the memory from
+    its first number to its last, but after detach(), which hides of what it is a part, nobody has written the gaps.
+    """
+    value, *told = args
+    if is_dense(value) and not value.is_complex():
+        return mode.__torch_dispatch__(show, types, args, kwargs or {})
+    with mode:
+        is_complex = value.is_complex()
+        copied = torch.view_as_real(value) if is_complex else value
+        copy = copied.clone(memory_format=torch.contiguous_format)
+        show(copy, *told, **{**(kwargs or {}), "is_complex": is_complex})
+        value.copy_(torch.view_as_complex(copy) if is_complex else copy)
+
+
+torch.library.register_torch_dispatch("graftlab::show_", FunctionalTensorMode, _functionalize, lib=_library)
 torch.library.register_vmap("graftlab::show_", _show_batched, lib=_library)

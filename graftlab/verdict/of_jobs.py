@@ -15,6 +15,8 @@ from graftlab.verdict.wording import OfJobs, described, spans
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
+_NO_INPUTS = "whether both {} are given the same inputs, which no tap shows (gl.watch(inputs=True))."
+_NO_WEIGHTS = "whether both {} hold the same weights, which no tap shows (gl.watch(params=True))"
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
@@ -54,14 +56,21 @@ def account(
     return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
 
 
-def account_of_recording(grafted: pd.DataFrame, given: float | None) -> OfJobs:
+def _shows_weights(compared: pd.DataFrame) -> bool:
+    return any(kind_of(row["tags"]) == "param" for row in records(data_rows(compared)))
+
+
+def account_of_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> OfJobs:
     """What to say where the baseline is a recording, which shows the same whatever is grafted into it."""
     constant, word, words = _floor(grafted, given, repeats=False)
     first = (
         f"The baseline is a recording, which computes nothing. So {words}, and code was not swapped to see what moves "
         "the output."
     )
-    return OfJobs(constant, word, (first,))
+    # Nobody gives these to both here, as to two functions.
+    unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
+    unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
+    return OfJobs(constant, word, (first,), tuple(unseen))
 
 
 def account_of_rows(
@@ -100,12 +109,11 @@ def _given_to_both(
     unseen: list[str] = []
     of_named: list[str] = []
     last: list[str] = []
-    weights = [row for row in records(data_rows(compared)) if kind_of(row["tags"]) == "param"]
     if not input_names(compared):
-        unseen.append("whether both jobs are given the same inputs, which no tap shows (gl.watch(inputs=True)).")
-    if not weights:
+        unseen.append(_NO_INPUTS.format("jobs"))
+    if not _shows_weights(compared):
         told = "; none was grafted for that reason" if weights_grafted is not None else ""
-        unseen.append(f"whether both jobs hold the same weights, which no tap shows (gl.watch(params=True)){told}.")
+        unseen.append(_NO_WEIGHTS.format("jobs") + f"{told}.")
     elif weights_grafted is not None:
         last.append("The target has the baseline's weights from this verdict on (graft_weights=True).")
     elif any(said.startswith("The weights differ") for said in differing_data(compared, threshold)):

@@ -12,6 +12,7 @@ from kit.job_scripts import end, start
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.compat import sglang_dumper
 from graftlab.compat.imports import replace_imports
 from graftlab.compat.sglang_dumper import Dumper
 from graftlab.grafting import active
@@ -63,7 +64,7 @@ def test_gradients_and_parameters_are_shown_where_they_are_enabled(tmp_path: Pat
         dumper.configure(enable_value=False, enable_grad=True, enable_model_value=True, enable_model_grad=True)
         dumper.dump("x", x)
         model(x).sum().backward()
-        dumper.dump_model(model, name_prefix="p")
+        dumper.dump_model(model, name_prefix="p", get_grad=lambda parameter: parameter.grad, step=7)
 
     found = recorded(tmp_path, show)
     assert [(tap["name"], tap.get("kind")) for tap in found] == [
@@ -102,6 +103,53 @@ def test_outside_of_a_session_nothing_is_done() -> None:
     dumper.dump("x", object())
     dumper.dump_dict("x", object())
     dumper.step()
+
+
+class Batch:
+    """With attributes of every sort."""
+
+    __slots__ = ("_hidden",)
+
+    def __init__(self) -> None:
+        self._hidden = torch.zeros(1)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return torch.arange(2)
+
+    @property
+    def broken(self) -> torch.Tensor:
+        raise RuntimeError("not now")
+
+    def method(self) -> None: ...
+
+
+def test_objects_are_shown_by_the_attributes_that_can_be_read(tmp_path: Path) -> None:
+    found = recorded(tmp_path, lambda dumper: dumper.dump_dict("batch", Batch()))
+    assert [tap["name"] for tap in found] == ["batch__hidden", "batch_ids"]
+
+
+def test_while_it_is_off_nothing_is_shown_and_no_step_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(dumper: Dumper) -> None:
+        for number in range(4):
+            dumper.configure(enable=number % 2 == 1)
+            dumper.dump("x", torch.ones(1), number=number)
+            dumper.dump_dict("d", {"x": torch.ones(1)})
+            dumper.step()
+
+    found = recorded(tmp_path / "switched", show)
+    assert [(tap["step"], tap["name"]) for tap in found] == [(0, "x"), (0, "d_x"), (1, "x"), (1, "d_x")]
+    assert [tap["number"] for tap in found[::2]] == [1, 3]
+    monkeypatch.setenv("DUMPER_ENABLE", "0")
+    with pytest.warns(gl.GraftWarning, match="nothing was recorded"):
+        assert recorded(tmp_path / "off", lambda dumper: dumper.dump("x", torch.ones(1))) == []
+
+
+def test_engines_and_transforms_find_the_published_names() -> None:
+    assert sglang_dumper.GraftTransformInput is gl.GraftTransformInput
+    assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())
+    assert "min=None" in sglang_dumper.get_tensor_info(torch.ones(0))
+    assert sglang_dumper.get_truncated_value((torch.ones(100, 9), "x"))[0].shape == (5, 9)
 
 
 def test_settings_that_mean_nothing_here_are_told_from_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +230,27 @@ def test_a_dump_is_a_recording_in_its_own_order(tmp_path: Path) -> None:
     assert taps[0][0].layout.text == "b h[tp]"
     assert recording.left_out == ["tap 'config', whose value is dict, not a tensor"]
     assert pickle.loads(pickle.dumps(recording)).world_size == 2
+
+
+def test_parameters_of_a_dump_pair_with_those_that_the_calls_show(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    model(torch.ones(2)).backward()
+
+    def show(dumper: Dumper) -> None:
+        dumper.configure(enable_model_value=True, enable_model_grad=True)
+        dumper.dump_model(model)
+
+    live = recorded(tmp_path / "live", show)
+    (tmp_path / "old").mkdir()
+    for index, name in enumerate(("param__weight", "grad__param__weight"), 1):
+        dump(tmp_path / "old", model.weight, step=1, rank=0, dump_index=index, name=name)
+    with pytest.raises(gl.RecordingError, match=r"a job of 2 ranks, and .* up to 0 alone"):
+        gl.Recording.open(tmp_path / "old")
+    old = gl.Recording.open(tmp_path / "old", partial=True)
+    assert pickle.loads(pickle.dumps(old)).world_size == 1
+    assert [(e.name, e.tags["kind"]) for e, _, _ in old.taps(0)] == [(tap["name"], tap["kind"]) for tap in live]
+    with pytest.raises(gl.RecordingError, match="has dumps in old, each of another time; name one of these"):
+        gl.Recording.open(tmp_path)
 
 
 class Payload:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,22 @@ def test_a_command_that_cannot_attach_says_why_in_a_line(
     assert main(["attach", *(f"--set={each}" for each in settings.split()), "nowhere.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"graftlab attach: {said}")
+
+
+@pytest.mark.parametrize("code", ["", "raise SystemExit(3)"])
+def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("argv", [*sys.argv]), ("path", [*sys.path])):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    settings = ("role=target", "baseline_world_size=1", "target_world_size=1", f"run_dir={tmp_path}")
+    ends = pytest.raises(SystemExit) if code else contextlib.nullcontext()
+    with pytest.warns(gl.GraftWarning, match=r"script.py ended before it came to a tap .* GRAFTLAB_WATCH=True"), ends:
+        assert main(["attach", *(f"--set={each}" for each in settings), str(script)]) == 0
+    assert gl.tap("x", 1) == 1
 
 
 # ---- what listens ---------------------------------------------------------------------------------------------------

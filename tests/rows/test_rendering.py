@@ -46,6 +46,10 @@ def test_the_columns_that_answer_come_first_and_the_others_are_named_below() -> 
     assert "<late>" not in markup
 
 
+def test_a_count_that_is_the_same_in_all_has_no_decimals() -> None:
+    assert "numel=4, nonfinite_differ=0," in str(to_frame([row(0, 0.1), row(1, 0.2)])._repr_html_())
+
+
 def test_a_bar_grows_with_the_logarithm_and_a_nan_is_no_number() -> None:
     markup = to_frame([row(0, 1e-9), row(1, 1e-3), row(2, 0.0, nonfinite_differ=3)])._repr_html_()
     assert re.findall(r"(\d+)%, transparent", markup) == ["25", "75"]

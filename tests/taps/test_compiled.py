@@ -48,7 +48,7 @@ class Taker:
         self.extras.append({key: torch.as_tensor(each).detach().clone() for key, each in (extras or {}).items()})
         if name in self.grafts:
             with torch.no_grad():
-                shown.detach().fill_(self.grafts[name])
+                shown.data.fill_(self.grafts[name])  # which autograd does not notice
         return value
 
     @property
@@ -221,6 +221,55 @@ def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> N
     x = X.clone()
     assert torch.compile(function, fullgraph=True, backend="aot_eager")(x).eq(6.0).all()
     assert x.eq(3.0).all()
+
+
+def parts_of_tensors(x: Tensor) -> tuple[Tensor, ...]:
+    whole = (x * 3).tanh()
+    gl.tap("columns", whole[:, :4])
+    first, second = whole.chunk(2, dim=1)
+    gl.tap("second", second)
+    gl.tap("alone", whole[:, 2:5].detach())
+    gl.tap("turned", whole.t()[1:3])
+    number = torch.view_as_complex(whole.reshape(2, 4, 2))
+    gl.tap("complex", number[:, 1:3], extras={"own": number, "count": 1})
+    conjugate = gl.tap("conjugate", number.conj())
+    return whole * 2, first + second, torch.view_as_real(number * conjugate)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_tensors_and_complex_ones_are_shown_and_written_as_uncompiled(backend: str, taker: Taker) -> None:
+    def with_gradients(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Any, ...]:
+        x = X.clone().requires_grad_()
+        results = function(x)
+        torch.stack([each.sum() for each in results]).sum().backward()
+        return *(each.detach() for each in results), x.grad
+
+    taker.grafts = {"alone": 3.0, "complex": 5.0}
+    expected, seen, values, extras = eager(taker, lambda: with_gradients(parts_of_tensors))
+    found = with_gradients(torch.compile(parts_of_tensors, fullgraph=True, backend=backend))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(taker.values, values)
+    torch.testing.assert_close(taker.extras, extras)
+    assert taker.seen == seen
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("make", [lambda x: x[:1].expand(3, 8), lambda x: x.flatten().unfold(0, 3, 1)])
+def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_that_is_said(
+    make: Callable[[Tensor], Tensor], taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_said", set())
+
+    def graft(name: str, value: Tensor, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Tensor:
+        assert replace
+        return torch.arange(float(value.numel())).reshape(value.shape)
+
+    taker.tap = graft  # type: ignore[method-assign]
+    function = torch.compile(lambda x: (gl.tap("wide", make(x)) * 2, x + 0), fullgraph=True, backend="aot_eager")
+    with pytest.warns(gl.GraftWarning, match=r"'wide'.*overlaps itself.* only what gl\.tap returned"):
+        result, untouched = function(X)
+    torch.testing.assert_close(result, torch.arange(float(result.numel())).reshape(result.shape) * 2)
+    torch.testing.assert_close(untouched, X)
 
 
 def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more_and_says_so_once(
@@ -445,6 +494,18 @@ def test_a_tag_that_follows_from_a_shape_is_compiled_for_each_shape(taker: Taker
         function(torch.ones(length, 8))
     assert [tags["length"] for _, tags in taker.seen] == [2, 3, 5, 3]
     assert len(graphs.graphs) == 3
+
+
+@pytest.mark.parametrize("values", [(1, 2, 3), (0.5, 1.5, 2.5), (None, True, 2, 2.5, "a")], ids=str)
+def test_a_tag_that_is_an_argument_is_compiled_for_each_value(values: tuple[Any, ...], taker: Taker) -> None:
+    def function(x: Tensor, value: Any) -> Tensor:
+        return gl.tap("h", x * 2, tag=value, extras={"extra": 0 if value == "a" else value or 0})
+
+    compiled_function = torch.compile(function, fullgraph=True, backend="eager")
+    for value in values:
+        compiled_function(X, value)
+    assert [(type(tags["tag"]), tags["tag"]) for _, tags in taker.seen] == [(type(value), value) for value in values]
+    assert [each["extra"].item() for each in taker.extras] == [0 if value == "a" else value or 0 for value in values]
 
 
 @not_on_2_6("raises what the tap raised")

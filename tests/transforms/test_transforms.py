@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import warnings
@@ -635,6 +636,21 @@ def test_what_cannot_be_used_is_blamed_on_the_users_own_line(source: str, line: 
     assert [text for text in frames if "File" in text][-1].startswith(f'  File "<transform {label}>", line {line}, in')
     assert f"    {shown}" in frames
     assert says in last
+
+
+@pytest.mark.parametrize(
+    ("source", "called"),
+    [
+        ("import math\ndef halve(g):\n    return g.target / 2", "halve"),
+        ("def helper(x):\n    return x\n\ndef transform(g):\n    return helper(g.target)", "transform"),
+        ("transform = abs", "transform"),
+        ("def unfinished(", "transform"),
+    ],
+)
+def test_a_text_is_labelled_by_its_function_and_another_text_by_another_label(source: str, called: str) -> None:
+    label = TransformSpec.draft(f"{source}\n").label
+    assert re.fullmatch(rf"{called} \(text [0-9a-f]{{6}}\)", label)
+    assert TransformSpec.draft(f"{source}  # another\n").label != label
 
 
 def test_what_has_no_line_of_the_users_is_raised_as_it_is() -> None:

@@ -34,6 +34,14 @@ def test_the_first_divergent_row_is_named_and_then_the_largest_difference() -> N
     ]
 
 
+def test_that_a_tap_is_in_compiled_code_is_no_part_of_its_name() -> None:
+    rows = frame({"name": "b", "rel_l2": 0.5, "tags": {"name": "b", "layer": 3, "compiled": True}})
+    assert [line.partition("b ")[2] for line in differences(rows)] == [
+        "layer=3 on target[0]: rel_l2 5.00e-01, 50,000 x the floor 1e-05, assumed for float32",
+        "layer=3 on target[0]",
+    ]
+
+
 def test_where_the_sides_agree_that_is_said_with_the_last_row() -> None:
     rows = frame({"name": "a", "rel_l2": 3e-6}, {"name": "logits", "rel_l2": 1e-6})
     assert differences(rows) == [

@@ -306,7 +306,7 @@ def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Sess
     screen = show(session)
     assert screen.find("name").value == f"2 transforms (plan {version})"
     assert "In force: 2 transforms" in screen.in_force
-    assert "# source" in screen.source
+    assert "# transform (text " in screen.source
     assert DOUBLES in screen.source
     assert "# operator.neg where True" in screen.source
     screen.click("try")
@@ -849,7 +849,7 @@ def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(ses
     session.edit(transform=DOUBLES)
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: source" in screen.message
+    assert "Put in force elsewhere: transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
     screen.click("revert")
     screen.settle()
@@ -871,7 +871,7 @@ def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: g
     screen.editor.refresh()
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: source" in screen.message
+    assert "Put in force elsewhere: transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
 
 
@@ -937,8 +937,8 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     second = session.edit(transform=triples).version
     screen = show(session)
     labels = screen.options("version")
-    assert re.fullmatch(rf"plan {second}: source \w+, 2 lines \(in force\)", labels[0])
-    assert re.fullmatch(rf"plan {first}: source \w+, 2 lines", labels[1])
+    assert re.fullmatch(rf"plan {second}: transform \(text \w+\), 2 lines \(in force\)", labels[0])
+    assert re.fullmatch(rf"plan {first}: transform \(text \w+\), 2 lines", labels[1])
     assert labels[2].endswith("the default transform")
     screen.choose("version", labels[1])
     # The text on the screen is compared, whatever the kernel has of it.

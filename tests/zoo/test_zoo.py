@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from kit import warm
 
 from graftlab.zoo import scoring
 from graftlab.zoo.controls import CONTROLS
@@ -66,11 +66,11 @@ def test_a_sample_is_named_exactly() -> None:
 
 @pytest.mark.ranks
 def test_the_command_prints_the_score() -> None:
-    command = [sys.executable, "-m", "graftlab", "zoo", "--only", "embedding"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "named exactly and wholly" in done.stdout
-    assert "1 benign controls: 0 alarms" in done.stdout
+    command = warm.start(["-m", "graftlab", "zoo", "--only", "embedding"], os.environ, forkserver=True)
+    out, err = command.communicate(timeout=110)
+    assert command.returncode == 0, err
+    assert "named exactly and wholly" in out
+    assert "1 benign controls: 0 alarms" in out
 
 
 @pytest.mark.soak
