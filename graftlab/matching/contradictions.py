@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -48,6 +49,34 @@ def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) ->
     if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
         return f"{pair.target} is {theirs[1]} by its name, and holds {pair.baseline}, which is {mine[1]}"
     return None
+
+
+def other_parts(pairs: Sequence[Pair]) -> list[str]:
+    """Taps of one size that are each found in the other side's larger tensor, and not in each other.
+
+    Where the baseline takes the first token and the target the last, both are parts of what goes before them, which
+    agrees; compared in that way alone, nothing would ever differ.
+    """
+    wholes = {(pair.baseline, pair.target) for pair in pairs if not pair.layout.leaves_out}
+    taken = {side: [p for p in pairs if p.whole == side and p.layout.leaves_out] for side in ("baseline", "target")}
+    return [
+        f"{mine.target} is a part of {mine.baseline} ({mine.layout.text!r}), and the baseline's {theirs.baseline} is "
+        f"another part of the target's {theirs.target} ({theirs.layout.text!r}), though they may be one quantity"
+        for mine in taken["baseline"]
+        for theirs in taken["target"]
+        if (mine.baseline, theirs.target) in wholes
+        and (place_of(mine.target) == place_of(theirs.baseline) or _share(mine) == _share(theirs))
+    ]
+
+
+def _share(pair: Pair) -> tuple[int, int]:
+    """Which share of the whole a part has."""
+    step = pair.layout.steps[0]
+    if not isinstance(step, Part):
+        return -1, id(pair)
+    size, whole = step.of[step.index], sum(step.of)
+    common = math.gcd(size, whole)
+    return size // common, whole // common
 
 
 def odd_layouts(pairs: Sequence[Pair]) -> list[str]:

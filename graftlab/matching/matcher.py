@@ -14,7 +14,7 @@ import numpy as np
 
 from graftlab.base.world import Side
 from graftlab.layouts import Layout
-from graftlab.matching.contradictions import odd_layouts, other_roles
+from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
 from graftlab.matching.coverage import fills, uncovered
 from graftlab.matching.items import Fetch, RecordedTap
 from graftlab.matching.names import pattern_of, place_of, similarity
@@ -97,6 +97,7 @@ class Matcher:
         roles = other_roles(sure)
         names = {name for name, _ in roles}
         said = [text for _, text in roles] + [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in names]
+        said += other_parts(sure)
         matching = {pair.target for pair in sure}
         for text in said:
             tap = self.target.get(text.partition(" ")[0])

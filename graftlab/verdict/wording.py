@@ -144,7 +144,7 @@ def _nothing_named(findings: Findings) -> str:
     if findings.of_jobs is not None and findings.of_jobs.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.of_jobs.constant:.1g}"
         return f"Of what was looked at, nothing adds more than {most} ({measured})."
-    if findings.unseen or findings.not_repeated:
+    if findings.unseen or findings.not_repeated or findings.data:
         return f"Of what was looked at, nothing adds more than rounding ({measured})."
     return f"No tap adds more than rounding does ({measured})."
 
