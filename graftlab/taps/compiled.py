@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from graftlab.base.sources import parse_expression
 from graftlab.base.tags import COMPILED
@@ -124,7 +123,19 @@ def tap(
     if hasattr(alias, "to_local"):
         torch.ops.graftlab.skip_(clock, name, "a DTensor is shown without its placements; give layout= to the tap")
         local = alias.to_local()
-    torch.ops.graftlab.show_(local, clock, name, text, tensors, form, layout or "", is_copy)
+    is_complex = local.is_complex()
+    whole = local
+    if is_complex or not is_dense(local):
+        # Inductor compiles no operator that writes into complex numbers. And of a tensor with gaps it takes the memory
+        # from its first number to its last, but after detach(), which hides of what it is a part, nobody has written
+        # the gaps.
+        whole = _as_real(local).clone(memory_format=torch.contiguous_format)
+    torch.ops.graftlab.show_(whole, clock, name, text, tensors, form, layout or "", is_copy, is_complex)
+    if whole is not local:
+        # Not told to autograd, which refuses to have one of several parts written that were made at once. Under vmap
+        # a tensor has no .data, but mostly no gradient either.
+        place = local.data if shown.requires_grad else local
+        place.copy_(torch.view_as_complex(whole) if is_complex else whole)
     if grad and shown.requires_grad:
         shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
     return value if is_computed else shown
@@ -461,23 +472,4 @@ _define(
     lambda gradient, *rest: torch.empty_like(gradient),
 )
 
-
-def _functionalize(mode: Any, show: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-    """How the compiler's front end has a tap whose graft is written into a tensor that its back end could not pass on.
-
-    Inductor compiles no operator that writes into complex numbers. And of a tensor with gaps it takes the memory from
-    its first number to its last, but after detach(), which hides of what it is a part, nobody has written the gaps.
-    """
-    value, *told = args
-    if is_dense(value) and not value.is_complex():
-        return mode.__torch_dispatch__(show, types, args, kwargs or {})
-    with mode:
-        is_complex = value.is_complex()
-        copied = torch.view_as_real(value) if is_complex else value
-        copy = copied.clone(memory_format=torch.contiguous_format)
-        show(copy, *told, **{**(kwargs or {}), "is_complex": is_complex})
-        value.copy_(torch.view_as_complex(copy) if is_complex else copy)
-
-
-torch.library.register_torch_dispatch("graftlab::show_", FunctionalTensorMode, _functionalize, lib=_library)
 torch.library.register_vmap("graftlab::show_", _show_batched, lib=_library)

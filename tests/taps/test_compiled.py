@@ -228,12 +228,13 @@ def parts_of_tensors(x: Tensor) -> tuple[Tensor, ...]:
     gl.tap("columns", whole[:, :4])
     first, second = whole.chunk(2, dim=1)
     gl.tap("second", second)
-    gl.tap("alone", whole[:, 2:5].detach())
+    other = x.sin()
+    gl.tap("alone", other[:, 2:5].detach())
     gl.tap("turned", whole.t()[1:3])
     number = torch.view_as_complex(whole.reshape(2, 4, 2))
     gl.tap("complex", number[:, 1:3], extras={"own": number, "count": 1})
     conjugate = gl.tap("conjugate", number.conj())
-    return whole * 2, first + second, torch.view_as_real(number * conjugate)
+    return whole * 2, other * 2, first + second, torch.view_as_real(number * conjugate)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -401,14 +402,16 @@ def test_function_transforms_work_and_show_what_they_compute_with(
     transform: Callable[..., Any], tags: dict[str, Any], taker: Taker
 ) -> None:
     def function(x: Tensor) -> Tensor:
-        return gl.tap("x", x * x)
+        square = x * x
+        gl.tap("part", square[..., ::2])
+        return gl.tap("x", square)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "_taker", None)
         expected = transform(function)(X)
     torch.testing.assert_close(torch.compile(transform(function), fullgraph=True, backend="aot_eager")(X), expected)
-    torch.testing.assert_close(taker.values, [X * X])
-    assert taker.seen == [("x", tags)]
+    torch.testing.assert_close(taker.values, [(X * X)[:, ::2], X * X])
+    assert taker.seen == [("part", tags), ("x", tags)]
 
 
 @pytest.mark.parametrize("bad", [torch.ones(1), object(), [1, 2]], ids=["a tensor", "an object", "a list"])
