@@ -34,9 +34,9 @@ def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _is_true(condition: bool) -> bool:
-    try:
-        # Not above, as it loads sympy, which whoever traces has loaded.
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
-    except ImportError:  # torch 2.6
-        return bool(condition)
-    return guard_or_false(condition)
+    # Not above, as it loads sympy, which whoever traces has loaded.
+    from torch.fx.experimental import symbolic_shapes
+
+    # Torch 2.6 has no such word. A tracer follows hasattr, and no ImportError.
+    known = hasattr(symbolic_shapes, "guard_or_false")
+    return symbolic_shapes.guard_or_false(condition) if known else bool(condition)
