@@ -37,6 +37,10 @@ def _is_true(condition: bool) -> bool:
     # Not above, as it loads sympy, which whoever traces has loaded.
     from torch.fx.experimental import symbolic_shapes
 
-    # Torch 2.6 has no such word. A tracer follows hasattr, and no ImportError.
-    known = hasattr(symbolic_shapes, "guard_or_false")
-    return symbolic_shapes.guard_or_false(condition) if known else bool(condition)
+    # A tracer follows hasattr, and no ImportError.
+    if hasattr(symbolic_shapes, "guard_or_false"):
+        return symbolic_shapes.guard_or_false(condition)
+    # Torch 2.6, whose tracer follows an `if` where a size is not known, and no bool().
+    if condition:  # noqa: SIM103
+        return True
+    return False
