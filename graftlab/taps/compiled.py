@@ -308,7 +308,7 @@ def _show(
                 value.copy_(result)
                 _warn_once(
                     f"gl.tap({name!r}) in compiled code: the tensor is expanded or overlaps itself (one number in "
-                    "several places), so only what gl.tap returned carries the graft"
+                    "several places), so only what gl.tap returned carries the graft: go on with x = gl.tap(...)"
                 )
     except BaseException:
         forget_open_tags()  # the graph ends here, and closes none

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from graftlab.base.sources import install_source
+from graftlab.base.sources import install_source, parse
 from graftlab.errors import TransformError, warn
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome, Transform
 from graftlab.transforms.running import user_traceback
@@ -202,7 +202,7 @@ def _load_path(path: str) -> Callable[..., Any]:
 def _function_in(source: str) -> str:
     """What the source calls the function that is the transform, without running it."""
     try:
-        made = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        made = [node.name for node in parse(source).body if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
         made = []
     return made[0] if len(made) == 1 else "transform"

@@ -8,9 +8,11 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from graftlab.base import sources
 from graftlab.base.sources import parse, parse_expression
 
 
@@ -73,3 +75,10 @@ def test_an_error_of_another_kind_is_raised_at_once(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemError, match="unknown opcode"):
         parse("1")
     assert len(calls) == 1
+
+
+def test_everything_of_ours_is_read_here() -> None:
+    """The bare :func:`ast.parse` may fail in any thread; see :func:`graftlab.base.sources.parse`."""
+    package = Path(sources.__file__).parent.parent
+    found = [path for path in package.rglob("*.py") if "ast.parse(" in path.read_text()]
+    assert found == [Path(sources.__file__)]
