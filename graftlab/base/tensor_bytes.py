@@ -47,10 +47,17 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 
-def assembled(pieces: Sequence[memoryview], nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def assembled(
+    pieces: Sequence[memoryview],
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The tensor whose elements are in these pieces; a window into the only one, where it lies as the dtype needs it.
 
-    Raises ValueError or RuntimeError where they do not fit together.
+    With ``into``, so many flat bytes, it is a window into those. Raises ValueError or RuntimeError where they do not
+    fit together.
     """
     came = sum(map(len, pieces))
     if came != nbytes:
@@ -58,8 +65,8 @@ def assembled(pieces: Sequence[memoryview], nbytes: int, dtype: torch.dtype, sha
     if not nbytes:
         return torch.empty(0, dtype=dtype, device="cpu").view(shape)
     flat = torch.frombuffer(pieces[0], dtype=torch.uint8)
-    if len(pieces) > 1 or flat.data_ptr() % 16:
-        flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    if into is not None or len(pieces) > 1 or flat.data_ptr() % 16:
+        flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if into is None else into
         start = 0
         for piece in pieces:
             flat[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)

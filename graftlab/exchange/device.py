@@ -76,6 +76,12 @@ class Gpu(Protocol):
     def wait(self, event: Event, device: torch.device) -> None:
         """Let everything that is issued on the device's stream from now on wait for the event."""
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """New bytes of the host's memory that its GPUs copy from and to by themselves.
+
+        They are not given out again before the GPU has done with them. Raises RuntimeError where there are none.
+        """
+
 
 class Cuda:
     """Implements :class:`Gpu` with torch."""
@@ -119,6 +125,10 @@ class Cuda:
 
     def wait(self, event: Any, device: torch.device) -> None:
         event.wait(torch.cuda.current_stream(device))
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass

@@ -6,8 +6,9 @@ they are (:mod:`.receiving`). What was received is released in batches; what nob
 receivers end the step.
 
 Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
-machines a tensor's bytes are sent along with its frame, from where they lie in the segment (:mod:`.tcp`), and stay
-there until they are released, as for all others: so the budget bounds what any receiver has to hold.
+machines a tensor's bytes are sent along with its frame (:mod:`.tcp`), from where they lie in the segment or, of a
+tensor on a GPU, in pinned memory (:mod:`.pinned`). They stay there until they are released, as for all others: so the
+budget bounds what any receiver has to hold.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from graftlab.exchange.frames import (
     Yield,
 )
 from graftlab.exchange.peers import Link, Peer, Peers
+from graftlab.exchange.pinned import PinnedMemory
 from graftlab.exchange.receiving import Receiver
 from graftlab.exchange.sending import Sender
 from graftlab.exchange.whereabouts import WhereaboutsPage
@@ -65,8 +67,11 @@ class RankExchange(Generic[Memo]):
         gpu = gpu or Cuda()
         self._arena = arena
         self._peers = peers = Peers(place, links, timeout)
-        self._receiver = receiver = Receiver(peers, budget, gpu)
-        self._sender: Sender[Memo] = Sender(peers, arena, budget, gpu, partial(receiver.release_read, wait=False))
+        pinned = PinnedMemory(gpu, place.label)
+        self._receiver = receiver = Receiver(peers, budget, gpu, pinned)
+        self._sender: Sender[Memo] = Sender(
+            peers, arena, budget, gpu, pinned, partial(receiver.release_read, wait=False)
+        )
         peers.listen(
             {
                 Published: receiver.on_published,

@@ -22,6 +22,7 @@ from graftlab.exchange.frames import (
     Yield,
 )
 from graftlab.exchange.peers import Peer, Peers
+from graftlab.exchange.pinned import PinnedMemory
 
 # Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
 # bytes, because a sender writes there again while the cache holds it: to copy 4 MiB into one place takes it half as
@@ -48,8 +49,10 @@ class Receiver:
     be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
     """
 
-    def __init__(self, peers: Peers, budget: int, gpu: Gpu) -> None:
+    def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory) -> None:
         self._peers = peers
+        self._gpu = gpu
+        self._pinned = pinned
         self._large = min(_RELEASE_BYTES, budget // _RELEASE_SHARE)
         self._reader = DeviceReader(gpu)
         self._ended_step = -1
@@ -128,11 +131,17 @@ class Receiver:
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
         if not isinstance(location, DeviceLocation):
+            pinned = None
             if peer.arena is None:
-                window = assembled(peer.carried.pop(published.id, ()), nbytes, dtype, shape)
+                if nbytes and near is not None and self._gpu.takes(near):
+                    pinned = self._pinned.new(nbytes)
+                window = assembled(peer.carried.pop(published.id, ()), nbytes, dtype, shape, pinned)
             else:
                 window = peer.arena.window(location or 0, nbytes, dtype, shape)
-            return window if near is None or near.is_cpu else window.to(near.device)
+            if near is None or near.is_cpu:
+                return window
+            # Pinned bytes are not given out again before the GPU has read them: nobody has to wait for that.
+            return window.to(near.device, non_blocking=pinned is not None and pinned.is_pinned())
         try:
             window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
         except Exception as error:

@@ -28,6 +28,7 @@ from graftlab.exchange.frames import (
     encode,
 )
 from graftlab.exchange.peers import Peer, Peers, Wait
+from graftlab.exchange.pinned import PinnedMemory, PinnedStaging
 from graftlab.exchange.staging import HostStaging, Staging
 from graftlab.exchange.tcp import RemoteChannel
 
@@ -62,7 +63,15 @@ class Sender(Generic[Memo]):
     for room, because they may be waiting for that.
     """
 
-    def __init__(self, peers: Peers, arena: Arena, budget: int, gpu: Gpu, release_read: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        arena: Arena,
+        budget: int,
+        gpu: Gpu,
+        pinned: PinnedMemory,
+        release_read: Callable[[], None],
+    ) -> None:
         self._peers = peers
         self._label = peers.place.label
         self._budget = budget
@@ -71,6 +80,8 @@ class Sender(Generic[Memo]):
         self._allocator = Allocator(len(arena.map))
         self._host = HostStaging(arena, self._allocator)
         self._device = DeviceStaging(gpu, self._label, budget, self._share_chunk)
+        self._gpu = gpu
+        self._pinned = PinnedStaging(pinned)
         self._outgoing: dict[int, _Outgoing[Memo]] = {}
         self._last_id = 0
         self._sent_since_look = 0
@@ -81,7 +92,7 @@ class Sender(Generic[Memo]):
 
     @property
     def bytes_in_use(self) -> int:
-        return self._allocator.bytes_in_use + self._device.bytes_in_use
+        return self._allocator.bytes_in_use + self._device.bytes_in_use + self._pinned.bytes_in_use
 
     def take_unmatched(self) -> list[Memo]:
         taken, self._unmatched = self._unmatched, []
@@ -113,35 +124,56 @@ class Sender(Generic[Memo]):
                 self._unmatched.append(memo)
             return
         ranks = {peer.world_rank for peer in receivers}
+        remote = [peer for peer in receivers if peer.remote] if self._peers.has_remote else []
         staging: Staging = self._host
         location: Location = None
-        # What a rank on another machine is sent has to lie in the host's memory, also for those that are here.
-        all_here = not (self._peers.has_remote and any(peer.remote for peer in receivers))
         if nbytes:
-            if not on_host and all_here and (location := self._device.put(tensor, nbytes, ranks)) is not None:
-                staging = self._device
-            elif (location := self._host.put(tensor, nbytes, ranks)) is None:
-                raise BufferFullError(
-                    f"{self._label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not fit "
-                    f"into what its segment has left"
-                )
+            staging, location = self._stage(key, tensor, nbytes, ranks, len(remote))
         self._last_id += 1
         self._outgoing[self._last_id] = _Outgoing(key.step, staging, location, ranks, memo)
         dtype = DTYPE_NAMES[tensor.dtype]
         frame = encode(Published(key, self._last_id, dtype, tuple(tensor.shape), nbytes, location, packed))
-        if all_here:
+        if not remote:
             for peer in receivers:
                 peer.channel.send(frame)
         else:
-            self._send_attached(receivers, frame, location, nbytes)
+            self._send_attached(receivers, frame, staging, location, nbytes)
 
-    def _send_attached(self, receivers: list[Peer], frame: bytes, location: Location, nbytes: int) -> None:
+    def _stage(
+        self, key: TapKey, tensor: torch.Tensor, nbytes: int, receivers: set[int], remote: int
+    ) -> tuple[Staging, Location]:
+        """Copy the tensor to where all of these receivers can get it, so many of which share no memory with this rank.
+
+        Raises :class:`BufferFullError`.
+        """
+        if not tensor.is_cpu:
+            if not remote:
+                if (there := self._device.put(tensor, nbytes, receivers)) is not None:
+                    return self._device, there
+            elif self._gpu.takes(tensor):
+                if remote == len(receivers):
+                    return self._pinned, self._pinned.put(tensor, nbytes, receivers)
+                # Those that are here look at it in the segment, into which the GPU would copy more slowly.
+                tensor = self._pinned.fetch(tensor, nbytes)
+        location = self._host.put(tensor, nbytes, receivers)
+        if location is None:
+            raise BufferFullError(
+                f"{self._label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not fit into "
+                f"what its segment has left"
+            )
+        return self._host, location
+
+    def _send_attached(
+        self, receivers: list[Peer], frame: bytes, staging: Staging, location: Location, nbytes: int
+    ) -> None:
         """The same where some share no memory with this rank: the bytes go along, from where they lie.
 
         A receiver that ends the step while they are on their way does not look at them any more, so that they may be
         written over then.
         """
-        attached = self._arena.view(location, nbytes) if isinstance(location, int) else None
+        attached = None
+        if isinstance(location, int):
+            attached = self._pinned.view(location) if staging is self._pinned else self._arena.view(location, nbytes)
         for peer in receivers:
             if isinstance(peer.channel, RemoteChannel):
                 peer.sent += 1

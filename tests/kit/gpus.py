@@ -35,6 +35,8 @@ class Machine:
         self.reads_take_long = False
         self.reads: list[LateEvent] = []
         self.fails_at: str | None = None
+        # How many bytes of pinned memory were asked for, each time.
+        self.pinned: list[int] = []
         self.current_stream = "default"
 
     def finish_reads(self) -> None:
@@ -141,6 +143,11 @@ class LateGpu:
         elif event.mark.stream != self.machine.current_stream:
             self.issued[self.machine.current_stream].append(partial(self.run_past, event.mark))
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self._may_fail("pinned")
+        self.machine.pinned.append(nbytes)
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
     def run_past(self, mark: Mark) -> None:
         while not mark.passed:
             self._run_next(mark.stream)
@@ -222,6 +229,9 @@ class FileGpu:
 
     def wait(self, event: Any, device: torch.device) -> None:
         assert event.query()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("files cannot be pinned")
 
 
 def to_cuda(tensor: torch.Tensor) -> torch.Tensor:

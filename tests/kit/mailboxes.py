@@ -144,7 +144,7 @@ class World:
     """Every rank of a graft world, in this process.
 
     ``gpu`` makes the GPU of each rank; without it, all is on the host. With ``tcp`` no rank looks into the memory of
-    another.
+    another; ``far`` world ranks are on a machine of their own each.
     """
 
     def __init__(
@@ -157,14 +157,19 @@ class World:
         gpu: Callable[[int], Gpu] | None = None,
         put: Put = as_it_is,
         tcp: bool = False,
+        far: Collection[int] = (),
     ) -> None:
         self.shares_memory = not tcp
-        wires = make_wires(baseline + target)
+        count = baseline + target
+        wires = make_wires(count)
         self.mailboxes: list[Mailbox] = []
-        remote = connect_all(make_posts(baseline + target)) if tcp else {}
+        far = range(count) if tcp else far
+        remote = connect_all(make_posts(count)) if far else {}
         for me in Place("baseline", 0, baseline, target).everyone():
-            links: Mapping[int, Any] = remote.get(me.world_rank) or {
-                other: link for (rank, other), link in wires.links.items() if rank == me.world_rank
+            links: dict[int, Any] = {
+                other: remote[rank][other] if rank in far or other in far else link
+                for (rank, other), link in wires.links.items()
+                if rank == me.world_rank
             }
             mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, budget=budget, timeout=timeout)
             self.mailboxes.append(mine)
