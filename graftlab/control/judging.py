@@ -516,7 +516,9 @@ def labelled(
         labels.update(each.labels)
         alone.update(each.alone)
     over = frame["ratio"] > threshold
-    frame["label"] = [labels[g] if o else "clean" for g, o in zip(frame["group"], over, strict=True)]
+    frame["label"] = [
+        labels[g] if o else label for g, o, label in zip(frame["group"], over, frame["label"], strict=True)
+    ]
     frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
     if named:
         first = int(over.to_numpy().argmax())

@@ -81,9 +81,10 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
     """How far an output is from its record, over the record's norm; each shard is a record and a value.
 
     Infinite where one of them alone is not finite, NaN where a shard has no record of its shape. Numbers that are
-    infinite or NaN in both alike, as the logits of what must not be chosen, are left out.
+    infinite or NaN in both alike, as the logits of what must not be chosen, are left out; NaN where no others are left.
     """
     off = whole = 0.0
+    numbers = finite_ones = 0
     for recorded, value in shards:
         if recorded is None or value.shape != recorded.shape:
             return math.nan
@@ -91,6 +92,10 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
         finite = one.isfinite() & other.isfinite()
         if not (finite | (one == other) | (one.isnan() & other.isnan())).all():
             return math.inf
+        numbers += finite.numel()
+        finite_ones += int(finite.count_nonzero())
         off += float((one - other)[finite].square().sum())
         whole += float(one[finite].square().sum())
+    if numbers and not finite_ones:
+        return math.nan
     return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)

@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from graftlab.base.words import counted
+from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.groups import kind_of_group, numbers_in
 
@@ -61,7 +63,7 @@ class Findings:
 
     @property
     def named(self) -> list[str]:
-        return list(dict.fromkeys(self.frame.loc[~self.frame["label"].isin(("clean", "inherited")), "group"]))
+        return list(dict.fromkeys(self.frame.loc[~self.frame["label"].isin(NOT_NAMED), "group"]))
 
 
 def text_of(findings: Findings) -> str:
@@ -133,10 +135,14 @@ def _nothing_named(findings: Findings) -> str:
     frame = findings.frame[~findings.frame["group"].isin(list(findings.inputs))]
     if not len(frame):
         return "Apart from inputs no tap was measured on both sides. Put gl.tap or gl.watch into both functions."
+    frame = frame[frame["ratio"].notna()]
+    if not len(frame):
+        nothing = "Apart from inputs nothing" if findings.inputs else "Nothing"
+        return f"{nothing} was compared: not one number of any tap is finite on both sides."
     top = frame["ratio"].max()
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
-        f"{frame['group'].nunique()} groups of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
+        f"{counted(frame['group'].nunique(), 'group')} of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
         f"{_number(findings)}"
     )
     if coarse:
@@ -163,7 +169,7 @@ def _number(findings: Findings) -> str:
 
 
 def _label(frame: pd.DataFrame, group: str) -> str:
-    labels = frame.loc[(frame["group"] == group) & ~frame["label"].isin(("clean", "inherited")), "label"]
+    labels = frame.loc[(frame["group"] == group) & ~frame["label"].isin(NOT_NAMED), "label"]
     return str(labels.iloc[0])
 
 

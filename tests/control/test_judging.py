@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -150,6 +151,22 @@ def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("nan",))
     assert verdict.named == ["layers.*.act"]
     assert "in layer 1 of 0-3 (not finite on one side" in verdict.text
+
+
+def overflowing_chain(side: str) -> torch.Tensor:
+    """Like a chain in float16, whose numbers leave its range on the way; the target's is other before that."""
+    x = gl.tap("before", torch.ones(4) * (2.0 if gl.here().side == side else 1.0))
+    return gl.tap("after", gl.tap("act", x * math.inf) - math.inf)
+
+
+def test_what_is_finite_on_neither_side_is_unmeasured_and_not_clean(session: gl.Session) -> None:
+    verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
+    assert verdict.text.startswith("Not looked at: 2 taps (act, after) have no pair of finite numbers.")
+    assert "Of what was looked at, nothing adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
+    verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
+    assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
+    assert "What before does to the output after could not be measured" in verdict.text
 
 
 def random_chain() -> None:
