@@ -121,11 +121,14 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
         return 0.0
     rms = math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
     largest = row["max_abs"] / rms if rms else math.inf
-    return max(_over(row["rel_l2"], floor.rel_l2), _over(largest, floor.rel_max))
+    return max(times(row["rel_l2"], floor.rel_l2), times(largest, floor.rel_max))
 
 
-def _over(value: float, floor: float) -> float:
-    return value / floor if floor else math.inf
+def times(distance: float, floor: float) -> float:
+    """How many times its floor a distance is; infinite over a floor of 0, which whole numbers have."""
+    if floor or math.isnan(distance):
+        return distance / (floor or 1.0)
+    return math.inf if distance else 0.0
 
 
 def coarser_dtype(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -30,6 +30,15 @@ class Causes:
     total: float = 0.0
     cancelling: tuple[frozenset[str], ...] = ()
     cut_short: bool = False
+    earlier: tuple[int, ...] = ()
+    """The steps in which the output differs although it agrees the last time that it is there."""
+
+    def with_earlier(self, steps: Iterable[int]) -> Causes:
+        """The same where the output differs in these steps. What moves it is not known, as only its last is swapped."""
+        known = tuple(sorted(set(steps)))
+        if not known:
+            return self
+        return replace(self, labels=dict.fromkeys(self.labels, "culprit"), earlier=known)
 
 
 def find_causes(named: Sequence[str], effect: Effect, threshold: float) -> Causes:

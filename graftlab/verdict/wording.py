@@ -351,8 +351,13 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
+def _over_floor(times: float) -> str:
+    """Numbers that do not round have a floor of 0; and one side alone may be infinite or NaN."""
+    return "beyond any floor" if math.isinf(times) else f"{times:.2g} x its floor"
+
+
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
-    groups = ", ".join(causes.labels)
+    key, groups = output, ", ".join(causes.labels)
     # Of a model that is watched as a whole the last tap is called so.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
@@ -361,16 +366,22 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
         return [f"What {groups} {do} to the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
-            f"With the baseline's {groups} the output{output} is still {causes.restored:.2g} x its floor: something "
+            f"With the baseline's {groups} the output{output} is still {_over_floor(causes.restored)}: something "
             "acts outside of the taps. State that is written before its tap (a KV cache) is such a thing; tap it."
         ]
     lines = []
-    if causes.total <= findings.threshold:
-        lines.append(f"The output{output} agrees all the same ({causes.total:.2g} x its floor).")
+    if causes.earlier:
+        worst = findings.frame.loc[findings.frame["group"] == key, "error_ratio"].max()
+        lines.append(
+            f"The output{output} agrees the last time ({_over_floor(causes.total)}), and differs before that, in step"
+            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)} (up to {_over_floor(worst)})."
+        )
+    elif causes.total <= findings.threshold:
+        lines.append(f"The output{output} agrees all the same ({_over_floor(causes.total)}).")
     else:
         lines.append(
-            f"With the baseline's {groups} the output{output} agrees ({causes.restored:.2g} x its floor; "
-            f"{causes.total:.2g} x without)."
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
+            f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
         )
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
     if causes.cut_short:
