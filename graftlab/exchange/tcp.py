@@ -260,6 +260,19 @@ class Post:
                 os.eventfd_write(self._wake, 1)
             return frames
 
+    def collect(self) -> list[tuple[RemoteChannel, list[bytes]]]:
+        """The same of all channels that have something, or have ended, at once: with a thousand of them to ask each
+        takes far longer than to read."""
+        with self._lock:
+            self.pump()
+            news = [each for each in self._channels.values() if each.arrived or (each.ended and not each.closed)]
+            collected = []
+            for channel in news:
+                collected.append((channel, list(channel.arrived)))
+                channel.arrived.clear()
+                channel.closed |= channel.ended
+            return collected
+
     def pump(self) -> None:
         """Bring every frame that has come to its channel, and note new connections and ends. Does not wait."""
         with self._lock:
