@@ -164,12 +164,9 @@ class Trunk:
             self._close_near(strand)
 
     def close(self) -> None:
-        """End every line: there is no far end any more. What came last is for who reads it."""
+        """End every line: there is no far end any more. What its sockets hold is still read."""
         for strand in list(self.strands.values()):
             strand.near_ended = True
-            if strand.waiting and strand.near is not None:
-                # One that reads slowly loses what its socket does not hold, as when the line itself breaks.
-                self._write(strand)
             self._forget(strand)
         self._lines.close()
         self._bells.close()
