@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,13 @@ from kit.job_scripts import end, start, variables
 from kit.support import wait_until
 
 import graftlab as gl
-from graftlab.exchange.keys import new_token
+from graftlab.base.world import Place
+from graftlab.config import GraftConfig
+from graftlab.exchange.keys import keys_of, new_token
+from graftlab.exchange.tcp import Post
+from graftlab.jobs.entering import Entrance
+from graftlab.jobs.greeting import Refused, pack
+from graftlab.jobs.trunk import HELLO, HOST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -165,3 +173,51 @@ def test_the_jobs_of_a_host_share_one_agent_and_outlive_it(tmp_path: Path, meeti
     assert meeting.sockets == []
     assert meeting.log.rstrip().endswith("ends: it has had no line for 2 s")
     session.close()
+
+
+def test_without_an_agent_each_job_has_a_connection_of_its_own_and_says_why(tmp_path: Path, meeting: Meeting) -> None:
+    # Where its log cannot be written it does not begin; and one of the jobs wants none.
+    (meeting.folder / "agent.log").mkdir(parents=True, mode=0o700)
+    told = meeting.told(run_dir=tmp_path / "run")
+    with gl.listen(address=meeting.address, token=meeting.token, folder=tmp_path / "notebook") as session:
+        jobs = [
+            start("trusted_model.py", **variables("baseline", 1, 1, **told)),
+            start("trusted_model.py", **variables("target", 1, 1, **told, agent=0)),
+        ]
+        assert [end(job)[:2] for job in jobs] == [(0, "done True\n")] * 2
+        wait_until(lambda: session.runs[-1].done, "the end of the run")
+        assert session.row_count == 9
+    logs = [(tmp_path / "run" / "logs" / f"{side}-0.log").read_text() for side in ("baseline", "target")]
+    assert "baseline[0]: what it says goes on a connection of its own: [Errno 21] Is a directory" in logs[0]
+    assert (
+        "target[0]: what it says goes on a connection of its own: agent is switched off (GRAFTLAB_AGENT=0)" in logs[1]
+    )
+    (meeting.folder / "agent.log").rmdir()
+
+
+def test_a_holder_that_takes_no_lines_of_agents_is_asked_directly(meeting: Meeting) -> None:
+    refused = pack(Refused("what it said is no greeting", settings=False))
+    post = Post(keys_of(meeting.token), HOST, "127.0.0.1", (meeting.port,))
+    said: list[bytes] = []
+
+    def answer() -> None:
+        while not said or said[-1].startswith(HELLO):
+            select.select([post], [], [], DEADLINE)
+            for channel, frames in post.collect():
+                said.extend(frames)
+                for _ in frames:
+                    channel.send(refused)
+
+    older = threading.Thread(target=answer)
+    older.start()
+    config = GraftConfig(
+        role="baseline", baseline_world_size=1, target_world_size=1, address=meeting.address, token=meeting.token
+    )
+    entrance = Entrance(Place("baseline", 0, 1, 1), config)
+    with pytest.raises(gl.SessionError, match="what it said is no greeting"):
+        entrance.enter()
+    older.join(DEADLINE)
+    post.close()
+    assert entrance.why_no_agent == "whoever holds the session takes no lines of agents"
+    assert [frame.startswith(HELLO) for frame in said] == [True, False]
+    assert len(meeting.agents) == 1
