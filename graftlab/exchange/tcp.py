@@ -297,8 +297,10 @@ class Post:
         # Once: another try may be on its way to the same endpoint.
         if channel.endpoint and not known:
             # Else what was sent in vain would wait for a connection that will never be.
+            self._socket.setsockopt(zmq.LINGER, 0)
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(channel.endpoint)
+            self._socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
 
     def _look_at_connections(self) -> list[RemoteChannel]:
         """Read what the socket says of its connections; returns those that have ended."""
