@@ -154,7 +154,7 @@ class Agent:
         if self._trunk is None:
             self._post = Post(self._keys, b"lines " + secrets.token_hex(8).encode())
             self._far = far = self._post.connect(HOST, *self._endpoint)
-            far.send(HELLO + b" %d" % os.getpid())
+            far.send(HELLO + f" {os.getpid()} on {socket.gethostname()}".encode())
             self._welcome = False
             self._trunk = Trunk(far.send, rings_near=False)
             lines, bells = self._trunk.descriptors

@@ -24,7 +24,7 @@ from graftlab.jobs.gathering import Gathering
 from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
 from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
-from graftlab.jobs.relay import FarLine
+from graftlab.jobs.relay import FarLine, way_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
@@ -215,6 +215,7 @@ class Host:
                 far.send(pack(refused))
                 return
             rank, note = self._admit(join, None)
+            rank.line = way_of(far)
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
             far.send(pack(self._joined(rank, [])))

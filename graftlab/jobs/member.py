@@ -160,6 +160,9 @@ class Member:
                 if request is None or isinstance(arrived, Exception):
                     raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
                 return request, arrived, rest
+        carrier = self._carrier
+        if isinstance(carrier, AgentLine) and carrier.was_killed:
+            raise SessionError(f"agent {carrier.pid}, which carried its line, ended before all had joined")
         raise SessionError("whoever held the session went away before all had joined")
 
     def _next_arrived(self) -> World | Exception:

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from graftlab.errors import GraftError, MessageError
@@ -35,6 +36,7 @@ _REST = 2
 # Before the first word on a line that others share a connection with: how long it is, and how long it may be.
 _LENGTH = struct.Struct("<I")
 _LONGEST_WORD = 256 << 20
+_LONGEST_NAME = 100
 
 
 class FarLine(Protocol):
@@ -48,14 +50,20 @@ class FarLine(Protocol):
 class _SharedLine:
     """One of several lines on a connection."""
 
-    def __init__(self, strand: Strand) -> None:
+    def __init__(self, strand: Strand, agent: str) -> None:
         self.strand = strand
+        self.agent = agent
 
     def send(self, payload: bytes) -> None:
         self.strand.send(_LENGTH.pack(len(payload)) + payload)
 
     def close(self) -> None:
         self.strand.close()
+
+
+def way_of(far: FarLine) -> str:
+    """How a line comes here, in words."""
+    return f"agent {far.agent}" if isinstance(far, _SharedLine) else "TCP"
 
 
 @dataclass
@@ -174,7 +182,8 @@ class Relay:
         for pair in list(self._pairs.values()):
             self._from_near(pair)
         for trunk in self._trunks.values():
-            trunk.work()
+            while trunk.work():
+                pass
             trunk.flush()
 
     def _from_afar(self) -> None:
@@ -220,7 +229,9 @@ class Relay:
             if self._on_stranger is None:
                 return
             far.send(HELLO)
-            trunk = self._trunks[far] = Trunk(far.send, lambda strand: None, self._hear_first_word, rings_near=True)
+            agent = message.removeprefix(HELLO).decode(errors="replace").strip()[:_LONGEST_NAME]
+            hear = partial(self._hear_first_word, agent=agent)
+            trunk = self._trunks[far] = Trunk(far.send, lambda strand: None, hear, rings_near=True)
             self._poller.register(trunk.descriptors[0], select.POLLIN)
             return
         try:
@@ -229,7 +240,7 @@ class Relay:
             logger.error("the lines of another machine are cut: %s", error)
             far.close()
 
-    def _hear_first_word(self, strand: Strand) -> None:
+    def _hear_first_word(self, strand: Strand, agent: str) -> None:
         if len(strand.waiting) < _LENGTH.size:
             return
         (length,) = _LENGTH.unpack_from(strand.waiting)
@@ -239,7 +250,7 @@ class Relay:
         elif len(strand.waiting) >= _LENGTH.size + length:
             word = bytes(strand.waiting[_LENGTH.size : _LENGTH.size + length])
             del strand.waiting[: _LENGTH.size + length]
-            self._meet(_SharedLine(strand), word)
+            self._meet(_SharedLine(strand, agent), word)
 
     def _end_trunk(self, far: RemoteChannel) -> None:
         trunk = self._trunks.pop(far)

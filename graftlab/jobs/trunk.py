@@ -21,7 +21,7 @@ HOST = b"host"
 """What whoever holds a session is called by those that connect to it."""
 
 HELLO = b"graftlab-lines/1"
-"""The first message of who carries lines, and the answer of who takes them."""
+"""Who carries lines says so first, and then who it is; the answer of who takes them."""
 
 WINDOW = 4 << 20
 """Bytes of one line, in one direction, that were sent and not taken yet."""

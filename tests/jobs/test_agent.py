@@ -135,6 +135,7 @@ def test_the_jobs_of_a_host_share_one_agent_and_outlive_it(tmp_path: Path, meeti
     assert "torch" not in maps
     assert "memfd:graftlab" not in maps
     assert os.getsid(first[0]) not in [os.getsid(job.pid) for job in jobs]
+    assert set(session.status()["line"]) == {f"agent {first[0]} on {socket.gethostname()}"}
     assert session.stacks().keys() == {"baseline[0]", "target[0]", "target[1]"}
 
     os.kill(first[0], signal.SIGKILL)
@@ -186,6 +187,7 @@ def test_without_an_agent_each_job_has_a_connection_of_its_own_and_says_why(tmp_
         ]
         assert [end(job)[:2] for job in jobs] == [(0, "done True\n")] * 2
         wait_until(lambda: session.runs[-1].done, "the end of the run")
+        assert set(session.status()["line"]) == {"TCP"}
         assert session.row_count == 9
     logs = [(tmp_path / "run" / "logs" / f"{side}-0.log").read_text() for side in ("baseline", "target")]
     assert "baseline[0]: what it says goes on a connection of its own: [Errno 21] Is a directory" in logs[0]
