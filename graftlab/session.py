@@ -386,7 +386,7 @@ class Session(SessionCore):
         self._require_workers("run code on")
         from graftlab.control.compiling import compare_compiled
 
-        return compare_compiled(self, function, args, dict(kwargs or {}), options, threshold)
+        return compare_compiled(self, function, args, kwargs, options, threshold)
 
     def check(
         self,

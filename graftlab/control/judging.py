@@ -13,7 +13,7 @@ from graftlab.base.tags import own_tags
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, refuse_no_expression
+from graftlab.control.works import Callee, arguments, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.recordings.recorded import Recorded
@@ -60,6 +60,7 @@ def judge(
     if not (exact is None or isinstance(exact, str) or callable(exact)):
         raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {exact!r}")
     constant = None if floor == "auto" else float(floor)
+    given = arguments("verdict", args, kwargs)
     if all(rank.takes_work for rank in session.ranks):
         baseline = session.by_default.get("baseline") if baseline is None else baseline
         target = session.by_default.get("target") if target is None else target
@@ -75,10 +76,10 @@ def judge(
             )
         _require_computing(baseline, target, exact)
         refuse_no_expression(baseline, target, exact)
-        made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
+        made = CalledRuns(session, baseline, target, exact, *given)
         with made:
             return _Judging(made).verdict(output, constant, threshold, explain)
-    if any(given is not None for given in (baseline, target, exact)) or args or kwargs:
+    if any(each is not None for each in (baseline, target, exact)) or any(given):
         raise SessionError(
             "verdict: these ranks are jobs of their own, and cannot be given code to run: baseline=, target=, exact=, "
             "args= and kwargs= are for a session that was launched. session.verdict() judges what the jobs do"
