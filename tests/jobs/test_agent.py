@@ -138,6 +138,11 @@ def test_the_jobs_of_a_host_share_one_agent_and_outlive_it(tmp_path: Path, meeti
     assert set(session.status()["line"]) == {f"agent {first[0]} on {socket.gethostname()}"}
     assert session.stacks().keys() == {"baseline[0]", "target[0]", "target[1]"}
 
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(first[0], number)
+    before = session.row_count
+    wait_until(lambda: session.row_count > before, "rows after signals that it ignores")
+
     os.kill(first[0], signal.SIGKILL)
     for job in jobs:
         said = until_in_stderr(job, f"agent {first[0]}, which carried what the jobs of this host say, ended")
