@@ -54,6 +54,9 @@ class RankHandle:
     links = "shared memory"
     """What joins it with the other ranks, in words; blank where that is not known yet."""
 
+    line = ""
+    """How what it says comes here from another machine, in words; blank where it is on this one."""
+
     def note_links(self, memory: Sequence[int], tcp: Sequence[int]) -> None:
         """It says with which ranks it shares memory, and which it reaches by TCP."""
 
