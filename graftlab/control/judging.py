@@ -287,6 +287,10 @@ class _Judging:
                         f"verdict: no tap named {output!r} was measured, so it cannot be the output; the last taps "
                         f"are {known}"
                     )
+            elif len(chosen):
+                # What was chosen hides what it was chosen by: most mistakes in logits leave the token.
+                rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
+                chosen = rounded if len(rounded) else chosen
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
                 group = group_of(row["name"], row["tags"])

@@ -201,7 +201,8 @@ def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
     worst = over.iloc[int(over["ratio"].to_numpy().argmax())]
     if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]:
         return worst, "not finite on one side"
-    return worst, f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the {_floor(findings)}"
+    times = "beyond any floor" if math.isinf(worst["ratio"]) else f"{worst['ratio']:.2g} x the {_floor(findings)}"
+    return worst, f"added {worst['added']:.2g}, {times}"
 
 
 def _many(findings: Findings, groups: Sequence[str]) -> str:

@@ -167,23 +167,36 @@ def decoding(scale: float) -> None:
 
 
 def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
-    verdict = session.verdict(decoding, decoding, args=(1.3,))
+    verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
     assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
     assert ", which the output does not show.\nThe output chosen agrees all the same (0 x its floor)." in verdict.text
-    verdict = session.verdict(decoding, decoding, args=(-1.0,))
+    verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
     assert verdict.labels["hidden"] == "culprit"
-    assert (
-        "With the baseline's hidden the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
-    )
+    assert "the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
+
+
+def test_the_output_is_what_rounds_and_not_what_is_chosen_by_it(session: gl.Session) -> None:
+    verdict = session.verdict(decoding, decoding, args=(-1.0,))
+    assert "With the baseline's hidden the output logits agrees (0 x its floor; " in verdict.text
 
 
 def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(session: gl.Session) -> None:
-    verdict = session.verdict(decoding, decoding, args=(1.3,), output="logits")
+    verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
     assert "which the output does not show" not in verdict.text
     assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2 (up to " in (
         verdict.text
     )
+
+
+def choosing(place: int) -> torch.Tensor:
+    logits = gl.tap("logits", torch.tensor([[3.0, 1.0, 2.0]]))
+    return gl.tap("chosen", logits.topk(2).indices[..., place if gl.here().side == "target" else 0])
+
+
+def test_whole_numbers_that_are_chosen_otherwise_are_named(session: gl.Session) -> None:
+    verdict = session.verdict(choosing, choosing, args=(1,))
+    assert "chosen is computed differently (added inf, beyond any floor, int64)." in verdict.text
 
 
 def overflowing_chain(side: str) -> torch.Tensor:
