@@ -293,7 +293,7 @@ def make_mailbox(
 
 def make_wires_of_gpus(rank: int, gpu: WireGpu) -> DirectWires:
     """Where tensors of any size take the direct way."""
-    return DirectWires(gpu, keys_of(TOKEN), f"wires of {rank}".encode(), "127.0.0.1", smallest=1)
+    return DirectWires(gpu, keys_of(WIRES_TOKEN), f"wires of {rank}".encode(), "127.0.0.1", smallest=1)
 
 
 def begin_wires(mailbox: Mailbox, ports: Sequence[int], timeout: float) -> None:
@@ -335,6 +335,8 @@ def make_wires(count: int) -> Wires:
 # ---- over TCP -------------------------------------------------------------------------------------------------------
 
 TOKEN = new_token()
+# The same in each process of a test.
+WIRES_TOKEN = "the wires between the GPUs of tests, and no secret"
 _MARK = b"all before this has been delivered"
 
 
