@@ -245,12 +245,12 @@ class Wires:
 
     def close(self) -> None:
         """End it: whatever is under way is called off."""
-        thread = self._thread
-        if thread is None:
-            self._post.close()
-            return
         with self._lock:
-            if not self._over:
-                self._over = True
+            was_over, self._over = self._over, True
+            if not was_over:
                 os.eventfd_write(self._wake, 1)
-        thread.join(_CLOSE_LIMIT)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_LIMIT)
+        elif not was_over:
+            self._post.close()
+            os.close(self._wake)
