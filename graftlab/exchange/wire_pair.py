@@ -92,7 +92,7 @@ class Pair:
         self._channel: RemoteChannel | None = None
         self._communicator: Communicator | None = None
         self._is_ready = self._other_is_ready = False
-        self._join_until = time.monotonic() + limit()
+        self._since = time.monotonic()
         # What this rank's taps wait for, and what the other has asked for and was not sent yet, by number.
         self._wanted: dict[int, Request] = {}
         self._asked: dict[int, Copy] = {}
@@ -151,7 +151,7 @@ class Pair:
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def _go_on_joining(self) -> None:
-        if time.monotonic() > self._join_until:
+        if time.monotonic() - self._since > self._limit():
             self.fail(f"the two were not joined within {self._limit():g} s")
             return
         if self._channel is None or not self._channel.linked:
@@ -241,11 +241,11 @@ class Pair:
             request = self._wanted[number]
             request.begun = True
             transfer = communicator.receive(request.nbytes)
-        self._under_way = (transfer, number, sends, time.monotonic() + self._limit())
+        self._under_way = (transfer, number, sends, time.monotonic())
 
-    def _has_ended(self, transfer: Transfer, number: int, sends: bool, until: float) -> bool:
+    def _has_ended(self, transfer: Transfer, number: int, sends: bool, since: float) -> bool:
         if not transfer.is_done():
-            if time.monotonic() > until:
+            if time.monotonic() - since > self._limit():
                 self.fail(f"a transfer took longer than {self._limit():g} s")
             return False
         self._under_way = None

@@ -37,6 +37,8 @@ SMALLEST = 64 << 10
 _SPIN = 0.0003
 _REST = 0.001
 _IDLE = 0.5
+# Seconds for the last word to be on its way; the other end may just be leaving, too.
+_LINGER = 0.2
 # Seconds to wait at the end for the thread.
 _CLOSE_LIMIT = 5.0
 
@@ -77,7 +79,7 @@ class Wires:
         self._gpu = gpu
         self._label = ""
         self._smallest = max(1, smallest)
-        self._post = Post(keys, name, address, ports)
+        self._post = Post(keys, name, address, ports, linger=_LINGER)
         self.port = self._post.port
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # What the taps' threads have staged, and ask for: the only things that they share with the wire thread.

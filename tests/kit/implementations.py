@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 
 from kit.gpus import a_world_of_gpus, on_gpu, processes_with_gpus, to_cuda
 from kit.mailboxes import Processes, World, a_world, processes
-from kit.wire_gpus import WIRES, processes_with_wires
+from kit.wire_gpus import WIRES, nccl_of_rank, processes_with_wires
 
 MakeWorld = Callable[..., AbstractContextManager[World]]
 """Makes a graft world of so many baseline and target ranks, all in this process; options are ``World``'s."""
@@ -36,5 +37,14 @@ PROCESSES = [
         partial(processes, put=to_cuda, opens_the_way=True),
         id="cuda",
         marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ),
+    # NCCL joins no GPU to itself.
+    pytest.param(
+        partial(processes, tcp=True, wire=nccl_of_rank, put=to_cuda),
+        id="nccl",
+        marks=pytest.mark.skipif(
+            torch.cuda.device_count() < 4 or importlib.util.find_spec("nccl") is None,
+            reason="needs four GPUs and nccl4py",
+        ),
     ),
 ]

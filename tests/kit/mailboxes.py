@@ -138,8 +138,11 @@ class Mailbox:
 
     def die(self) -> None:
         """To its peers this looks like a death: the streams end."""
+        self.leave_peers()
         if self.wires is not None:
             self.wires.close()
+
+    def leave_peers(self) -> None:
         for channel in self.channels:
             channel.close()
         for channel in self.channels:
@@ -226,6 +229,9 @@ class World:
             assert settles(mailbox)
 
     def close(self) -> None:
+        # All of one kind first: what is said to one that has just left makes whoever leaves next wait.
+        for mailbox in self.mailboxes:
+            mailbox.leave_peers()
         for mailbox in self.mailboxes:
             mailbox.die()
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from graftlab.base.tensor_bytes import copyable
+from graftlab.exchange.nccl import find_nccl
+from graftlab.exchange.wire_gpu import WireGpu
 from kit.gpus import OnGpu, on_gpu
 from kit.mailboxes import Processes, World, a_world, processes, until_joined
 
@@ -251,6 +253,13 @@ def processes_with_wires(*arguments: Any, **options: Any) -> Iterator[Processes]
     """Ranks that are processes, each with a GPU on a host of its own, and all of them joined."""
     with processes(*arguments, tcp=True, wire=SocketWireGpu, put=on_gpu, **options) as made:
         yield made
+
+
+def nccl_of_rank(rank: int) -> WireGpu:
+    """The real one, for ranks that are processes, each on the GPU of its number."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return find_nccl(device)
 
 
 WIRES = partial(a_world_of_wires, put=on_gpu)
