@@ -84,8 +84,10 @@ class SocketWireGpu:
 
     name = NAME
 
-    def __init__(self, rank: int, fabric: Fabric | None = None) -> None:
+    def __init__(self, rank: int, fabric: Fabric | None = None, folder: str = "") -> None:
+        """Its sockets have names of the system's own, which no other network namespace sees, or files in a folder."""
         self.fabric = fabric or Fabric()
+        self._names = f"{folder}/" if folder else "\0graftlab-test-"
         self._listeners: dict[bytes, socket.socket] = {}
         self._thread = 0
 
@@ -113,7 +115,7 @@ class SocketWireGpu:
     def new_id(self) -> bytes:
         self._on_thread()
         self.fabric.may_fail(0, "new_id")
-        name = b"\0graftlab-test-" + secrets.token_hex(8).encode()
+        name = (self._names + secrets.token_hex(8)).encode()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(name)
         listener.listen(1)
