@@ -14,6 +14,7 @@ LONG_OVER_WIRES = frozenset(
         "test_any_strided_view_arrives_exactly",
         "test_an_interrupt_at_any_moment_leaves_an_exchange_that_goes_on",
         "test_children_that_outlive_a_killed_rank_keep_nobody_waiting",
+        "test_every_dtype_crosses_from_process_to_process_bit_exact",
         "test_killed_ranks_leave_nothing_behind",
         "test_many_small_tensors_are_released_before_the_step_ends",
         "test_small_tensors_beyond_number_do_not_make_a_sender_wait",
@@ -23,7 +24,7 @@ LONG_OVER_WIRES = frozenset(
         "test_whatever_the_order_of_events_a_receiver_gets_what_was_sent_and_all_memory_comes_back",
     }
 )
-LONG_OF_PARAMETERS = ("wires-2+2", "wires-exit", "wires-exception", "wires-11")
+LONG_OF_PARAMETERS = ("wires-exit", "wires-exception", "wires-11")
 
 
 @pytest.hookimpl(tryfirst=True)

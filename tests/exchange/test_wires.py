@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +21,8 @@ from kit.wire_gpus import NAME, Fabric, SocketWireGpu, a_world_of_wires, process
 
 from graftlab.errors import GraftWarning
 from graftlab.exchange.frames import Published, WireLocation, encode
+from graftlab.exchange.interrupts import may_raise_at
+from graftlab.exchange.wire_pair import Request
 from graftlab.exchange.wires import Wires
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
@@ -51,6 +55,8 @@ def not_joined(world: World, why: str, caplog: pytest.LogCaptureFixture) -> None
         told = [each for each in caplog.records if each.getMessage().startswith(start)]
         assert [each.levelno for each in told] == [logging.WARNING]
         whys.append(told[0].getMessage().removeprefix(start))
+    # Nor do they speak of it any more.
+    wait_until(lambda: not any(wires_of(mailbox)._post.channels() for mailbox in world.mailboxes), "silence")
     # The other end may hear of it from NCCL before it hears of it from this one.
     assert why in whys[0] + whys[1]
 
@@ -154,6 +160,7 @@ def test_a_copy_that_is_not_made_in_time_is_missing_and_the_two_stay_joined(worl
     fabric.finish_copies()
     world.baseline.publish(key("next"), LARGE)
     assert world.target.take(key("next")) == [LARGE.tolist()]
+    assert [wires_of(mailbox).joined() for mailbox in world.mailboxes] == [(1,), (0,)]
     world.end(0)
     assert world.baseline.bytes_in_use() == 0
 
@@ -295,6 +302,59 @@ def test_two_threads_of_a_rank_fetch_at_once_and_each_gets_its_own(world: World,
     ]
     for number, each in zip(reversed(range(5)), fetching, strict=True):
         assert torch.equal(each.result(DEADLINE).view(torch.int64), LARGE + number)
+
+
+def test_a_thread_that_fetches_keeps_no_other_from_its_own_tap(world: World, fabric: Fabric) -> None:
+    receiver, owner = world.target, threading.Lock()
+
+    def let_go() -> bool:
+        owner.release()
+        return True
+
+    receiver.exchange.share(let_go, owner.acquire)  # type: ignore[arg-type]
+
+    def take(name: str) -> Any:
+        with owner:
+            return receiver.take(key(name))
+
+    fabric.copies_take_long = True
+    world.baseline.publish(key("late"), LARGE)
+    world.baseline.exchange.publish(key("on the host"), torch.tensor(1.0), None)
+    world.deliver()
+    late = in_background(lambda: take("late"))
+    [(_, pair)] = wires_of(world.baseline)._partners.values()
+    wait_until(lambda: bool(pair._copying), "the request")
+    assert in_background(lambda: take("on the host")).result(DEADLINE) == [1.0]
+    assert not late.done()
+    fabric.finish_copies()
+    assert late.result(DEADLINE) == [LARGE.tolist()]
+
+
+def test_an_interrupt_ends_the_wait_for_a_tensor_and_the_two_stay_joined(world: World, fabric: Fabric) -> None:
+    fabric.copies_take_long = True
+    world.baseline.publish(key("late"), LARGE)
+    world.deliver()
+
+    def stop(number: int, frame: Any) -> None:
+        if may_raise_at(frame) and frame.f_code is Request.wait.__code__:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        # Again and again, until it comes where it may.
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            world.target.receive(key("late"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    fabric.finish_copies()
+    world.baseline.publish(key("next"), LARGE)
+    assert world.target.take(key("next")) == [LARGE.tolist()]
+    assert wires_of(world.target).joined() == (0,)
+    world.end(0)
+    assert world.baseline.bytes_in_use() == 0
 
 
 def test_after_its_end_nobody_waits_for_a_wire(world: World) -> None:
