@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     script.add_arguments(attach)
     attach.set_defaults(run=script.run)
     from graftlab.jobs import terminal
+    from graftlab.jobs.joining import forget_first_tap
 
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and the taps that are furthest apart"),
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not be there yet")
     token.set_defaults(run=_token)
     arguments = parser.parse_args(argv)
+    if arguments.run is not script.run:
+        # Where the environment asks for it, it means jobs, not this command.
+        forget_first_tap()
     code: int = arguments.run(arguments)
     return code
 

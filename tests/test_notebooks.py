@@ -68,6 +68,9 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
 def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> None:
     outputs = execute("tensor_diffs.ipynb", tmp_path)
     assert pictures(outputs) == 10
+    # One element, its vector of 128, and behind attention every one of the 96 positions of its sequence.
+    spread = [int(count) for count in re.findall(r"^\d+ .* +(\d+)$", texts(outputs), re.M)[-8:]]
+    assert spread == [1, 1, 128, 128, 64, 64, 96 * 128, 96 * 128]
     assert not any(output.output_type == "error" for output in outputs)
 
 
@@ -124,6 +127,9 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     assert (no[2], no[3]) == (23, 0)
     assert yes[1] == 24
     assert yes[3] > 0
+    furthest = re.search(r"attn_out +\[\d+, 1, 64\] .*\((\d+), 0, \d+\)", text)
+    assert furthest is not None
+    assert int(furthest[1]) >= 23, "beyond the target's window"
     taps = re.findall(r"^(\w+) \(phase=\w+, layer=(\d+)\) +\d+$", text, re.M)
     assert set(taps) == {("attn_out", "0")}
     assert len(re.findall(r"both engines answer alike: +True", text)) == 2, "with the graft, and with the mended window"

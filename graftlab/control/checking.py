@@ -14,7 +14,7 @@ import numpy as np
 from graftlab.base.html import bundle
 from graftlab.base.tags import own_tags
 from graftlab.base.world import Side
-from graftlab.control.works import Callee, call_here, refuse_no_expression
+from graftlab.control.works import Callee, arguments, call_here, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.sketches import replicas_of, show
@@ -97,6 +97,7 @@ def check(
         raise SessionError("check: give one side's function, baseline= or target=, which is run alone")
     refuse_no_expression(baseline, target)
     side: Side = "target" if baseline is None else "baseline"
+    given = arguments("check", args, kwargs)
     size = getattr(session.options, side)
     if size < 2:
         raise SessionError(f"check: the {side} has one rank, which has nobody to agree with; launch {side}=2 or more")
@@ -107,11 +108,11 @@ def check(
         )
     declared = _Declared(layouts or {}, mesh, size)
     if target is not None:
-        call = partial(_show_here, target, tuple(args), dict(kwargs or {}))
+        call = partial(_show_here, target, *given)
         results: list[tuple[list[Shown], list[str]]] = session.run(target=call).target
     else:
         assert baseline is not None
-        call = partial(_show_here, baseline, tuple(args), dict(kwargs or {}))
+        call = partial(_show_here, baseline, *given)
         results = session.run(baseline=call).baseline
     checked = check_replicas([shown for shown, _ in results], declared, _groups_along(mesh, size))
     skipped = list(dict.fromkeys(name for _, names in results for name in names))

@@ -17,7 +17,7 @@ from graftlab.control.judging import judge
 from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, call_here
+from graftlab.control.works import Callee, arguments, call_here
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import RoundedResults, rounded_results
@@ -64,7 +64,8 @@ class CompiledComparison:
     def _of_results(self) -> str:
         if math.isnan(self.untapped):
             return (
-                "The function returns no tensor and no number, so what it computes without taps could not be compared."
+                "The function returns no tensor and no number, or none that is finite, so what it computes without "
+                "taps could not be compared."
             )
         if self.untapped == self.tapped == 0:
             return "Compiled, its result is equal to the eager one, without taps and with them."
@@ -121,15 +122,16 @@ def compare_compiled(
     session: SessionCore,
     function: Callee,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     threshold: float,
 ) -> CompiledComparison:
     """See :meth:`graftlab.session.Session.compare_compiled`."""
+    args, kwargs = arguments("compare_compiled", args, kwargs)
     if isinstance(function, str) and (args or kwargs):
         raise SessionError(f"compare_compiled: {function!r} is an expression, which takes no args; write them into it")
     packed = None if isinstance(function, str) else shipping.pack_function(function)
-    compiled = _Compiled(session, function, packed, tuple(args), dict(kwargs), dict(options))
+    compiled = _Compiled(session, function, packed, args, kwargs, dict(options))
     untapped, exact_untapped = compiled.distances((), "without taps in the graph")
     floor = compiled.floor
     verdict = judge(

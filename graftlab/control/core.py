@@ -32,7 +32,7 @@ from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.uninterrupted import uninterrupted
-from graftlab.control.works import Callee, Works, code_of
+from graftlab.control.works import Callee, Works, arguments, code_of
 from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
@@ -158,19 +158,20 @@ class SessionCore:
         >>> run.wait().done
         True
         """
-        return self.start_under({}, {"baseline": baseline, "target": target}, args, kwargs or {}, on_failure)[0]
+        given = arguments("run", args, kwargs)
+        return self.start_under({}, {"baseline": baseline, "target": target}, *given, on_failure)[0]
 
     def start_under(
         self,
         changes: PlanEdit,
         callees: Mapping[Side, Callee | None],
-        args: Sequence[Any],
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         on_failure: OnFailure = "stop",
     ) -> tuple[Run, GraftPlan]:
         """Start a run with these changes of the plan, and return it with that plan. A refused run changes no plan."""
         given = {side: self.by_default.get(side) if callee is None else callee for side, callee in callees.items()}
-        made = self._works.of_sides(given, tuple(args), kwargs)
+        made = self._works.of_sides(given, args, kwargs)
         if not made:
             raise SessionError("session.run: give baseline=, target= or both something to call")
         works = {rank.place.world_rank: made[rank.place.side] for rank in self._ranks if rank.place.side in made}

@@ -13,13 +13,13 @@ from graftlab.base.tags import own_tags
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, refuse_no_expression
+from graftlab.control.works import Callee, arguments, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
+from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, times, unseen_of
 from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.contradicting import contradicting_pairs
@@ -60,6 +60,7 @@ def judge(
     if not (exact is None or isinstance(exact, str) or callable(exact)):
         raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {exact!r}")
     constant = None if floor == "auto" else float(floor)
+    given = arguments("verdict", args, kwargs)
     if all(rank.takes_work for rank in session.ranks):
         baseline = session.by_default.get("baseline") if baseline is None else baseline
         target = session.by_default.get("target") if target is None else target
@@ -75,10 +76,10 @@ def judge(
             )
         _require_computing(baseline, target, exact)
         refuse_no_expression(baseline, target, exact)
-        made = CalledRuns(session, baseline, target, exact, tuple(args), dict(kwargs or {}))
+        made = CalledRuns(session, baseline, target, exact, *given)
         with made:
             return _Judging(made).verdict(output, constant, threshold, explain)
-    if any(given is not None for given in (baseline, target, exact)) or args or kwargs:
+    if any(each is not None for each in (baseline, target, exact)) or any(given):
         raise SessionError(
             "verdict: these ranks are jobs of their own, and cannot be given code to run: baseline=, target=, exact=, "
             "args= and kwargs= are for a session that was launched. session.verdict() judges what the jobs do"
@@ -217,7 +218,11 @@ class _Judging:
                 # A gradient is judged with the baseline's values, which go before it.
                 settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
-                    causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
+                    found = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
+                    if found.total <= threshold:
+                        differing = frame[(frame["group"] == where) & (frame["error_ratio"] > threshold)]
+                        found = found.with_earlier(differing["step"])
+                    causes[where] = found
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
@@ -282,6 +287,10 @@ class _Judging:
                         f"verdict: no tap named {output!r} was measured, so it cannot be the output; the last taps "
                         f"are {known}"
                     )
+            elif len(chosen):
+                # What was chosen hides what it was chosen by: most mistakes in logits leave the token.
+                rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
+                chosen = rounded if len(rounded) else chosen
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
                 group = group_of(row["name"], row["tags"])
@@ -342,7 +351,7 @@ class _Judging:
                 return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if where in groups and where not in kept else 1
-            return self._distance(wanted, name, output["step"], where, side) / floor
+            return times(self._distance(wanted, name, output["step"], where, side), floor)
 
         return find_causes(groups, effect, threshold)
 
@@ -515,7 +524,9 @@ def labelled(
         labels.update(each.labels)
         alone.update(each.alone)
     over = frame["ratio"] > threshold
-    frame["label"] = [labels[g] if o else "clean" for g, o in zip(frame["group"], over, strict=True)]
+    frame["label"] = [
+        labels[g] if o else label for g, o, label in zip(frame["group"], over, frame["label"], strict=True)
+    ]
     frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
     if named:
         first = int(over.to_numpy().argmax())

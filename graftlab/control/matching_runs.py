@@ -13,7 +13,7 @@ from torch import Tensor
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.recording_ranks import Graft, Records, forget_here, record_here, value_here
-from graftlab.control.works import Callee, refuse_no_expression
+from graftlab.control.works import Callee, arguments, refuse_no_expression
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
 from graftlab.matching.items import BUDGET, RecordedTap
@@ -46,7 +46,7 @@ def match(
     if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
         raise SessionError(f"match: rounds is at least 0 and budget above 0, not {rounds!r} and {budget!r}")
     refuse_no_expression(baseline, target)
-    matching = _Matching(session, (baseline, target), tuple(args), dict(kwargs or {}), budget, sent)
+    matching = _Matching(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
     try:
         return matching.proposal(rounds)
     finally:

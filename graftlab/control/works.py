@@ -28,6 +28,22 @@ def call_here(callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return partial(callee, *args, **kwargs)
 
 
+def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the user gave a ``session.call`` for its functions.
+
+    Raises :class:`SessionError` for one argument in place of a tuple of them. A tensor would else be taken apart along
+    its first dimension, and the functions be called with something else than was meant.
+    """
+    if not isinstance(args, (tuple, list)):
+        raise SessionError(
+            f"{call}: args= is a tuple of all positional arguments, not {type(args).__name__}; for one write args=(x,)"
+        )
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise SessionError(f"{call}: kwargs= is a dict of all arguments by name, not {kwargs!r:.80}")
+    return tuple(args), dict(kwargs)
+
+
 class Works:
     """Makes works, and gives each source a name of its own for tracebacks.
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from graftlab.base.sources import parse_expression
+from graftlab.base.words import counted
 from graftlab.errors import FilterError
 from graftlab.filters.functions import FUNCTIONS, METHODS, call_method, item_or_slice, items_of
 from graftlab.filters.patterns import bounded
@@ -355,7 +356,9 @@ class _Compiler:
             self.refuse(node.keywords[0], f"keyword arguments are not allowed; write {helper}('pattern', tag)")
         arguments = [self.build(argument, depth) for argument in node.args]
         if len(arguments) != 2:
-            self.refuse(node, f"{len(arguments)} arguments, not a pattern and a tag; write {helper}('pattern', tag)")
+            self.refuse(
+                node, f"{counted(len(arguments), 'argument')}, not a pattern and a tag; write {helper}('pattern', tag)"
+            )
         pattern, value = arguments
         if isinstance(node.args[0], ast.Constant):
             find = self._compiled_pattern(node.args[0], helper)
@@ -377,7 +380,7 @@ class _Compiler:
             self.refuse(node.keywords[0], f"keyword arguments are not allowed; write them by position in {name}()")
         if not fewest <= len(node.args) <= most:
             expected = str(fewest) if fewest == most else f"{fewest} to {most}"
-            self.refuse(node, f"{name}() has {len(node.args)} arguments, not {expected}")
+            self.refuse(node, f"{name}() has {counted(len(node.args), 'argument')}, not {expected}")
         if name in ("any", "all") and isinstance(node.args[0], ast.GeneratorExp):
             return self._build_generator(node.args[0], any if name == "any" else all, depth)
         arguments = [self.build(each, depth) for each in node.args]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -68,8 +71,9 @@ class FirstTap:
 
 
 def arm() -> None:
-    """Join at the first tap or step of this process."""
+    """Join at the first tap or step of this process; one that ends before that says so."""
     active.stand_in(FirstTap(), None)
+    atexit.register(_tell_at_exit, os.getpid())
 
 
 def is_armed() -> bool:
@@ -81,6 +85,23 @@ def forget_first_tap() -> None:
     """Join by itself no more."""
     if is_armed():
         calls.deactivate()
+
+
+def tell_never_joined(what: str) -> None:
+    """Warn where ``what`` is over, and was to join by itself and has not."""
+    if is_armed():
+        forget_first_tap()
+        warn(
+            f"{what} ended before it came to a tap or gl.step(), so it never joined, and others may have waited for "
+            f"it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the modules of the "
+            f"first model that it calls"
+        )
+
+
+def _tell_at_exit(process: int) -> None:
+    # A worker of a data loader, say, has the environment too, and nothing to join for.
+    if os.getpid() == process and multiprocessing.parent_process() is None:
+        tell_never_joined(os.path.basename(sys.argv[0]) or "this process")
 
 
 def _join_by_itself() -> calls.StepTaker | None:

@@ -8,8 +8,8 @@ import runpy
 import sys
 
 from graftlab.config import PREFIX, GraftConfig
-from graftlab.errors import ConfigError, warn
-from graftlab.jobs.joining import forget_first_tap, is_armed
+from graftlab.errors import ConfigError
+from graftlab.jobs.joining import tell_never_joined
 from graftlab.jobs.on_import import prepare
 
 
@@ -54,11 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
             runpy.run_path(arguments.script, run_name="__main__")
     finally:
-        if is_armed():
-            forget_first_tap()
-            warn(
-                f"{arguments.script} ended before it came to a tap or gl.step(), so it never joined, and others may "
-                f"have waited for it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the "
-                f"modules of the first model that it calls"
-            )
+        tell_never_joined(arguments.script)
     return 0

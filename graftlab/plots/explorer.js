@@ -15,7 +15,7 @@ const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
 const COLUMNS = [
   ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
   ["max_abs", "max_abs", true], ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
-  ["largest in run", "highest", true], ["above since step", "since", true],
+  ["largest in run", "highest", true], ["first above in step", "since", true],
   ["way", "way", false], ["note", "note", false],
 ];
 // Columns that are there only where they say something: where any cell has something in it, or where cells differ.
@@ -129,7 +129,7 @@ export function mount(root, act = null) {
   refuse(false);
   floor.addEventListener("change", () => {
     const given = floor.value.trim() === "" ? null : Number(floor.value);
-    refuse(given !== null && !(given >= 0));
+    refuse(given !== null && !(given >= 0 && given < Infinity));
     if (!refused.hidden) return;
     if (act) act("floor", given); else if (given !== null) { state.floor = given; draw(); }
   });
@@ -454,7 +454,7 @@ export function mount(root, act = null) {
     if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
     if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
     if (state.max_abs[i] !== null) parts.push(`max_abs ${scientific(state.max_abs[i])}`);
-    if (state.since[i] !== null) parts.push(`above the floor since step ${state.since[i]}`);
+    if (state.since[i] !== null) parts.push(`first above the floor in step ${state.since[i]}`);
     if (state.highest[i] !== null && state.highest[i] > (state.value[i] ?? -1)) parts.push(`largest in the run ${scientific(state.highest[i])}`);
     parts.push(`worst on ${state.worst[i]}`, `step ${state.step[i]}`, `plan ${state.plan[i]}`);
     if (state.note[i]) parts.push(state.note[i]);

@@ -21,7 +21,9 @@ import msgspec
 from graftlab.base.world import Side
 
 RANK_FILE, INDEX_FILE = "rank.json", "index.jsonl"
-FORMAT = 1
+FORMAT = 2
+# Of the first releases, in whose recordings lines may have no checksum.
+OLD_FORMAT = 1
 
 
 class RankHeader(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from graftlab.errors import RecordingError
 from graftlab.recordings.layout import (
     FORMAT,
     INDEX_FILE,
+    OLD_FORMAT,
     RANK_FILE,
     Chain,
     End,
@@ -97,7 +98,7 @@ class Recording(Recorded):
             ) from None
         except msgspec.DecodeError as error:
             raise RecordingError(f"{path} is damaged: {error}") from None
-        if header.format != FORMAT or header.rank != rank or rank >= header.world_size:
+        if header.format not in (OLD_FORMAT, FORMAT) or header.rank != rank or rank >= header.world_size:
             raise RecordingError(
                 f"{path} is of format {header.format} and rank {header.rank} of {header.world_size}, not of format "
                 f"{FORMAT} and rank {rank}"
@@ -113,7 +114,8 @@ class Recording(Recorded):
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
         entries: list[Entry] = []
         end: End | None = None
-        sealed = False
+        # Once a line has a checksum, all that follow have one.
+        sealed = self._read_header(rank).format != OLD_FORMAT
         for number, text in enumerate(lines[:-1], 1):
             try:
                 line: Line = _line.decode(text)
@@ -128,7 +130,7 @@ class Recording(Recorded):
                     f"{path}, line {number}: {what} is not what was recorded there: this line, the one before it or "
                     f"{RANK_FILE} was edited; {_after(entries)}"
                 )
-            sealed = fits is True
+            sealed |= fits is True
             if isinstance(line, End):
                 end = line
             else:

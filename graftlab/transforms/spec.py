@@ -213,8 +213,9 @@ def _load_source(source: str, filename: str) -> Callable[..., Any]:
         # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
         code = compile(source, filename, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise TransformError(f"the transform's source does not compile, line {line}: {error}") from error
+        # As text it names the file and the line once more.
+        where, why = (f", line {error.lineno}", error.msg) if isinstance(error, SyntaxError) else ("", error)
+        raise TransformError(f"the transform's source does not compile{where}: {why}") from error
     # With this entry a traceback shows the user's own lines although no such file exists.
     install_source(filename, source)
     import graftlab

@@ -41,7 +41,7 @@ class SoFar:
     sentences: Sequence[str]
     """What matters most first; see :func:`graftlab.verdict.summary.differences`."""
     earlier: str = ""
-    """Where the run diverged first, or since when, if that was in another step than those of these rows."""
+    """Where the run diverged first, or in which step, if that was in another step than those of these rows."""
     rows: Sequence[Row] = ()
 
 
@@ -109,7 +109,7 @@ class Following:
         if any(each.step == row.step for each in found.rows):
             return ""
         if found.first is not None and identity(found.lines[found.first].row.tags) == identity(row.tags):
-            return f"above the floor since step {row.step}"
+            return f"first above the floor in step {row.step}"
         return sentence_of_first(row, found.floor)
 
 

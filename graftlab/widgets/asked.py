@@ -67,6 +67,10 @@ class Asked(widgets.Widget):  # type: ignore[misc]
             answer(value)
 
 
+class Line(Asked, widgets.Text):  # type: ignore[misc]
+    """A line of text."""
+
+
 class Buttons(Asked, widgets.ToggleButtons):  # type: ignore[misc]
     """A few choices, one of which is pressed."""
 

@@ -73,7 +73,8 @@ class Dashboard(Panel):
             titles=_TITLES,
         ).add_class("graftlab-parts")
         self.add_class("graftlab-dashboard")
-        self._open([self._verdict, VerdictView(self), self._ranks, self._message_line, self._parts])
+        self._judged = VerdictView(self)
+        self._open([self._verdict, self._judged, self._ranks, self._message_line, self._parts])
 
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session
@@ -95,6 +96,7 @@ class Dashboard(Panel):
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show(session.digest.taken, session.digest.behind)
+        self._judged.refresh()
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
         [rank] = session.select(self._which_log.value)

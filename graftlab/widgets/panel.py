@@ -83,7 +83,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.add_class("graftlab-panel" if self._host is None else "graftlab-part")
         if self._host is None:
             sheet = widgets.HTML(f"<style>{PANEL_STYLE}{self.style_sheet}</style>", layout={"display": "none"})
-            children = [sheet, *children]
+            children = [sheet, *children, *_watch(children)]
         self.children = tuple(children)
         self.refresh()
         if self._host is None:
@@ -316,6 +316,19 @@ def close_all(widget: widgets.Widget) -> None:
         for child in getattr(widget, "children", ()):
             close_all(child)
     widget.close()
+
+
+def _watch(shown: Sequence[widgets.Widget]) -> list[widgets.Widget]:
+    """What tells the page that the kernel has ended, beside widgets that take anywidget too: a page may have none."""
+    if not any(_takes_anywidget(each) for each in shown):
+        return []
+    from graftlab.widgets.kernel_watch import KernelWatch
+
+    return [KernelWatch()]
+
+
+def _takes_anywidget(widget: widgets.Widget) -> bool:
+    return widget.has_trait("_esm") or any(_takes_anywidget(each) for each in getattr(widget, "children", ()))
 
 
 def row(*children: widgets.Widget) -> widgets.HBox:

@@ -15,8 +15,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from graftlab.base.tags import PLACE_TAGS
 from graftlab.control.core import SessionCore
 from graftlab.errors import SessionError
+from graftlab.filters.check import Check, told
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
@@ -234,7 +236,17 @@ class TransformEditor(Panel):
             with self._lock:
                 self._follow_plan()
                 self._publishing = None
-        self.say(f"Applied as plan {plan.version}.", "good")
+        missed = self._missed(job.draft.where)
+        self.say(f"Applied as plan {plan.version}.{missed}", "overtaken" if missed else "good")
+
+    def _missed(self, where: str) -> str:
+        """What to say of a filter that matches none of the taps seen; empty where it matches one."""
+        check, taps = Check(where), self.session.taps
+        # What a filter on the step or the rank will match, those at which taps were first seen do not tell.
+        if not where.strip() or not taps or check.filter is None or check.filter.names & PLACE_TAGS:
+            return ""
+        check.catch_up(taps)
+        return "" if check.hits else f" Its filter matches {told(check, taps)}"
 
     def _went_well(self, job: Job, spec: Specs) -> bool:
         selection = job.tap.selection if job.tap is not None and job.tap.kept else {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+from functools import partial
 
 import ipywidgets as widgets
 
 from graftlab.control.judging import judge
 from graftlab.errors import SessionError
+from graftlab.widgets.asked import Line
 from graftlab.widgets.panel import Panel, row, update
 
 
@@ -16,8 +18,7 @@ class VerdictView(Panel):
 
     def __init__(self, host: Panel) -> None:
         super().__init__(host.session, host=host)
-        # What is typed arrives when the field is left, which a click on the button does.
-        self._expression = widgets.Text(
+        self._expression = Line(
             placeholder="an expression, such as model(x)",
             description="Verdict on",
             continuous_update=False,
@@ -27,19 +28,27 @@ class VerdictView(Panel):
         self._expression.add_class("graftlab-verdict-expression")
         # Jobs run their own code, which is judged as it is.
         self._of_jobs = not all(rank.takes_work for rank in host.session.ranks)
-        self._expression.disabled = self._of_jobs
         if self._of_jobs:
             self._expression.placeholder = "what the jobs do"
         tooltip = "Run both sides several times, and tell which computation differs"
         self._result = widgets.HTML().add_class("graftlab-verdict-text")
-        self._open([row(self._expression, self.button("Judge", "judge", tooltip, self._judge)), self._result])
+        # The expression on the screen may still be held back when the click comes, and the one before it judged.
+        ask = partial(self._expression.ask, "judge", self.guarded(self._judge))
+        self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
+        self._open([row(self._expression, self._button), self._result])
 
-    def _judge(self) -> None:
-        expression = self._expression.value.strip()
-        if self._of_jobs:
-            update(self._result, value="judging the jobs …")
-            self.in_background(self._judge_now, None)
-            return
+    def _show(self) -> None:
+        # Nothing of its own is in the message line, which is the host's.
+        closed = self.session.closed
+        update(self._expression, disabled=closed or self._of_jobs)
+        update(self._button, disabled=closed)
+
+    def _judge_jobs(self) -> None:
+        update(self._result, value="judging the jobs …")
+        self.in_background(self._judge_now, None)
+
+    def _judge(self, typed: str) -> None:
+        expression = typed.strip()
         if not expression:
             raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
         # What was wrong with the one before says nothing of this one.

@@ -27,7 +27,7 @@ from graftlab.control.plans import Plans
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.works import Works
+from graftlab.control.works import Works, arguments
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -80,6 +80,28 @@ def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
     assert shipping.unpack_call(called.packed) == (max, (1, 2), {"key": abs})
     evaluated, cell = works.of("target", "1 + 1", (), {}), works.of_cell("x = 1\nx")
     assert (evaluated, cell) == (Evaluate("1 + 1", "<graft cell 1>"), Execute("x = 1\nx", "<graft cell 2>"))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (torch.ones(1, 4), None, r"verdict: args= is a tuple of all .* not Tensor; for one write args=\(x,\)"),
+        (5, None, "args= is a tuple of all positional arguments, not int"),
+        ("text", None, "not str"),
+        ({"x": 1}, None, "not dict"),
+        ((), [1], r"kwargs= is a dict of all arguments by name, not \[1\]"),
+        ((), {1: 2}, "kwargs= is a dict"),
+    ],
+    ids=repr,
+)
+def test_one_argument_in_place_of_all_is_refused(args: Any, kwargs: Any, says: str) -> None:
+    with pytest.raises(SessionError, match=says):
+        arguments("verdict", args, kwargs)
+
+
+def test_arguments_are_what_was_given() -> None:
+    assert arguments("run", [1, 2], None) == ((1, 2), {})
+    assert arguments("run", (), {"x": 1}) == ((), {"x": 1})
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,28 @@ def test_expressions_and_cells_run_in_the_ranks_own_lasting_namespace(session: g
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("run", lambda session, x: session.run(_first, _first, args=x)),
+        ("run", lambda session, x: session.start(_first, _first, args=x)),
+        ("verdict", lambda session, x: session.verdict(_first, _first, args=x)),
+        ("check", lambda session, x: session.check(target=_first, args=x)),
+        ("match", lambda session, x: session.match(_first, _first, args=x)),
+        ("compare_compiled", lambda session, x: session.compare_compiled(_first, args=x)),
+    ],
+)
+def test_a_tensor_in_place_of_all_arguments_is_not_taken_apart(name: str, call: Any, session: gl.Session) -> None:
+    """Its rows would be the arguments: of a batch of one, the model would get the only sample, and run all the same."""
+    with pytest.raises(gl.SessionError, match=rf"^{name}: args= is a tuple of all positional arguments, not Tensor"):
+        call(session, torch.ones(1, 3))
+
+
+def _first(x: torch.Tensor) -> torch.Tensor:
+    return gl.tap("x", x)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("callee", [None, 3, ["f"]], ids=repr)
 def test_what_cannot_be_called_is_refused(callee: Any, session: gl.Session) -> None:
     with pytest.raises(gl.SessionError):

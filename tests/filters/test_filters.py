@@ -312,7 +312,7 @@ REFUSED = [
     ("(layer or step)(3)", 1, "only a helper"),
     ("step == 0 and search", 14, "helper, not a tag"),
     ("match == 1", 0, "helper, not a tag"),
-    ("search('a')", 0, "search('pattern', tag)"),
+    ("search('a')", 0, "1 argument, not a pattern and a tag; write search('pattern', tag)"),
     ("search('a', name, 1)", 0, "3 arguments"),
     ("step == 0 and search('a(', name)", 21, "bad pattern"),
     ("search('a{99999999999999999999}', name)", 7, "bad pattern"),

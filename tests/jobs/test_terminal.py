@@ -123,6 +123,13 @@ def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
     assert gl.tap("x", 1) == 1
 
 
+@pytest.mark.ranks
+def test_a_job_that_the_environment_asks_to_join_and_comes_to_no_tap_says_so_once_at_its_end(tmp_path: Path) -> None:
+    code, out, err = end(start("taps_nothing.py", **variables("target", 1, 1, run_dir=tmp_path)))
+    assert (code, out) == (0, "[[0, 1], [2, 3]] None\n")
+    assert err.count("GraftWarning: taps_nothing.py ended before it came to a tap or gl.step(), so it never") == 1
+
+
 # ---- what listens ---------------------------------------------------------------------------------------------------
 
 

@@ -117,12 +117,11 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
         (lambda lines: [lines[0].replace('"layer":0', '"layer":1'), *lines[1:]], r"line 1: tap 'hidden', layer=1 of"),
         (lambda lines: [*lines[:3], lines[2], lines[4]], r"line 4: tap 'hidden', layer=0 of step 1 is not what was"),
         (lambda lines: [*lines[:4], lines[4].replace('"steps":3', '"steps":2')], r"line 5: the end is not what was"),
-        (lambda lines: [line.rpartition(',"check"')[0] + "}" for line in lines][:1] + lines[1:], r"line 2: tap"),
-        # Of the first releases, whose lines had no checksum.
         (
-            lambda lines: [line.rpartition(',"check"')[0] + "}" for line in [*lines[:1], *lines[2:]]],
-            r"should have 4 taps and has 3; it was edited",
+            lambda lines: [_without_checksum(lines[0]), *lines[1:]],
+            r"line 1: tap 'hidden', layer=0 of step 0 is not what",
         ),
+        (lambda lines: [_without_checksum(line) for line in lines], r"line 1: tap 'hidden', layer=0 of step 0 is not"),
         (lambda lines: ["{}", *lines], r"line 1: this is no tap"),
         (lambda lines: [*lines, lines[0]], r"line 6: there is more after its end"),
     ],
@@ -132,6 +131,23 @@ def test_an_index_that_was_cut_or_edited_is_told(tmp_path: Path, edit: Any, mess
     index = index_of(tmp_path)
     index.write_text("".join(f"{line}\n" for line in edit(index.read_text().splitlines())))
     with pytest.raises(gl.RecordingError, match=message):
+        gl.Recording(tmp_path)
+
+
+def _without_checksum(line: str) -> str:
+    return line.rpartition(',"check"')[0] + "}"
+
+
+def test_a_recording_of_the_first_releases_whose_lines_have_no_checksums_is_read(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    header = tmp_path / "rank-00000" / "rank.json"
+    header.write_text(header.read_text().replace('"format":2', '"format":1'))
+    index = index_of(tmp_path)
+    lines = [_without_checksum(line) for line in index.read_text().splitlines()]
+    index.write_text("".join(f"{line}\n" for line in lines))
+    assert len(list(gl.Recording(tmp_path).taps(0))) == 4
+    index.write_text("".join(f"{line}\n" for line in [*lines[:1], *lines[2:]]))
+    with pytest.raises(gl.RecordingError, match=r"should have 4 taps and has 3; it was edited"):
         gl.Recording(tmp_path)
 
 

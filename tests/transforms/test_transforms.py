@@ -282,7 +282,7 @@ def test_a_function_of_the_notebook_is_loaded_with_what_it_captured() -> None:
         ("x = 1", "defines no function named 'transform'"),
         ("def one(g): ...\ndef other(g): ...", "defines no function named 'transform'"),
         ("transform = 3", "defines no function named 'transform'"),
-        ("def transform(g) return g", "does not compile, line 1: "),
+        ("def transform(g) return g", "does not compile, line 1: expected ':'"),
         ("def transform(g):\n    return (g", "does not compile, line 2: "),
         ("def transform(g):\0", "does not compile"),
         ("import no_such_module", "failed while it was loaded"),
@@ -295,6 +295,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(module: str, transform
     with pytest.raises(TransformError) as raised:
         TransformSpec.of(transform)
     assert message in str(raised.value)
+    assert "(<" not in str(raised.value), "the file and the line once more"
 
 
 def test_source_that_fails_while_loading_shows_its_line() -> None:

@@ -273,6 +273,19 @@ def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(sessi
     assert [(spec.text, spec.where) for spec in session.plan.transforms] == [(DOUBLES, "layer == 4")]
     assert "where layer == 4" in screen.in_force
     assert "not applied" not in screen.in_force
+    # One that matches nothing is applied, and said to.
+    screen.enter("where", "laier == 4")
+    screen.click("apply")
+    screen.settle()
+    assert screen.message.startswith(f"Applied as plan {session.plan.version}. Its filter matches 0 of ")
+    assert screen.message.endswith(" seen; no tap has the tag 'laier'; did you mean 'layer'?")
+    screen.enter("where", "step > 1000")
+    screen.click("apply")
+    screen.settle()
+    assert screen.message == f"Applied as plan {session.plan.version}.", "taps of later steps are not seen yet"
+    screen.enter("where", "layer == 4")
+    screen.click("apply")
+    screen.settle()
     # Another filter is another transform to apply.
     screen.enter("where", "")
     screen.settle()

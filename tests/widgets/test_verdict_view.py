@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kit.support import reset, wait_until
+from kit.pages import Browser, Screen
+from kit.support import reset
 
 import graftlab as gl
 from graftlab.widgets.dashboard import Dashboard
-from graftlab.widgets.verdict_view import VerdictView
 
 pytestmark = pytest.mark.ranks
 
@@ -25,37 +25,38 @@ def session() -> Iterator[gl.Session]:
 
 
 @pytest.fixture
-def dashboard(session: gl.Session) -> Iterator[Dashboard]:
-    made = Dashboard(reset(session))
+def screen(session: gl.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    browser = Browser(in_a_thread=False)
+    monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
+    made = Screen(browser, Dashboard(reset(session)))
     yield made
-    made.close()
+    made.panel.close()
 
 
-def view_of(dashboard: Dashboard) -> VerdictView:
-    [found] = [child for child in dashboard.children if isinstance(child, VerdictView)]
-    return found
+def judge(screen: Screen, expression: str) -> str:
+    screen.enter("verdict-expression", expression)
+    screen.click("judge")
+    screen.settle()
+    return screen.shown("verdict-text")
 
 
-def judge(dashboard: Dashboard, expression: str) -> str:
-    view = view_of(dashboard)
-    view._expression.value = expression
-    button = view.children[0].children[1]
-    button.click()
-    wait_until(lambda: not dashboard.busy, "the end of the verdict")
-    return str(view._result.value)
+def test_the_button_judges_the_expression_and_shows_the_verdict(screen: Screen) -> None:
+    assert "x is computed differently" in judge(screen, "f()")
+    assert screen.panel.session.plan.compare == "True"
 
 
-def test_the_button_judges_the_expression_and_shows_the_verdict(dashboard: Dashboard) -> None:
-    shown = judge(dashboard, "f()")
-    assert "x is computed differently" in shown
-    assert dashboard.session.plan.compare == "True"
+def test_the_expression_that_is_on_the_screen_at_the_click_is_judged(screen: Screen) -> None:
+    # The browser holds the second one back until the kernel has taken the first; the click comes at once.
+    screen.enter("verdict-expression", "earlier()")
+    assert "x is computed differently" in judge(screen, "f()")
+    assert screen.message == ""
 
 
 @pytest.mark.parametrize(
     ("expression", "why"), [("", "write the expression"), ("f(", "not Python"), ("g()", "NameError")]
 )
-def test_what_cannot_be_judged_is_said_in_the_panel(dashboard: Dashboard, expression: str, why: str) -> None:
-    assert judge(dashboard, expression) == ""
-    assert why in dashboard.message
-    assert "x is computed differently" in judge(dashboard, "f()")
-    assert dashboard.message == "", "what was wrong with the expression before"
+def test_what_cannot_be_judged_is_said_in_the_panel(screen: Screen, expression: str, why: str) -> None:
+    assert judge(screen, expression) == ""
+    assert why in screen.message
+    assert "x is computed differently" in judge(screen, "f()")
+    assert screen.message == "", "what was wrong with the expression before"

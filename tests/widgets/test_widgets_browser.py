@@ -303,6 +303,16 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing
     assert "Not live" in live.evaluate(before, None)
     assert live.evaluate(before, ".jupyter-widgets-disconnected") == "none", "a broken link at every part"
 
+    # Nor does what is there when the kernel is shut down, of which JupyterLab tells no widget.
+    page.evaluate(
+        """() => {
+            for (const each of document.querySelectorAll(".jupyter-widgets-disconnected"))
+                each.classList.remove("jupyter-widgets-disconnected");
+            return window.jupyterapp.shell.currentWidget.sessionContext.shutdown();
+        }"""
+    )
+    page.wait_for_selector(".graftlab-dashboard.jupyter-widgets-disconnected", state="attached")
+
     lab.server.end_kernels()
     lab.reopen()
     static = page.locator(".graftlab-static")
