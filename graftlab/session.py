@@ -244,7 +244,8 @@ class Session(SessionCore):
         A baseline may be a :class:`Recording`. It computes nothing, so a floor is assumed by the dtypes unless
         ``floor`` is given, nothing is swapped, and the text says so first; a target cannot be one.
 
-        ``output`` is the tap at which effects are measured (the last one by default, and its last occurrence).
+        ``output`` is the tap at which effects are measured, the last time that it is there. By default it is the last
+        one whose numbers round: logits, and not the token that is chosen by them and seldom shows a mistake.
         ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps,
         also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and
         restored afterwards; its transform and its renaming stay in force.

@@ -57,6 +57,10 @@ class JoinedJobs:
         """The rank takes part in no run but the newest any more."""
         self._runs.note_moved(rank)
 
+    def note_return(self, rank: RankHandle, run: int) -> None:
+        """The rank, whose line was cut, is there again, and has been in this run all the time."""
+        self._runs.note_return(rank, run)
+
     def remark(self, text: str) -> None:
         """Have the summary of the run say this first."""
         self._runs.remark(text)

@@ -19,7 +19,7 @@ from graftlab.grafting.self_graft import Added, SelfGraft
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, unseen_of
+from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, times, unseen_of
 from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.contradicting import contradicting_pairs
@@ -218,7 +218,11 @@ class _Judging:
                 # A gradient is judged with the baseline's values, which go before it.
                 settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
-                    causes[where] = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
+                    found = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
+                    if found.total <= threshold:
+                        differing = frame[(frame["group"] == where) & (frame["error_ratio"] > threshold)]
+                        found = found.with_earlier(differing["step"])
+                    causes[where] = found
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
@@ -283,6 +287,10 @@ class _Judging:
                         f"verdict: no tap named {output!r} was measured, so it cannot be the output; the last taps "
                         f"are {known}"
                     )
+            elif len(chosen):
+                # What was chosen hides what it was chosen by: most mistakes in logits leave the token.
+                rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
+                chosen = rounded if len(rounded) else chosen
             if len(chosen):
                 row = chosen.sort_values(["step", "order"]).iloc[-1]
                 group = group_of(row["name"], row["tags"])
@@ -343,7 +351,7 @@ class _Judging:
                 return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if where in groups and where not in kept else 1
-            return self._distance(wanted, name, output["step"], where, side) / floor
+            return times(self._distance(wanted, name, output["step"], where, side), floor)
 
         return find_causes(groups, effect, threshold)
 
@@ -516,7 +524,9 @@ def labelled(
         labels.update(each.labels)
         alone.update(each.alone)
     over = frame["ratio"] > threshold
-    frame["label"] = [labels[g] if o else "clean" for g, o in zip(frame["group"], over, strict=True)]
+    frame["label"] = [
+        labels[g] if o else label for g, o, label in zip(frame["group"], over, frame["label"], strict=True)
+    ]
     frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
     if named:
         first = int(over.to_numpy().argmax())

@@ -54,7 +54,9 @@ def _tensors(result: Any) -> Iterable[torch.Tensor]:
 
 
 def distance(expected: Results, found: Results) -> float:
-    """The largest rel_l2 between a baseline's results and those of another run; NaN where there are none.
+    """The largest rel_l2 between a baseline's results and those of another run.
+
+    NaN where there are none, or not one number of any is finite in both.
 
     Raises :class:`SessionError` where it is not known whose belong together.
     """
@@ -66,7 +68,7 @@ def distance(expected: Results, found: Results) -> float:
             f"so whose belong together is not known; launch as many on both sides, or one as the baseline"
         )
     pairs = zip(expected if len(expected) > 1 else expected * len(found), found, strict=True)
-    return max(_farthest(one, other) for one, other in pairs)
+    return _largest(_farthest(one, other) for one, other in pairs)
 
 
 def unit_of(*results: Results) -> float:
@@ -77,7 +79,13 @@ def unit_of(*results: Results) -> float:
 def _farthest(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
     if len(expected) != len(found):
         return math.inf
-    return max((_rel_l2(one, other) for one, other in zip(expected, found, strict=True)), default=0.0)
+    return _largest(_rel_l2(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def _largest(distances: Iterable[float]) -> float:
+    """The largest that was measured; NaN where none was, and 0 where there was nothing to measure."""
+    known = list(distances)
+    return max((each for each in known if not math.isnan(each)), default=math.nan if known else 0.0)
 
 
 def _unit(tensor: torch.Tensor) -> float:
@@ -91,6 +99,8 @@ def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()) or not torch.allclose(one[~finite], other[~finite], equal_nan=True):
         return math.inf
+    if finite.numel() and not finite.any():
+        return math.nan
     one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
     difference, size = float((one - other).norm()), float(one.norm())
     return difference / size if size else (0.0 if difference == 0 else math.inf)

@@ -153,6 +153,15 @@ class Run:
                 self._settled.add(rank.place.world_rank)
                 self._changed.notify_all()
 
+    def note_return(self, rank: RankHandle) -> None:
+        """It had not died: its line had."""
+        with self._changed:
+            if self._deaths.pop(rank.place.world_rank, None) is not None:
+                self._failed.pop(rank.place.world_rank, None)
+                self._settled.discard(rank.place.world_rank)
+                self._output.append((rank.label, True, Output("goes on: its line had ended, and is there again\n")))
+                self._changed.notify_all()
+
     # ---- what people ask ----------------------------------------------------------------------------------------
 
     @property

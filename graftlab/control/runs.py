@@ -121,6 +121,12 @@ class Runs:
         for run in self._runs[:-1]:
             run.note_settled(rank)
 
+    def note_return(self, rank: RankHandle, number: int) -> None:
+        """The rank goes on in this run: what was taken for its death was the end of its line alone."""
+        for run in self._runs:
+            if run.number == number:
+                run.note_return(rank)
+
     def remark(self, text: str) -> None:
         """Have the newest run's summary say this first."""
         self._runs[-1].remarks.append(text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.words import counted
+from graftlab.verdict.added import LABELS
 from graftlab.verdict.wording import NOT_LOOKED_AT, Findings, text_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Verdict:
         ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` how many times
         that it is; ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group
         alone moves the output, over the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
-        ``inherited`` or ``clean``.
+        ``inherited``, ``clean``, or ``unmeasured`` where there is no pair of finite numbers.
         """
         return self.findings.frame
 
@@ -55,9 +56,7 @@ class Verdict:
         """The label of each group: the gravest of its taps'."""
         found: dict[str, str] = {}
         for group, label in zip(self.frame["group"], self.frame["label"], strict=True):
-            if found.get(group, "clean") in ("clean", "inherited") and label != "clean":
-                found[group] = label
-            found.setdefault(group, label)
+            found[group] = min(found.get(group, label), label, key=LABELS.index)
         return found
 
     def plot(self, **options: Any) -> Figure:

@@ -44,6 +44,7 @@ from graftlab.exchange.pinned import PinnedMemory
 from graftlab.exchange.receiving import Receiver
 from graftlab.exchange.sending import Sender
 from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.wires import Wires
 
 
 class RankExchange(Generic[Memo]):
@@ -51,7 +52,8 @@ class RankExchange(Generic[Memo]):
 
     ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
     (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
-    rank has published and not got back; ``timeout``, in seconds, bounds every wait.
+    rank has published and not got back; ``timeout``, in seconds, bounds every wait. ``wires`` joins its GPU with those
+    of other hosts; it is begun by whoever made the links, and closed here.
     """
 
     def __init__(
@@ -63,14 +65,17 @@ class RankExchange(Generic[Memo]):
         budget: int = limits.BUFFER_BUDGET,
         timeout: float = limits.TIMEOUT,
         gpu: Gpu | None = None,
+        wires: Wires | None = None,
     ) -> None:
         gpu = gpu or Cuda()
         self._arena = arena
+        self._wires = wires
         self._peers = peers = Peers(place, links, timeout)
+        self.timeout = timeout
         pinned = PinnedMemory(gpu, place.label)
-        self._receiver = receiver = Receiver(peers, budget, gpu, pinned)
+        self._receiver = receiver = Receiver(peers, budget, gpu, pinned, wires)
         self._sender: Sender[Memo] = Sender(
-            peers, arena, budget, gpu, pinned, partial(receiver.release_read, wait=False)
+            peers, arena, budget, gpu, pinned, wires, partial(receiver.release_read, wait=False)
         )
         peers.listen(
             {
@@ -115,6 +120,8 @@ class RankExchange(Generic[Memo]):
         return self._peers.settle(wake)
 
     def close(self) -> None:
+        if self._wires is not None:
+            self._wires.close()
         self._peers.close()
         self._arena.close()
 
@@ -147,6 +154,8 @@ class RankExchange(Generic[Memo]):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._peers.timeout = seconds
+        if self._wires is not None:
+            self._wires.timeout = seconds
 
     @property
     def on_wait(self) -> Callable[[Collection[int]], None]:

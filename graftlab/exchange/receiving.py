@@ -19,10 +19,12 @@ from graftlab.exchange.frames import (
     Released,
     StepEnded,
     WaitsForYou,
+    WireLocation,
     Yield,
 )
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
+from graftlab.exchange.wires import Wires
 
 # Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
 # bytes, because a sender writes there again while the cache holds it: to copy 4 MiB into one place takes it half as
@@ -49,10 +51,11 @@ class Receiver:
     be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
     """
 
-    def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory) -> None:
+    def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory, wires: Wires | None) -> None:
         self._peers = peers
         self._gpu = gpu
         self._pinned = pinned
+        self._wires = wires
         self._large = min(_RELEASE_BYTES, budget // _RELEASE_SHARE)
         self._reader = DeviceReader(gpu)
         self._ended_step = -1
@@ -130,6 +133,8 @@ class Receiver:
         """A published tensor, without a copy where it lies on the device of ``near``."""
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
+        if isinstance(location, WireLocation):
+            return self._fetch(peer, location, nbytes, dtype, shape, near)
         if not isinstance(location, DeviceLocation):
             pinned = None
             if peer.arena is None:
@@ -148,6 +153,22 @@ class Receiver:
             # This one is lost; those that follow must take the other way.
             self._answer(peer, str(error))
             raise
+        return window if near is None else window.to(near.device)
+
+    def _fetch(
+        self,
+        peer: Peer,
+        location: WireLocation,
+        nbytes: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        near: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same of one that is on a GPU of another host; other threads may use the exchange meanwhile."""
+        if self._wires is None:
+            raise RuntimeError("it is on a GPU to which there is no direct way from here")
+        fetched = self._wires.fetch(peer.world_rank, location, nbytes, self._peers.lanes.aside)
+        window = fetched.view(dtype).view(shape)
         return window if near is None else window.to(near.device)
 
     def _all_answered(self, key: TapKey) -> bool:

@@ -107,10 +107,18 @@ class RemoteChannel:
 class Post:
     """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
-    It listens at ``address``, if one is given, at one of these ports, or at any that is free.
+    It listens at ``address``, if one is given, at one of these ports, or at any that is free. ``linger`` is how many
+    seconds :meth:`close` waits at most for what was sent to be on its way.
     """
 
-    def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        name: bytes,
+        address: str | None = None,
+        ports: Sequence[int] = (0,),
+        linger: float = _LINGER,
+    ) -> None:
         """Raises OSError where it cannot listen there."""
         self.name = name
         self.over = threading.Event()
@@ -127,7 +135,7 @@ class Post:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # The buffer budget bounds what is on its way. Were the socket to stop reading it would miss heartbeats too.
         socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
+        socket.setsockopt(zmq.LINGER, int(linger * 1000))
         # Never, in effect. Were it forbidden, what had come on a connection that ended would be thrown away with it.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(_CONNECT_LIMIT * 1000))
@@ -260,6 +268,19 @@ class Post:
                 os.eventfd_write(self._wake, 1)
             return frames
 
+    def collect(self) -> list[tuple[RemoteChannel, list[bytes]]]:
+        """The same of all channels that have something, or have ended, at once: with a thousand of them to ask each
+        takes far longer than to read."""
+        with self._lock:
+            self.pump()
+            news = [each for each in self._channels.values() if each.arrived or (each.ended and not each.closed)]
+            collected = []
+            for channel in news:
+                collected.append((channel, list(channel.arrived)))
+                channel.arrived.clear()
+                channel.closed |= channel.ended
+            return collected
+
     def pump(self) -> None:
         """Bring every frame that has come to its channel, and note new connections and ends. Does not wait."""
         with self._lock:
@@ -284,8 +305,10 @@ class Post:
         # Once: another try may be on its way to the same endpoint.
         if channel.endpoint and not known:
             # Else what was sent in vain would wait for a connection that will never be.
+            self._socket.setsockopt(zmq.LINGER, 0)
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(channel.endpoint)
+            self._socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
 
     def _look_at_connections(self) -> list[RemoteChannel]:
         """Read what the socket says of its connections; returns those that have ended."""
@@ -354,7 +377,7 @@ class Post:
             channel.arrived.clear()
 
     def close(self) -> None:
-        """End all connections. What was sent goes on its way first, for two seconds at most."""
+        """End all connections. What was sent goes on its way first, as long as it may linger."""
         with self._lock:
             if self.over.is_set():
                 return

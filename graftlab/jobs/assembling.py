@@ -173,8 +173,14 @@ class Assembly:
         if not complete:
             return None
         joined = means.joined
+        wires = linker.begin_wires(joined.tap_timeout, lambda: means.line.send(linker.linked(self.world)))
         exchange: LiveExchange[Unasked] = RankExchange(
-            means.place, linker.arena, linker.links, budget=joined.buffer_budget, timeout=joined.tap_timeout
+            means.place,
+            linker.arena,
+            linker.links,
+            budget=joined.buffer_budget,
+            timeout=joined.tap_timeout,
+            wires=wires,
         )
         return self._world(exchange, linker.arena.map, None, linker)
 
@@ -191,7 +197,7 @@ class Assembly:
             linker.work()
             if linker.complete and told != linker.kinds():
                 told = linker.kinds()
-                self._means.line.send(Linked(self.world, *linker.kinds()))
+                self._means.line.send(linker.linked(self.world))
             if linker.complete and self._finishing.is_set():
                 return True
             if any(descriptor == self._wake for descriptor, _ in poller.poll(_LOOK * 1000)):

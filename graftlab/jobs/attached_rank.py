@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from graftlab.base.world import Place
@@ -14,7 +13,7 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import IsAt
+from graftlab.ranks.messages import IsAt, Linked
 
 _NOWHERE = Seat("-", "-")
 
@@ -36,7 +35,7 @@ class AttachedRank(RankHandle):
         # Of the world to which it has not moved yet.
         self._next_segment: int | None = None
         self.has_joined = False
-        self.links = ""
+        self.links = self.line = ""
         # What it has said last, where it is not this process that made its memory.
         self._told: Whereabouts | None = None
 
@@ -56,9 +55,11 @@ class AttachedRank(RankHandle):
         self.handed_over()
         return ends
 
-    def note_links(self, memory: Sequence[int], tcp: Sequence[int]) -> None:
+    def note_links(self, linked: Linked) -> None:
         everyone = [place.label for place in self.place.everyone()]
-        kinds = (("shared memory", memory), ("TCP", tcp))
+        tcp_alone = [rank for rank in linked.tcp if rank not in linked.wires]
+        both = f"{linked.device_link} and TCP"
+        kinds = (("shared memory", linked.memory), ("TCP", tcp_alone), (both, linked.wires))
         self.links = "; ".join(
             kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
             for kind, ranks in kinds
@@ -88,7 +89,7 @@ class AttachedRank(RankHandle):
         old[1].close()
         self.alive = self.has_joined = False
         self.pid, self.seat = None, _NOWHERE
-        self.links, self._told = "", None
+        self.links, self.line, self._told = "", "", None
         self._look_into(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:

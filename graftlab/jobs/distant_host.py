@@ -14,9 +14,7 @@ from graftlab.exchange.keys import keys_of
 from graftlab.exchange.tcp import Post
 from graftlab.jobs.greeting import Join, pack, unpack
 from graftlab.jobs.relay import Relay
-
-HOST = b"host"
-"""What whoever holds a session is called by those that connect to it."""
+from graftlab.jobs.trunk import HOST
 
 
 class DistantHost:

@@ -155,8 +155,8 @@ class Gathering:
 
     def note_linked(self, rank: AttachedRank, message: Linked) -> None:
         """The rank is connected with all others."""
-        rank.note_links(message.memory, message.tcp)
-        if not self._assembling or message.world != self._world:
+        rank.note_links(message)
+        if not self._assembling or message.world != self._world or rank.place.world_rank in self._linked:
             return
         self._linked.add(rank.place.world_rank)
         if len(self._linked) == len(self._ranks):

@@ -30,13 +30,14 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job that is in a graft world already has: the run that goes on, and the plan in force.
 
     ``lost_rows`` is how many rows were made while nobody took them. With ``linked`` its memory is its own affair, and
-    it says itself where it is.
+    it says itself where it is. ``session`` is the one in which it was last.
     """
 
     run: RunInfo
     plan: WirePlan
     lost_rows: int
     linked: bool = False
+    session: str = ""
 
 
 class Join(Greeting, frozen=True):
@@ -81,7 +82,7 @@ class Joined(Greeting, frozen=True):
 
     With ``address`` ranks may be on several machines: what they share they make themselves
     (:mod:`graftlab.jobs.linking`), under the keys of ``token``. Who has come over a network gets no descriptors, and no
-    token, which it has: its line goes on where it has asked.
+    token, which it has: its line goes on where it has asked. ``session`` is a name that no other session has.
     """
 
     folder: str
@@ -92,6 +93,7 @@ class Joined(Greeting, frozen=True):
     descriptors: int
     address: str = ""
     token: str = ""
+    session: str = ""
 
 
 class Look(Greeting, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import select
 import shlex
 import socket
@@ -17,13 +18,13 @@ from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
-from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.gate import Gate
 from graftlab.jobs.gathering import Gathering
 from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
 from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
+from graftlab.jobs.relay import FarLine, way_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
@@ -59,6 +60,7 @@ class Host:
         gate: Gate | None,
     ) -> None:
         self.over = threading.Event()
+        self._name = secrets.token_hex(8)
         self._session = session
         self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRank)]
         self._meeting = meeting
@@ -199,7 +201,7 @@ class Host:
 
         threading.Thread(target=answer, name="graftlab-look", daemon=True).start()
 
-    def _greet_from_afar(self, far: RemoteChannel, frame: bytes) -> None:
+    def _greet_from_afar(self, far: FarLine, frame: bytes) -> None:
         """The first word of a process on another machine, which has proved that it knows the token."""
         try:
             join = unpack(frame)
@@ -213,6 +215,7 @@ class Host:
                 far.send(pack(refused))
                 return
             rank, note = self._admit(join, None)
+            rank.line = way_of(far)
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
             far.send(pack(self._joined(rank, [])))
@@ -259,7 +262,8 @@ class Host:
                 False,
                 again,
             )
-        if join.membership is not None and self._gathering.held and not self._resumed:
+        returns = join.membership is not None and join.membership.session == self._name
+        if join.membership is not None and not returns and self._gathering.held and not self._resumed:
             return f"{rank.label} is in a run of another session, and this one has its own", False, False
         if self._agreed is not None and join.plan is not None:
             return _difference(from_wire(join.plan), self._agreed), True, False
@@ -292,7 +296,11 @@ class Host:
                 rank.links = "shared memory"
             if segment is not None:
                 rank.adopt_segment(segment)
-            if not self._resumed:
+            if join.membership.session == self._name:
+                # Its line was cut, and it is in this session's run all the time.
+                self._session.joined.note_return(rank, join.membership.run.run)
+                self._session.joined.outrank(from_wire(join.membership.plan))
+            elif not self._resumed:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
@@ -315,6 +323,7 @@ class Host:
             descriptors=len(line),
             address="" if gate is None else gate.endpoint.host,
             token=gate.token if gate is not None and local else "",
+            session=self._name,
         )
 
     def _rank_of(self, join: Join | Fetch) -> AttachedRank:

@@ -22,11 +22,12 @@ _BACKLOG = 1024
 
 
 class Meeting:
-    """The meeting in one folder. Usable in ``with``."""
+    """The meeting in one folder, or another one there that has a ``name``. Usable in ``with``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = _SOCKET) -> None:
         """Raises :class:`ConfigError` for a folder that cannot be made, or is not this user's alone."""
         self.folder = folder
+        self._name = name
         room = folder / _ROOM
         try:
             # The folder in /tmp that a port stands for has a parent, which nobody else may have put there.
@@ -43,7 +44,7 @@ class Meeting:
             ) from error
         _require_own(room)
         # A socket's name has at most 107 bytes, however deep the folder lies.
-        self._address = f"/proc/self/fd/{self._room}/{_SOCKET}"
+        self._address = f"/proc/self/fd/{self._room}/{name}"
 
     def connect(self, timeout: float) -> socket.socket | None:
         """A connection to whoever holds the session; None where nobody does.
@@ -78,7 +79,7 @@ class Meeting:
     def forget(self) -> None:
         """Take the socket's name away. Call it while :meth:`locked`."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_SOCKET, dir_fd=self._room)
+            os.unlink(self._name, dir_fd=self._room)
 
     @property
     def token_path(self) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from graftlab.base.world import Place
@@ -12,7 +11,7 @@ from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import IsAt
+from graftlab.ranks.messages import IsAt, Linked
 
 
 class RankHandle:
@@ -54,8 +53,11 @@ class RankHandle:
     links = "shared memory"
     """What joins it with the other ranks, in words; blank where that is not known yet."""
 
-    def note_links(self, memory: Sequence[int], tcp: Sequence[int]) -> None:
-        """It says with which ranks it shares memory, and which it reaches by TCP."""
+    line = ""
+    """How what it says comes here from another machine, in words; blank where it is on this one."""
+
+    def note_links(self, linked: Linked) -> None:
+        """It says what joins it with the other ranks."""
 
     def note_whereabouts(self, where: IsAt) -> None:
         """It says where it is, for its memory cannot be looked at."""

@@ -21,7 +21,9 @@ COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
-LABELS = ("culprit", "minor", "cancels", "inherited", "clean")
+LABELS = ("culprit", "minor", "cancels", "inherited", "clean", "unmeasured")
+"""The gravest first."""
+NOT_NAMED = ("inherited", "clean", "unmeasured")
 
 
 def added_frame(
@@ -37,7 +39,7 @@ def added_frame(
     ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
     are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
     floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
-    The labels are all ``clean`` yet.
+    Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` where there was no pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
     largest = Floor(
@@ -52,6 +54,7 @@ def added_frame(
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))
+        over_floor = ratio(row, floor)
         lines.append(
             {
                 "name": row["name"],
@@ -66,11 +69,11 @@ def added_frame(
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
-                "ratio": ratio(row, floor),
+                "ratio": over_floor,
                 "error": math.nan if before is None else before["rel_l2"],
                 "error_ratio": math.nan if before is None else ratio(before, floor),
                 "alone": math.nan,
-                "label": "clean",
+                "label": "unmeasured" if math.isnan(over_floor) else "clean",
             }
         )
     return pd.DataFrame(lines, columns=list(COLUMNS))
@@ -118,11 +121,14 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
         return 0.0
     rms = math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
     largest = row["max_abs"] / rms if rms else math.inf
-    return max(_over(row["rel_l2"], floor.rel_l2), _over(largest, floor.rel_max))
+    return max(times(row["rel_l2"], floor.rel_l2), times(largest, floor.rel_max))
 
 
-def _over(value: float, floor: float) -> float:
-    return value / floor if floor else math.inf
+def times(distance: float, floor: float) -> float:
+    """How many times its floor a distance is; infinite over a floor of 0, which whole numbers have."""
+    if floor or math.isnan(distance):
+        return distance / (floor or 1.0)
+    return math.inf if distance else 0.0
 
 
 def coarser_dtype(row: Mapping[str, Any]) -> str:

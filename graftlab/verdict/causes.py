@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -30,6 +30,15 @@ class Causes:
     total: float = 0.0
     cancelling: tuple[frozenset[str], ...] = ()
     cut_short: bool = False
+    earlier: tuple[int, ...] = ()
+    """The steps in which the output differs although it agrees the last time that it is there."""
+
+    def with_earlier(self, steps: Iterable[int]) -> Causes:
+        """The same where the output differs in these steps. What moves it is not known, as only its last is swapped."""
+        known = tuple(sorted(set(steps)))
+        if not known:
+            return self
+        return replace(self, labels=dict.fromkeys(self.labels, "culprit"), earlier=known)
 
 
 def find_causes(named: Sequence[str], effect: Effect, threshold: float) -> Causes:
@@ -81,9 +90,10 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
     """How far an output is from its record, over the record's norm; each shard is a record and a value.
 
     Infinite where one of them alone is not finite, NaN where a shard has no record of its shape. Numbers that are
-    infinite or NaN in both alike, as the logits of what must not be chosen, are left out.
+    infinite or NaN in both alike, as the logits of what must not be chosen, are left out; NaN where no others are left.
     """
     off = whole = 0.0
+    numbers = finite_ones = 0
     for recorded, value in shards:
         if recorded is None or value.shape != recorded.shape:
             return math.nan
@@ -91,6 +101,10 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
         finite = one.isfinite() & other.isfinite()
         if not (finite | (one == other) | (one.isnan() & other.isnan())).all():
             return math.inf
+        numbers += finite.numel()
+        finite_ones += int(finite.count_nonzero())
         off += float((one - other)[finite].square().sum())
         whole += float(one[finite].square().sum())
+    if numbers and not finite_ones:
+        return math.nan
     return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)

@@ -71,7 +71,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     found: dict[str, None] = {}
     leads = True
     for row in records(without_data(frame)):
-        leads = leads and (row["dtype"] is None or roundoff(row["dtype"]) == 0)
+        leads = leads and roundoff(coarser_dtype(row)) == 0
         if kind_of(row["tags"]) == "input" or (leads and row["status"] in MEASURED):
             found[row["name"]] = None
     return list(found)

@@ -63,6 +63,11 @@ class Shown(NamedTuple):
     def values(self) -> Array:
         return np.frombuffer(self.sketch, dtype=np.float64)
 
+    @property
+    def has_no_number(self) -> bool:
+        """Whether it has elements, and none is finite."""
+        return 0 < math.prod(self.shape) <= self.nonfinite
+
 
 @dataclass(frozen=True)
 class Held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from graftlab.base.words import counted
 from graftlab.verdict.groups import is_data, numbers_in
 from graftlab.verdict.replicas import FROM_GROUP, Checked, Held, unreduced
 from graftlab.verdict.wording import described, spans
@@ -23,6 +24,13 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
         lines.append(f"Not looked at, since some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
     if not checked.held:
         return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Put gl.tap or gl.watch in."])
+    lost = dict.fromkeys(
+        each.name for each in checked.held if all(shown.has_no_number for shown in each.shown.values())
+    )
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        have = "has" if len(lost) == 1 else "have"
+        lines.append(f"Not looked at: {', '.join([*lost][:4])}{more} {have} no finite number on any rank.")
     differing = [each for each in checked.held if each.name in inputs and each.relation != "agrees"]
     if differing:
         names = ", ".join(dict.fromkeys(each.name for each in differing))
@@ -33,9 +41,13 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
     found = judged(checked, inputs)
     lines += _sentences(checked, found)
     own = sorted({each.group for each in checked.held if each.relation == "own data"})
-    agree = len({each.group for each in checked.held if each.relation == "agrees"})
+    agree = len({each.group for each in checked.held if each.relation == "agrees" and each.name not in lost})
     if not found:
-        lines.append(f"The {checked.world_size} ranks agree where they hold copies ({agree} groups of taps).")
+        lines.append(
+            f"The {checked.world_size} ranks agree where they hold copies ({counted(agree, 'group')} of taps)."
+            if agree or len(lost) < len({each.name for each in checked.held})
+            else "Nothing was compared: no tap has a finite number."
+        )
     if own:
         more = f" and {len(own) - 4} more" if len(own) > 4 else ""
         groups = "1 group of taps is" if len(own) == 1 else f"{len(own)} groups of taps are"

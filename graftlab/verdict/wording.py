@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from graftlab.base.words import counted
+from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.groups import kind_of_group, numbers_in
 
@@ -61,7 +63,7 @@ class Findings:
 
     @property
     def named(self) -> list[str]:
-        return list(dict.fromkeys(self.frame.loc[~self.frame["label"].isin(("clean", "inherited")), "group"]))
+        return list(dict.fromkeys(self.frame.loc[~self.frame["label"].isin(NOT_NAMED), "group"]))
 
 
 def text_of(findings: Findings) -> str:
@@ -133,10 +135,14 @@ def _nothing_named(findings: Findings) -> str:
     frame = findings.frame[~findings.frame["group"].isin(list(findings.inputs))]
     if not len(frame):
         return "Apart from inputs no tap was measured on both sides. Put gl.tap or gl.watch into both functions."
+    frame = frame[frame["ratio"].notna()]
+    if not len(frame):
+        nothing = "Apart from inputs nothing" if findings.inputs else "Nothing"
+        return f"{nothing} was compared: not one number of any tap is finite on both sides."
     top = frame["ratio"].max()
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
-        f"{frame['group'].nunique()} groups of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
+        f"{counted(frame['group'].nunique(), 'group')} of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
         f"{_number(findings)}"
     )
     if coarse:
@@ -163,7 +169,7 @@ def _number(findings: Findings) -> str:
 
 
 def _label(frame: pd.DataFrame, group: str) -> str:
-    labels = frame.loc[(frame["group"] == group) & ~frame["label"].isin(("clean", "inherited")), "label"]
+    labels = frame.loc[(frame["group"] == group) & ~frame["label"].isin(NOT_NAMED), "label"]
     return str(labels.iloc[0])
 
 
@@ -195,7 +201,8 @@ def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
     worst = over.iloc[int(over["ratio"].to_numpy().argmax())]
     if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]:
         return worst, "not finite on one side"
-    return worst, f"added {worst['added']:.2g}, {worst['ratio']:.2g} x the {_floor(findings)}"
+    times = "beyond any floor" if math.isinf(worst["ratio"]) else f"{worst['ratio']:.2g} x the {_floor(findings)}"
+    return worst, f"added {worst['added']:.2g}, {times}"
 
 
 def _many(findings: Findings, groups: Sequence[str]) -> str:
@@ -345,8 +352,13 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
+def _over_floor(times: float) -> str:
+    """Numbers that do not round have a floor of 0; and one side alone may be infinite or NaN."""
+    return "beyond any floor" if math.isinf(times) else f"{times:.2g} x its floor"
+
+
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
-    groups = ", ".join(causes.labels)
+    key, groups = output, ", ".join(causes.labels)
     # Of a model that is watched as a whole the last tap is called so.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
@@ -355,16 +367,22 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
         return [f"What {groups} {do} to the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
-            f"With the baseline's {groups} the output{output} is still {causes.restored:.2g} x its floor: something "
+            f"With the baseline's {groups} the output{output} is still {_over_floor(causes.restored)}: something "
             "acts outside of the taps. State that is written before its tap (a KV cache) is such a thing; tap it."
         ]
     lines = []
-    if causes.total <= findings.threshold:
-        lines.append(f"The output{output} agrees all the same ({causes.total:.2g} x its floor).")
+    if causes.earlier:
+        worst = findings.frame.loc[findings.frame["group"] == key, "error_ratio"].max()
+        lines.append(
+            f"The output{output} agrees the last time ({_over_floor(causes.total)}), and differs before that, in step"
+            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)} (up to {_over_floor(worst)})."
+        )
+    elif causes.total <= findings.threshold:
+        lines.append(f"The output{output} agrees all the same ({_over_floor(causes.total)}).")
     else:
         lines.append(
-            f"With the baseline's {groups} the output{output} agrees ({causes.restored:.2g} x its floor; "
-            f"{causes.total:.2g} x without)."
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
+            f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
         )
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
     if causes.cut_short:

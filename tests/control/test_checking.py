@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,6 +261,21 @@ def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) ->
         "Not looked at: text show no tensor that could be compared.\nNot looked at, since some ranks"
     )
     assert "only there (on rank 1 alone)" in text
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (("b",), "b has no finite number on any rank.\nThe 2 ranks agree where they hold copies (1 group of taps)."),
+        (("a", "b"), "a, b have no finite number on any rank.\nNothing was compared: no tap has a finite number."),
+    ],
+)
+def test_taps_without_a_finite_number_agree_with_nothing(session: gl.Session, lost: tuple[str, ...], said: str) -> None:
+    def side() -> None:
+        for name in ("a", "b"):
+            gl.tap(name, torch.full((4,), math.nan if name in lost else 1.0))
+
+    assert session.check(target=side).text == f"Not looked at: {said}"
 
 
 def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,7 +88,14 @@ def test_what_parts_only_without_a_tap_names_that_tap(session: gl.Session) -> No
 
 def test_a_function_that_returns_no_tensor_is_told_of(session: gl.Session) -> None:
     compared = session.compare_compiled(lambda x: [model(x), None][1], args=(X,), backend="eager")
-    assert "The function returns no tensor and no number" in compared.text
+    assert "The function returns no tensor and no number, or none that is finite, so" in compared.text
+
+
+def test_a_result_without_a_finite_number_is_not_called_equal(session: gl.Session) -> None:
+    compared = session.compare_compiled(lambda x: (model(x) * math.inf * 0, None), args=(X,), backend="eager")
+    assert compared.text.startswith("The function returns no tensor and no number, or none that is finite, so")
+    both = session.compare_compiled(lambda x: (model(x) * math.inf * 0, model(x)), args=(X,), backend="eager")
+    assert both.text.startswith("Compiled, its result is equal to the eager one")
 
 
 def test_arguments_of_an_expression_are_refused(session: gl.Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -150,6 +151,68 @@ def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("nan",))
     assert verdict.named == ["layers.*.act"]
     assert "in layer 1 of 0-3 (not finite on one side" in verdict.text
+
+
+def decoding(scale: float) -> None:
+    """Six tokens are chosen; the target's third step is scaled, which changes no token and not what comes after."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(50, 16, generator=generator)
+    token = gl.tap("token", torch.tensor([3]))
+    for step in range(6):
+        wrong = step == 2 and gl.here().side == "target"
+        hidden = gl.tap("hidden", embedding[token].tanh() * (scale if wrong else 1))
+        logits = gl.tap("logits", hidden @ embedding.T)
+        token = gl.tap("chosen", logits.argmax(-1))
+        gl.step()
+
+
+def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
+    verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
+    assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
+    assert ", which the output does not show.\nThe output chosen agrees all the same (0 x its floor)." in verdict.text
+    verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
+    assert verdict.labels["hidden"] == "culprit"
+    assert "the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
+
+
+def test_the_output_is_what_rounds_and_not_what_is_chosen_by_it(session: gl.Session) -> None:
+    verdict = session.verdict(decoding, decoding, args=(-1.0,))
+    assert "With the baseline's hidden the output logits agrees (0 x its floor; " in verdict.text
+
+
+def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(session: gl.Session) -> None:
+    verdict = session.verdict(decoding, decoding, args=(1.3,))
+    assert verdict.labels["hidden"] == "culprit"
+    assert "which the output does not show" not in verdict.text
+    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2 (up to " in (
+        verdict.text
+    )
+
+
+def choosing(place: int) -> torch.Tensor:
+    logits = gl.tap("logits", torch.tensor([[3.0, 1.0, 2.0]]))
+    return gl.tap("chosen", logits.topk(2).indices[..., place if gl.here().side == "target" else 0])
+
+
+def test_whole_numbers_that_are_chosen_otherwise_are_named(session: gl.Session) -> None:
+    verdict = session.verdict(choosing, choosing, args=(1,))
+    assert "chosen is computed differently (added inf, beyond any floor, int64)." in verdict.text
+
+
+def overflowing_chain(side: str) -> torch.Tensor:
+    """Like a chain in float16, whose numbers leave its range on the way; the target's is other before that."""
+    x = gl.tap("before", torch.ones(4) * (2.0 if gl.here().side == side else 1.0))
+    return gl.tap("after", gl.tap("act", x * math.inf) - math.inf)
+
+
+def test_what_is_finite_on_neither_side_is_unmeasured_and_not_clean(session: gl.Session) -> None:
+    verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
+    assert verdict.text.startswith("Not looked at: 2 taps (act, after) have no pair of finite numbers.")
+    assert "Of what was looked at, nothing adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
+    verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
+    assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
+    assert "What before does to the output after could not be measured" in verdict.text
 
 
 def random_chain() -> None:

@@ -445,8 +445,8 @@ def test_a_world_on_the_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch
 # ---- between processes, over a stand-in and over CUDA ---------------------------------------------------------------
 
 
-# Overrides the fixture of all implementations: only those with a GPU.
-@pytest.fixture(scope="module", params=[each for each in PROCESSES if each.id not in ("shared memory", "tcp")])
+# Overrides the fixture of all implementations: only those whose GPUs share memory.
+@pytest.fixture(scope="module", params=[each for each in PROCESSES if each.id in ("device", "cuda")])
 def processes(request: pytest.FixtureRequest) -> MakeProcesses:
     make: MakeProcesses = request.param
     return make

@@ -15,6 +15,7 @@ from kit.support import wait_until
 
 from graftlab.errors import MessageError
 from graftlab.exchange.channel import Channel, frames_in
+from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.relay import Relay
 
 
@@ -28,25 +29,24 @@ class FailingPost:
     def fileno(self) -> int:
         return self.ready
 
-    def pump(self) -> None:
+    def collect(self) -> Any:
         raise RuntimeError("planted in the post")
 
     def close(self) -> None:
         self.closed = True
 
 
-class FarEnd:
-    closed = False
-
+class FarEnd(RemoteChannel):
     def __init__(self) -> None:
-        self.arrived: list[bytes] = []
+        self.closed = False
+        self.arrived: Any = []
         self.sent: list[bytes] = []
 
     def receive(self) -> list[bytes]:
         frames, self.arrived = self.arrived, []
         return frames
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes, attached: object = None) -> None:
         self.sent.append(payload)
 
     def close(self) -> None:
@@ -75,11 +75,8 @@ class QuietPost(FailingPost):
         super().__init__()
         self.far = far
 
-    def pump(self) -> None:
-        pass
-
-    def channels(self) -> tuple[FarEnd, ...]:
-        return self.far
+    def collect(self) -> Any:
+        return [(far, far.receive()) for far in self.far]
 
 
 def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import graftlab as gl
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from kit.mailboxes import MIB, Descriptors, Mailbox, key, settles
-from kit.support import wait_for_file
+from kit.support import wait_for_file, wait_until
 from kit.tensors import DTYPES, bits, layouts
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
@@ -181,3 +181,18 @@ def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
             page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
         if number == 1000:
             line.send("begun")
+
+
+def receives_what_it_is_told_to(mailbox: Mailbox, line: Any) -> None:
+    """Hears of x, and asks for it when it is told to."""
+    peer = mailbox.exchange._peers.others[0]  # type: ignore[attr-defined]
+
+    def has_come() -> bool:
+        mailbox.exchange.end_step(-1)  # reads what has come
+        return bool(peer.inbox[0])
+
+    wait_until(has_come, "x")
+    line.send("x has come")
+    line.recv()
+    receipt = mailbox.receive(key("x"))
+    line.send((len(receipt.contributions), receipt.absent))

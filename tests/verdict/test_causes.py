@@ -83,7 +83,7 @@ INF, NAN = float("inf"), float("nan")
         ([3.0, 4.0, -INF], [3.0, 4.0, 0.0], INF),
         ([3.0, 4.0, -INF], [3.0, 4.0, INF], INF),
         ([3.0, 4.0, 0.0], [3.0, 4.0, NAN], INF),
-        ([NAN, -INF], [NAN, -INF], 0.0),
+        ([0.0, -INF], [0.0, -INF], 0.0),
         ([0.0, 0.0], [0.0, 0.0], 0.0),
     ],
 )
@@ -91,6 +91,14 @@ def test_what_is_not_finite_in_both_alike_is_left_out_of_an_outputs_distance(
     record: list[float], value: list[float], expected: float
 ) -> None:
     assert distance([(torch.tensor(record), torch.tensor(value))]) == pytest.approx(expected)
+
+
+def test_an_output_with_no_finite_number_has_no_distance() -> None:
+    """Nothing is known of it: it must not be said to agree."""
+    lost, one = torch.tensor([NAN, -INF]), torch.ones(2)
+    assert math.isnan(distance([(lost, lost)]))
+    assert distance([(lost, lost), (one, 2 * one)]) == 1
+    assert distance([(one[:0], one[:0])]) == 0
 
 
 def test_an_output_without_a_record_of_its_shape_has_no_distance() -> None:

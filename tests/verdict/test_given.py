@@ -31,6 +31,12 @@ def test_whole_numbers_before_all_computation_are_inputs_and_those_after_it_are_
     assert said.startswith("The inputs differ already: tokens (rel_l2 0.5)")
 
 
+def test_what_one_side_alone_has_as_whole_numbers_is_no_input() -> None:
+    """A cast to integers is computed, and may be the fault."""
+    cast = row(1, "hidden", "int32", 0.5)._replace(cast="float32 -> int32")
+    assert input_names(to_frame([cast, row(2, "chosen", "int64", 0.5)])) == []
+
+
 def test_inputs_of_a_later_step_differ_where_they_do_from_the_baselines_values_too() -> None:
     def step(number: int, rel_l2: float, status: str = "grafted") -> Row:
         return row(1, "x", "float32", rel_l2, status, kind="input")._replace(step=7 + number)

@@ -95,7 +95,7 @@ def text(rows: list[Row], of_jobs: OfJobs, label: str) -> str:
 
 def test_over_a_floor_that_was_not_measured_nothing_is_ever_called_rounding() -> None:
     assert text([row(1, "y", 3e-5)], told(WATCHED, moved=["y"]), "culprit").splitlines()[1] == (
-        "Of what was looked at, nothing adds more than 5 x the assumed floor of 1e-05 (1 groups of taps, at most 3 x "
+        "Of what was looked at, nothing adds more than 5 x the assumed floor of 1e-05 (1 group of taps, at most 3 x "
         "the assumed floor, threshold 5)."
     )
     named = text([row(1, "y", 3e-3)], told(WATCHED, moved=["y"]), "culprit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_many_weights_share_a_sentence(kind: str, words: str) -> None:
     assert lines[0] == f"{words} (added up to 3e-05, 30 x the floor, float32)."
     few = said(*(tap(name, 10.0, kind=kind) for name in ("a.w", "b.w", "c.w")))
     assert len(few.splitlines()) == 3
+
+
+def test_where_no_number_is_finite_on_both_sides_nothing_is_said_to_be_clean() -> None:
+    lost = [{**tap(name, math.nan), "label": "unmeasured"} for name in ("a", "b")]
+    assert said(*lost) == "Nothing was compared: not one number of any tap is finite on both sides."
+    # What was not measured is not counted among what was.
+    assert said(*lost, tap("c", 2.0)) == (
+        "No tap adds more than rounding does (1 group of taps, at most 2 x the floor, threshold 5)."
+    )
 
 
 def test_hints_that_say_the_same_are_one() -> None:
