@@ -28,7 +28,8 @@ def unreached(frame: pd.DataFrame, threshold: float) -> list[str]:
         added = rows["added"].to_numpy(dtype=float)
         differed = rows["error_ratio"].to_numpy(dtype=float) > threshold
         known = np.isfinite(added) & np.isfinite(error)
-        changed = ~known | (np.abs(np.where(known, added - error, 0.0)) > _SAME * error)
+        apart = np.subtract(added, error, out=np.zeros(len(error)), where=known)
+        changed = ~known | (np.abs(apart) > _SAME * error)
         last = int(np.flatnonzero(changed).max(initial=-1))
         groups = rows["group"].tolist()
         first = {group: place for place, group in reversed(list(enumerate(groups))) if differed[place]}
