@@ -30,6 +30,7 @@ from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.unreached import told, unreached
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ class _Judging:
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
+        unseen += told(unreached(frame, threshold))
         frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
         if explained or (explain and of_jobs is not None):

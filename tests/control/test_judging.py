@@ -126,7 +126,8 @@ def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
 
 
 def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None:
-    verdict = session.verdict(chain, chain)
+    # Code of its own, whose floor no other test can have measured before.
+    verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
     assert verdict.text == "No tap adds more than rounding does (4 groups of taps, at most 0 x the floor, threshold 5)."
     assert verdict.runs == 3
@@ -187,6 +188,26 @@ def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(sessi
     assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2 (up to " in (
         verdict.text
     )
+
+
+def showing_copies(used: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 16, generator=generator)
+    for layer in range(4):
+        weight = torch.randn(16, 16, generator=generator) / 4
+        h = torch.tanh(x @ weight) * (1.01 if layer == 1 and gl.here().side == "target" else 1)
+        copy = gl.tap(f"layers.{layer}.h", h.clone())
+        x = x + (copy if used else h)
+    return gl.tap("out", x)
+
+
+def test_a_tap_of_a_copy_whose_result_is_not_used_is_said_to_pass_nothing_on(session: gl.Session) -> None:
+    """No graft reaches the model then, and what is inherited looks as if it arose where it is seen."""
+    verdict = session.verdict(showing_copies, showing_copies, args=(True,))
+    assert verdict.named == ["layers.*.h"]
+    assert "passes on" not in verdict.text
+    verdict = session.verdict(showing_copies, showing_copies, args=(False,))
+    assert verdict.text.startswith("Not looked at: what layers.*.h passes on: grafting it changed no tap after it. If")
 
 
 def choosing(place: int) -> torch.Tensor:
@@ -388,7 +409,8 @@ def test_the_rank_whose_shard_is_other_is_named(one_and_two: gl.Session, wrong_r
 
 
 def test_without_explanation_nothing_is_swapped(session: gl.Session) -> None:
-    verdict = session.verdict(chain, chain, args=("act",), explain=False)
+    # Code of its own, whose floor no other test can have measured before.
+    verdict = session.verdict(lambda: chain("act"), lambda: chain("act"), explain=False)
     assert verdict.named == ["layers.*.act"]
     assert verdict.runs == 3
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from kit import warm
 from kit.deadline import DEADLINE
 
 import graftlab as gl
@@ -41,13 +41,26 @@ NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user, or mount")
 
 
-def said(*before: str, limit: Callable[[], None] | None = None, **environment: str | None) -> str:
+def said_warm(folder: Path, first: str = "", **environment: str | None) -> str:
+    """The same where nothing is short before the script begins; ``first`` is what it does before anything else."""
+    path = folder / "script.py"
+    path.write_text(f"{first}\n{SCRIPT}")
+    roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    changed = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), **environment}
+    env = {name: value for name, value in changed.items() if value is not None}
+    # A limit that the script sets is to hold for its forkserver, too.
+    with warm.start([path], env, cwd=folder, forkserver=not first) as process:
+        told, errors = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, errors
+        return told
+
+
+def said(*before: str, **environment: str | None) -> str:
     """What a notebook in these surroundings says; a variable that is None is taken out of its environment."""
     changed = {**os.environ, **environment}
     done = subprocess.run(
         [*before, sys.executable, "-c", SCRIPT],
         env={name: value for name, value in changed.items() if value is not None},
-        preexec_fn=limit,
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -56,12 +69,16 @@ def said(*before: str, limit: Callable[[], None] | None = None, **environment: s
     return done.stdout
 
 
-def test_256_descriptors_are_enough() -> None:
-    assert said(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))) == WORKS
+def limited(descriptors: int) -> str:
+    return f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))"
 
 
-def test_too_few_descriptors_are_told() -> None:
-    told = said(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+def test_256_descriptors_are_enough(tmp_path: Path) -> None:
+    assert said_warm(tmp_path, limited(256)) == WORKS
+
+
+def test_too_few_descriptors_are_told(tmp_path: Path) -> None:
+    told = said_warm(tmp_path, limited(24))
     assert re.match(r"LaunchError: .*(Too many open files|descriptors)", told)
 
 
@@ -72,7 +89,7 @@ def test_a_temporary_folder_that_is_missing_is_done_without(tmp_path: Path) -> N
 
 def test_a_home_that_cannot_be_is_told_with_what_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = said(GRAFTLAB_HOME=None, HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path / "missing"))
+    told = said_warm(tmp_path, GRAFTLAB_HOME=None, HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path / "missing"))
     assert re.match(r"LaunchError: the run folder .*file/.graftlab/.* cannot be made: .*; set GRAFTLAB_HOME to", told)
 
 

@@ -22,7 +22,7 @@ def script(source: str, cwd: Path) -> Iterator[warm.Running]:
     # The graftlab that is being tested, be it installed or not.
     roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
-    with warm.start([path], env, cwd=cwd, start_new_session=True) as process:
+    with warm.start([path], env, cwd=cwd, start_new_session=True, forkserver=True) as process:
         try:
             yield process
         finally:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import warm
+from kit.deadline import DEADLINE
 from kit.processes import family, still_there, watch
 
 import graftlab as gl
@@ -98,26 +100,36 @@ def script(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 LAUNCH = """
-    import graftlab as gl
-    try:
-        with gl.launch(1, 1) as session:
-            print(session.run("1 + 1").baseline)
-    except gl.LaunchError as error:
-        print(error)
+import graftlab as gl
+try:
+    with gl.launch(1, 1) as session:
+        print(session.run("1 + 1").baseline)
+except gl.LaunchError as error:
+    print(error)
 """
 
 
+def launched(folder: Path, temporary: str) -> tuple[str, str]:
+    """What a script says that launches, and what its errors are, where this is the folder for temporary files."""
+    path = folder / "launches.py"
+    path.write_text(LAUNCH)
+    roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "TMPDIR": temporary}
+    with warm.start([path], env, cwd=folder, forkserver=True) as process:
+        return process.communicate(timeout=DEADLINE)
+
+
 def test_a_folder_for_temporary_files_that_is_missing_does_no_harm(tmp_path: Path) -> None:
-    assert script(LAUNCH, TMPDIR=str(tmp_path / "missing")).stdout == "[2]\n"
+    assert launched(tmp_path, str(tmp_path / "missing"))[0] == "[2]\n"
 
 
-def test_a_folder_for_temporary_files_with_too_long_a_path_is_explained() -> None:
+def test_a_folder_for_temporary_files_with_too_long_a_path_is_explained(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"gl-{'long-' * 20}") as folder:
-        done = script(LAUNCH, TMPDIR=folder)
-        assert "the forkserver, which starts the ranks, cannot be started: AF_UNIX path too long" in done.stdout
-        assert "TMPDIR" in done.stdout
-        assert "start_method='spawn'" in done.stdout
-        assert not done.stderr
+        told, errors = launched(tmp_path, folder)
+        assert "the forkserver, which starts the ranks, cannot be started: AF_UNIX path too long" in told
+        assert "TMPDIR" in told
+        assert "start_method='spawn'" in told
+        assert not errors
 
 
 # ---- ranks that do not become ready ---------------------------------------------------------------------------------

@@ -278,20 +278,14 @@ def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -
 
 
 @pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
-def test_a_session_that_closes_under_its_dashboard_shows_as_closed(screen: Screen) -> None:
-    expect(screen.page.locator(".gle tbody tr[data-tap]")).to_have_count(5)
-    screen.stop()
-    expect(screen.page.locator(".graftlab-ranks")).to_contain_text("closed")
-    expect(screen.page.locator(".gle tbody tr[data-tap]")).to_have_count(5)
-
-
-@pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
-def test_a_saved_notebook_without_its_kernel_shows_the_last_state_and_no_missing_model(screen: Screen) -> None:
+def test_a_session_that_closes_shows_as_closed_and_so_does_a_saved_notebook_without_its_kernel(screen: Screen) -> None:
     page, lab = screen.page, screen.lab
     live = page.locator(".graftlab-dashboard")
     expect(live.locator(".gle tbody tr[data-tap]")).to_have_count(5)
     expect(page.locator(".graftlab-static")).to_be_hidden()
     screen.stop()
+    expect(live.locator(".graftlab-ranks")).to_contain_text("closed")
+    expect(live.locator(".gle tbody tr[data-tap]")).to_have_count(5)
     expect(page.locator(".graftlab-static")).to_contain_text("closed")
     expect(page.locator(".graftlab-static .graftlab-on-light")).to_have_count(1)
     lab.command("docmanager:save")
