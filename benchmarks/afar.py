@@ -121,34 +121,44 @@ def _one_host(setup: Setup, agent: bool, rows: int, how: str) -> list[Line]:
     name = f"{_A_HOST} ranks of one host, {how}"
     return [
         Line("scale", f"that host's processor time to send a row, {name}", "s", Spread.of(costs[1:])),
-        Line("scale", f"what of it the ranks' own process spends, {name}", "s", Spread.of(own[1:])),
+        Line("scale", f"what of it the ranks' own processes spend, {name}", "s", Spread.of(own[1:])),
     ]
 
 
 def _be_a_host(folder: str, port: str, token: str, rows: str, agent: str) -> None:
-    endpoint = Endpoint("127.0.0.1", int(port))
-    join: Any = Join("", "target", 0, 1, 1, os.getpid(), "cpu", "none", None, None)
-    channels, carriers, pid = [], [], 0
+    """Prints what the ranks spent, and what their agent did."""
+    read, write = os.pipe()
     for _ in range(_A_HOST):
-        distant = ThroughAgent(endpoint, token, Path(folder)) if int(agent) else DistantHost(endpoint, token)
-        answer = distant.ask(join, 30.0)
-        assert answer is not None
-        channel, _, carrier = distant.open_line(answer[1])
-        channels.append(channel)
-        carriers.append(carrier)
-        pid = getattr(carrier, "pid", 0)
-    row = framed_row()[8:]
-    began = time.process_time(), _processor_time(pid)
-    for _ in range(int(rows)):
-        for channel in channels:
-            channel.send(row)
-    for channel in channels:
-        channel.drain(60.0)
-        channel.close()
-    for carrier in carriers:
-        carrier.close(when_done=True, timeout=60.0)
+        if not os.fork():
+            spent = _be_a_rank(Path(folder), Endpoint("127.0.0.1", int(port)), token, int(rows), int(agent))
+            os.write(write, (" ".join(map(str, spent)) + "\n").encode())
+            os._exit(0)
+    os.close(write)
+    with open(read) as lines:
+        told = [line.split() for line in lines]
+    assert len(told) == _A_HOST, "a rank failed"
     # The agent is there for a moment yet.
-    print(time.process_time() - began[0], _processor_time(pid) - began[1])
+    in_agent = _processor_time(int(told[0][0])) - min(float(before) for _, before, _ in told)
+    print(sum(float(own) for _, _, own in told), in_agent)
+
+
+def _be_a_rank(folder: Path, endpoint: Endpoint, token: str, rows: int, agent: int) -> tuple[int, float, float]:
+    """The agent's process, what it had spent before, and what this one spends."""
+    join: Any = Join("", "target", 0, 1, 1, os.getpid(), "cpu", "none", None, None)
+    distant = ThroughAgent(endpoint, token, folder) if agent else DistantHost(endpoint, token)
+    answer = distant.ask(join, 30.0)
+    assert answer is not None
+    channel, _, carrier = distant.open_line(answer[1])
+    channel.make_room(4 << 20)
+    pid = getattr(carrier, "pid", 0)
+    row = framed_row()[8:]
+    before, began = _processor_time(pid), time.process_time()
+    for _ in range(rows):
+        channel.send(row)
+    channel.drain(60.0)
+    channel.close()
+    carrier.close(when_done=True, timeout=60.0)
+    return pid, before, time.process_time() - began
 
 
 def _processor_time(pid: int) -> float:

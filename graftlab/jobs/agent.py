@@ -34,6 +34,13 @@ PID = struct.Struct("<I")
 # Why a line has ended, as its job is told. Nothing is told by an agent that was killed.
 ENDED, GONE, STRANGER, REFUSED = b"e", b"g", b"s", b"r"
 
+_WHY = {
+    ENDED: "it is needed no more",
+    GONE: "nobody is there, or whoever was there went away",
+    STRANGER: "who listens there has another token, or is no process of graftlab",
+    REFUSED: "whoever holds the session takes no lines of agents",
+}
+
 # Seconds without a line after which it ends. Jobs that wait for a notebook ask twice as often.
 _IDLE = 2.0
 # Milliseconds for which what jobs say gathers, unless a bell rings. They are few: what has not travelled when the agent
@@ -56,6 +63,7 @@ class Agent:
         self._trunk: Trunk | None = None
         self._welcome = False
         self._refuses = False
+        self._told_in_vain = False
         # Why lines end now.
         self._word = ENDED
         self._last_line = time.monotonic()
@@ -194,8 +202,10 @@ class Agent:
         """End the connection, and every line with it, for this reason."""
         if self._trunk is None or self._post is None:
             return
-        if self._controls:
-            logger.info("the connection ended (%s), and %d lines with it", word.decode(), len(self._controls))
+        # Jobs ask twice a second for a notebook that went away, maybe for days: what comes of that is told once.
+        if self._welcome or not self._told_in_vain:
+            logger.info("the connection ended: %s; %d lines end with it", _WHY[word], len(self._controls))
+            self._told_in_vain = not self._welcome
         self._word = word
         self._trunk.close()
         self._word = ENDED
