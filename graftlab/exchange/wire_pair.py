@@ -261,7 +261,8 @@ class Pair:
         """Give the pair up, for good: whatever is published from now on takes the other way."""
         if self.failure:
             return
-        self.failure = why
+        # A message of CUDA's may quote a path, which need not be Unicode.
+        why = self.failure = why.encode("utf-8", "replace").decode()
         was_joined, self.is_joined = self.is_joined, False
         logger.log(
             logging.INFO if is_expected else logging.WARNING,

@@ -202,7 +202,7 @@ def test_two_that_cannot_be_joined_talk_over_tcp_and_both_say_why(
 
 def joining(fabric: Fabric, **options: Any) -> Any:
     """A world that is used whether or not the two are joined."""
-    return a_world(1, 1, tcp=True, wire=lambda rank: SocketWireGpu(rank, fabric), put=on_gpu, **options)
+    return a_world(1, 1, tcp=True, wire=lambda place: SocketWireGpu(place, fabric), put=on_gpu, **options)
 
 
 def test_while_the_two_are_not_joined_yet_and_when_they_never_are_tensors_take_tcp(
