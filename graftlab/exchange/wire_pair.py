@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # Seconds to wait at the end for the device to let go of what was under way.
 _ABORT_LIMIT = 2.0
 
+# Memory that the device may touch for as long as the process lives.
+_never_given_back: list[object] = []
+
 
 class Request:
     """A tensor that a tap's thread waits for, while the wire thread fetches it."""
@@ -283,7 +286,12 @@ class Pair:
             self._aborting = threading.Thread(
                 target=self._abort, args=(communicator, held), name="graftlab-wire-abort", daemon=True
             )
-            self._aborting.start()
+            try:
+                self._aborting.start()
+            except RuntimeError:
+                # The interpreter ends, and starts no threads any more.
+                self._aborting = None
+                self._abort(communicator, held)
         self._under_way = None
         self._asked, self._copying = {}, []
         self._turns.clear()
@@ -297,6 +305,7 @@ class Pair:
         try:
             communicator.abort()
         except Exception as error:
+            _never_given_back.append(held)
             logger.warning("%s could not end what joined it to %s: %s", self._me, self._label, error)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from kit.support import wait_until
 from kit.wire_gpus import NAME, Fabric, SocketWireGpu, a_world_of_wires, processes_with_wires
 
 from graftlab.errors import GraftWarning
+from graftlab.exchange import wire_pair
 from graftlab.exchange.frames import Published, WireLocation, encode
 from graftlab.exchange.interrupts import may_raise_at
 from graftlab.exchange.wire_pair import Request
@@ -258,6 +259,22 @@ def test_memory_that_the_device_may_still_touch_is_not_given_back(world: World, 
         return all(each() is None for each in touched)
 
     wait_until(all_gone, "the memory")
+
+
+def test_memory_of_a_communicator_that_cannot_be_ended_is_never_given_back(
+    world: World, fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(wire_pair, "_never_given_back", kept)
+    monkeypatch.setattr(fabric.ends[0], "abort", lambda: 1 / 0)
+    fabric.transfers_take_long = True
+    world.baseline.publish(key("x"), LARGE)
+    world.deliver()
+    world.target.exchange.timeout = 0.05
+    world.target.receive(key("x")).release()
+    wait_until(lambda: "could not end what joined it" in caplog.text, "the warning")
+    [(under_way, _)] = kept
+    assert under_way[0] in fabric.transfers
 
 
 def test_what_comes_from_no_wire_of_this_rank_is_missing() -> None:
