@@ -42,8 +42,8 @@ def find_nccl(device: torch.device) -> Nccl:
     except Exception as error:
         # Modules of two releases of CUDA that do not fit together may raise anything.
         raise NoNcclError(
-            f"nccl4py cannot be used ({type(error).__name__}: {error}); pip install 'graftlab[nccl]', and cuda-bindings "
-            f"of the CUDA release that torch was built for"
+            f"nccl4py cannot be used ({type(error).__name__}: {error}); pip install 'graftlab[nccl]', and "
+            f"cuda-bindings of the CUDA release that torch was built for"
         ) from error
     if found is None:
         raise NoNcclError("nccl4py finds no libnccl.so.2; CUDA builds of torch bring one")

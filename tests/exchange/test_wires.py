@@ -144,6 +144,22 @@ def test_both_ends_issue_the_same_transfers_in_the_same_order_whoever_asks_first
         assert sorted(map(len, by_pair)) == [50] * 4
 
 
+def test_all_senders_of_a_tap_are_asked_at_once(fabric: Fabric) -> None:
+    with a_world_of_wires(3, 1, fabric=fabric, put=on_gpu) as world:
+        world.begin()
+        fabric.copies_take_long = True
+        for sender in world.side("baseline"):
+            sender.publish(key(), LARGE + sender.place.rank)
+        world.deliver()
+        receiving = in_background(lambda: world.target.receive(key()))
+        for sender in world.side("baseline"):
+            [(_, pair)] = wires_of(sender)._partners.values()
+            wait_until(lambda pair=pair: bool(pair._copying), "the request")  # type: ignore[misc]
+        fabric.finish_copies()
+        tensors = [each.tensor for each in receiving.result(DEADLINE).contributions]
+        assert [torch.equal(tensor, LARGE + rank) for rank, tensor in enumerate(tensors)] == [True] * 3
+
+
 # ---- when something goes wrong --------------------------------------------------------------------------------------
 
 
@@ -311,12 +327,12 @@ def test_two_threads_of_a_rank_fetch_at_once_and_each_gets_its_own(world: World,
     for number in range(5):
         world.baseline.publish(key(tap=number), LARGE + number)
     world.deliver()
-    fetching = [
-        in_background(
-            lambda n=number: wires_of(world.target).fetch(0, WireLocation(n + 1), LARGE.nbytes, lambda w: w())
-        )  # type: ignore[misc]
-        for number in reversed(range(5))
-    ]
+    wires = wires_of(world.target)
+
+    def fetch(number: int) -> torch.Tensor:
+        return wires.collect(0, wires.ask(0, WireLocation(number + 1), LARGE.nbytes), lambda wait: wait())
+
+    fetching = [in_background(lambda n=number: fetch(n)) for number in reversed(range(5))]  # type: ignore[misc]
     for number, each in zip(reversed(range(5)), fetching, strict=True):
         assert torch.equal(each.result(DEADLINE).view(torch.int64), LARGE + number)
 
@@ -377,7 +393,7 @@ def test_an_interrupt_ends_the_wait_for_a_tensor_and_the_two_stay_joined(world: 
 def test_after_its_end_nobody_waits_for_a_wire(world: World) -> None:
     wires_of(world.target).close()
     with pytest.raises(RuntimeError, match="this rank has left"):
-        wires_of(world.target).fetch(0, WireLocation(1), 4, lambda wait: wait())
+        wires_of(world.target).ask(0, WireLocation(1), 4)
     wires_of(world.target).close()
 
 
