@@ -104,7 +104,7 @@ def _connections(port: int) -> int:
 
 def _one_host(setup: Setup, agent: bool, rows: int, how: str) -> list[Line]:
     """Eight ranks that say a row as soon as the one before is in their socket: what that costs their host."""
-    costs = []
+    costs, own = [], []
     joined = Joined(folder="", log="", tap_timeout=1.0, buffer_budget=0, keep_budget=0, descriptors=0)
     for _ in range(setup.repeats(3, quick=1) + 1):
         numbers = iter(range(_A_HOST))
@@ -113,11 +113,16 @@ def _one_host(setup: Setup, agent: bool, rows: int, how: str) -> list[Line]:
         ranks = subprocess.run([sys.executable, "-m", "benchmarks.afar", *order], capture_output=True, text=True)
         assert ranks.returncode == 0, ranks.stderr
         doors.hearing.wait()
-        costs.append(float(ranks.stdout) / rows)
+        in_ranks, in_agent = map(float, ranks.stdout.split())
+        own.append(in_ranks / rows)
+        costs.append((in_ranks + in_agent) / rows)
         doors.close()
         shutil.rmtree(order[0])
     name = f"{_A_HOST} ranks of one host, {how}"
-    return [Line("scale", f"that host's processor time to send a row, {name}", "s", Spread.of(costs[1:]))]
+    return [
+        Line("scale", f"that host's processor time to send a row, {name}", "s", Spread.of(costs[1:])),
+        Line("scale", f"what of it the ranks' own process spends, {name}", "s", Spread.of(own[1:])),
+    ]
 
 
 def _be_a_host(folder: str, port: str, token: str, rows: str, agent: str) -> None:
@@ -133,7 +138,7 @@ def _be_a_host(folder: str, port: str, token: str, rows: str, agent: str) -> Non
         carriers.append(carrier)
         pid = getattr(carrier, "pid", 0)
     row = framed_row()[8:]
-    worked = time.process_time() + _processor_time(pid)
+    began = time.process_time(), _processor_time(pid)
     for _ in range(int(rows)):
         for channel in channels:
             channel.send(row)
@@ -143,7 +148,7 @@ def _be_a_host(folder: str, port: str, token: str, rows: str, agent: str) -> Non
     for carrier in carriers:
         carrier.close(when_done=True, timeout=60.0)
     # The agent is there for a moment yet.
-    print(time.process_time() + _processor_time(pid) - worked)
+    print(time.process_time() - began[0], _processor_time(pid) - began[1])
 
 
 def _processor_time(pid: int) -> float:

@@ -44,7 +44,7 @@ WITHOUT_AN_EXAMPLE = {
 # What other parts of the package call on a session or a run: the reports, and whatever makes one.
 NOT_FOR_USERS = {
     *("launched", "start_under"),
-    *("note_death", "note_done", "note_output", "note_settled", "stop_the_others"),
+    *("note_death", "note_done", "note_output", "note_return", "note_settled", "stop_the_others"),
     *("has_ended", "in_vain", "give_up_waiting", "wait_until", "raise_failures"),
 }
 

@@ -32,7 +32,7 @@ from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.uninterrupted import uninterrupted
-from graftlab.control.works import Callee, Works, arguments, code_of
+from graftlab.control.works import Callee, Works, arguments, code_of, grafts_in_vain
 from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
@@ -178,7 +178,9 @@ class SessionCore:
         code: dict[str, str | CodeType] = {
             side: code_of(callee) for side, callee in given.items() if callee is not None
         }
-        return self._begin(works, on_failure, code, changes)
+        run, plan = self._begin(works, on_failure, code, changes)
+        run.remarks += grafts_in_vain(given, plan)
+        return run, plan
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
         """Execute a cell's source in the ranks' own namespace and wait; its last expression is the result.

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from graftlab.base import shipping
 from graftlab.base.world import Side
-from graftlab.errors import SessionError
+from graftlab.errors import SessionError, warn
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Call, Evaluate, Execute
+from graftlab.recordings.recorded import Recorded
 from graftlab.taps.calls import here
 
 Callee = Callable[..., Any] | str
@@ -105,6 +107,20 @@ def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"],
     except (SyntaxError, ValueError) as error:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
         raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+
+
+def grafts_in_vain(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
+    """Warn of grafts into a side that is a recording, and say it for the run: nothing there goes on with them."""
+    said = []
+    sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))
+    for side, direction, filter_ in sides:
+        if isinstance(callees.get(side), Recorded) and (filter_ or "").strip():
+            said.append(
+                f"{direction} grafts into the {side}, which is a recording: it computes nothing with what it is given, "
+                f"so no tap after a graft shows what it does"
+            )
+            warn(said[-1])
+    return said
 
 
 def code_of(callee: Callee) -> str | CodeType:

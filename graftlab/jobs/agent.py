@@ -26,7 +26,7 @@ from graftlab.exchange.tcp import Post, RemoteChannel
 from graftlab.jobs.meeting import Meeting, peer_of
 from graftlab.jobs.trunk import HELLO, HOST, Trunk
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("graftlab.jobs.agent")
 
 PID = struct.Struct("<I")
 """What a job is told first: which process the agent is."""

@@ -161,6 +161,8 @@ def _start(endpoint: Endpoint, token: str, folder: Path, name: str, listener: so
     order |= {"host": endpoint.host, "port": endpoint.port}
     environ = {key: value for key, value in os.environ.items() if not key.startswith((PREFIX, "DUMPER_"))}
     environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str))
+    if not sys.executable:
+        raise NoAgentError("this process does not know the Python that it runs in")
     log = os.open(_log(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         process = subprocess.Popen(

@@ -278,6 +278,9 @@ class Trunk:
                 # It has ended here, and the far end did not know.
                 continue
             elif kind == DATA:
+                # Mostly the near end takes all of it at once.
+                if strand.near is not None and not strand.waiting and self._pass(strand, body):
+                    continue
                 strand.waiting += body
                 if strand.near is None and not strand.near_ended:
                     self._took(strand, len(body))
@@ -295,6 +298,19 @@ class Trunk:
             else:
                 strand.far_ended = True
                 self._hand_on(strand)
+
+    def _pass(self, strand: Strand, body: bytes | memoryview) -> bool:
+        """Write this piece, of which what does not fit waits; False where nothing can be written."""
+        assert strand.near is not None
+        try:
+            sent = strand.near.send(body)
+        except OSError:
+            return False
+        self._took(strand, sent)
+        if sent < len(body):
+            strand.waiting += body[sent:]
+            self._ask_as_needed(strand)
+        return True
 
     def _begun(self, number: int) -> Strand:
         strand = self.strands[number] = Strand(self, number)

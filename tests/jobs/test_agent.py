@@ -141,7 +141,8 @@ def test_the_jobs_of_a_host_share_one_agent_and_outlive_it(tmp_path: Path, meeti
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(first[0], number)
     before = session.row_count
-    wait_until(lambda: session.row_count > before, "rows after signals that it ignores")
+    wait_until(lambda: session.row_count > before + 3 * 2 * 10, "rows after signals that it ignores")
+    assert is_running(first[0])
 
     os.kill(first[0], signal.SIGKILL)
     for job in jobs:

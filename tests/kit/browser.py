@@ -242,9 +242,11 @@ class Lab:
 
     def use_theme(self, name: str) -> None:
         """``"JupyterLab Light"`` or ``"JupyterLab Dark"``."""
-        self.command("apputils:change-theme", theme=name)
         light = "false" if "Dark" in name else "true"
-        self.page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
+        # A change reloads all style sheets, also where it changes nothing.
+        if self.page.locator(f"body[data-jp-theme-light='{light}']").count() == 0:
+            self.command("apputils:change-theme", theme=name)
+            self.page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
 
     def screenshot(self, name: str, of: Locator | None = None) -> Path:
         """Keep a picture of the page, or of one element, as ``name``.png.

@@ -288,6 +288,13 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
         session.edit(b2t="layer == 3")
         run = session.run(target=lambda: target(1.25))
         assert sum(run.target) == pytest.approx(28.0 + 36.0)
+        assert not any("recording" in said for said in run.summary)
+        # What comes after a graft into it would seem to say that the graft cures nothing.
+        session.edit(b2t=None, t2b="layer == 3")
+        with pytest.warns(gl.GraftWarning, match="t2b grafts into the baseline, which is a recording"):
+            run = session.run(target=lambda: target(1.25))
+        assert run.summary[0].startswith("t2b grafts into the baseline, which is a recording: it computes nothing")
+        session.edit(t2b=None)
         # It computes nothing of what is grafted: no floor can be measured with it, and no code swapped.
         with gl.record(tmp_path / "chain"):
             chain({})
