@@ -25,7 +25,7 @@ from graftlab.exchange.frames import (
 )
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
-from graftlab.exchange.wire_pair import Request
+from graftlab.exchange.wire_request import Request
 from graftlab.exchange.wires import Wires
 
 # Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few

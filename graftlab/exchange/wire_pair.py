@@ -14,9 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from graftlab.exchange.interrupts import merely_waits
 from graftlab.exchange.tcp import RemoteChannel
 from graftlab.exchange.wire_frames import (
     Failed,
@@ -31,6 +28,7 @@ from graftlab.exchange.wire_frames import (
     encode,
 )
 from graftlab.exchange.wire_gpu import Communicator, Copy, Transfer, WireGpu
+from graftlab.exchange.wire_request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +37,6 @@ _ABORT_LIMIT = 2.0
 
 # Memory that the device may touch for as long as the process lives.
 _never_given_back: list[object] = []
-
-
-class Request:
-    """A tensor that a tap's thread waits for, while the wire thread fetches it."""
-
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.received: torch.Tensor | None = None
-        self.failure = ""
-        # Whether its receive was issued.
-        self.begun = False
-        self._over = threading.Lock()
-        self._over.acquire()
-
-    def end(self, received: torch.Tensor | None, failure: str = "") -> None:
-        """It is here, or why it will not be. On the wire thread, once."""
-        self.received, self.failure = received, failure
-        self._over.release()
-
-    @merely_waits
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, for one thread; whether it has."""
-        return self._over.acquire(timeout=max(0.0, seconds))
 
 
 class Pair:

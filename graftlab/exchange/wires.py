@@ -25,7 +25,8 @@ from graftlab.exchange.frames import WireLocation
 from graftlab.exchange.keys import Keys
 from graftlab.exchange.tcp import Post
 from graftlab.exchange.wire_gpu import Copy, WireGpu
-from graftlab.exchange.wire_pair import Pair, Request
+from graftlab.exchange.wire_pair import Pair
+from graftlab.exchange.wire_request import Request
 
 logger = logging.getLogger(__name__)
 

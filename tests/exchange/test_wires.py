@@ -23,7 +23,7 @@ from graftlab.errors import GraftWarning
 from graftlab.exchange import wire_pair
 from graftlab.exchange.frames import Published, WireLocation, encode
 from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.wire_pair import Request
+from graftlab.exchange.wire_request import Request
 from graftlab.exchange.wires import Wires
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
