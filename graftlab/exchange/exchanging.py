@@ -8,7 +8,8 @@ receivers end the step.
 Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
 machines a tensor's bytes are sent along with its frame (:mod:`.tcp`), from where they lie in the segment or, of a
 tensor on a GPU, in pinned memory (:mod:`.pinned`). They stay there until they are released, as for all others: so the
-budget bounds what any receiver has to hold.
+budget bounds what any receiver has to hold. Where GPUs of two machines are joined directly the bytes stay on the
+sender's, and the receiver fetches them (:mod:`.wires`).
 """
 
 from __future__ import annotations

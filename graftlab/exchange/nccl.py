@@ -37,12 +37,14 @@ def find_nccl(device: torch.device) -> Nccl:
     try:
         from cuda.bindings import runtime
         from nccl import core
-    except ImportError as error:
+
+        found = core.get_version().libnccl
+    except Exception as error:
+        # Modules of two releases of CUDA that do not fit together may raise anything.
         raise NoNcclError(
-            f"nccl4py cannot be imported ({error}); pip install 'graftlab[nccl]', and cuda-bindings of the CUDA "
-            f"release that torch was built for"
+            f"nccl4py cannot be used ({type(error).__name__}: {error}); pip install 'graftlab[nccl]', and "
+            f"cuda-bindings of the CUDA release that torch was built for"
         ) from error
-    found = core.get_version().libnccl
     if found is None:
         raise NoNcclError("nccl4py finds no libnccl.so.2; CUDA builds of torch bring one")
     if found.version.release < _OLDEST:

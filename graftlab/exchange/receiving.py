@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import torch
@@ -24,6 +25,7 @@ from graftlab.exchange.frames import (
 )
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
+from graftlab.exchange.wire_request import Request
 from graftlab.exchange.wires import Wires
 
 # Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
@@ -97,6 +99,7 @@ class Receiver:
         unanswered, has_yielded = ({}, False) if self._all_answered(key) else self._wait_for(key)
         receipt = Receipt([], timed_out=bool(unanswered) and not has_yielded)
         taken: Taken = []
+        asked = {} if self._wires is None else self._ask_wires(self._wires, key)
         read_on_device = False
         for peer in self._peers.others:
             rank = peer.place.rank
@@ -109,7 +112,7 @@ class Receiver:
                 receipt.absent[rank] = f"{peer.label} did not send this tap"
                 continue
             try:
-                tensor = self._look_at(peer, published, near)
+                tensor = self._look_at(peer, published, near, asked.get(rank))
             except Exception as error:
                 receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be brought here: {error}"
                 self._release([(peer, published)])
@@ -129,12 +132,15 @@ class Receiver:
         receipt.on_release = lambda: release(taken)
         return receipt
 
-    def _look_at(self, peer: Peer, published: Published, near: torch.Tensor | None) -> torch.Tensor:
-        """A published tensor, without a copy where it lies on the device of ``near``."""
+    def _look_at(
+        self, peer: Peer, published: Published, near: torch.Tensor | None, asked: Request | None
+    ) -> torch.Tensor:
+        """A published tensor, without a copy where it lies on the device of ``near``; its sender may be ``asked``."""
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
         if isinstance(location, WireLocation):
-            return self._fetch(peer, location, nbytes, dtype, shape, near)
+            fetched = self._fetch(peer, location, nbytes, asked).view(dtype).view(shape)
+            return fetched if near is None else fetched.to(near.device)
         if not isinstance(location, DeviceLocation):
             pinned = None
             if peer.arena is None:
@@ -155,21 +161,23 @@ class Receiver:
             raise
         return window if near is None else window.to(near.device)
 
-    def _fetch(
-        self,
-        peer: Peer,
-        location: WireLocation,
-        nbytes: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        near: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The same of one that is on a GPU of another host; other threads may use the exchange meanwhile."""
+    def _ask_wires(self, wires: Wires, key: TapKey) -> dict[int, Request]:
+        """Ask all senders that have this on GPUs of other hosts at once, by their ranks."""
+        asked = {}
+        for peer in self._peers.others:
+            published = peer.inbox[key.step].get(key)
+            if published is not None and isinstance(published.location, WireLocation):
+                # Why one cannot be asked is said when its tensor is looked at.
+                with contextlib.suppress(RuntimeError):
+                    asked[peer.place.rank] = wires.ask(peer.world_rank, published.location, published.nbytes)
+        return asked
+
+    def _fetch(self, peer: Peer, location: WireLocation, nbytes: int, asked: Request | None) -> torch.Tensor:
+        """The bytes that are on a GPU of another host; other threads may use the exchange meanwhile."""
         if self._wires is None:
             raise RuntimeError("it is on a GPU to which there is no direct way from here")
-        fetched = self._wires.fetch(peer.world_rank, location, nbytes, self._peers.lanes.aside)
-        window = fetched.view(dtype).view(shape)
-        return window if near is None else window.to(near.device)
+        request = asked or self._wires.ask(peer.world_rank, location, nbytes)
+        return self._wires.collect(peer.world_rank, request, self._peers.lanes.aside)
 
     def _all_answered(self, key: TapKey) -> bool:
         for peer in self._peers.others:  # noqa: SIM110 - a generator costs more than the question, at each tap

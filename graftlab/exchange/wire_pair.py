@@ -14,9 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from graftlab.exchange.interrupts import merely_waits
 from graftlab.exchange.tcp import RemoteChannel
 from graftlab.exchange.wire_frames import (
     Failed,
@@ -31,35 +28,15 @@ from graftlab.exchange.wire_frames import (
     encode,
 )
 from graftlab.exchange.wire_gpu import Communicator, Copy, Transfer, WireGpu
+from graftlab.exchange.wire_request import Request
 
 logger = logging.getLogger(__name__)
 
 # Seconds to wait at the end for the device to let go of what was under way.
 _ABORT_LIMIT = 2.0
 
-
-class Request:
-    """A tensor that a tap's thread waits for, while the wire thread fetches it."""
-
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.received: torch.Tensor | None = None
-        self.failure = ""
-        # Whether its receive was issued.
-        self.begun = False
-        self._over = threading.Lock()
-        self._over.acquire()
-
-    def end(self, received: torch.Tensor | None, failure: str = "") -> None:
-        """It is here, or why it will not be. On the wire thread, once."""
-        self.received, self.failure = received, failure
-        self._over.release()
-
-    @merely_waits
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, for one thread; whether it has."""
-        return self._over.acquire(timeout=max(0.0, seconds))
+# Memory that the device may touch for as long as the process lives.
+_never_given_back: list[object] = []
 
 
 class Pair:
@@ -261,7 +238,8 @@ class Pair:
         """Give the pair up, for good: whatever is published from now on takes the other way."""
         if self.failure:
             return
-        self.failure = why
+        # A message of CUDA's may quote a path, which need not be Unicode.
+        why = self.failure = why.encode("utf-8", "replace").decode()
         was_joined, self.is_joined = self.is_joined, False
         logger.log(
             logging.INFO if is_expected else logging.WARNING,
@@ -282,7 +260,12 @@ class Pair:
             self._aborting = threading.Thread(
                 target=self._abort, args=(communicator, held), name="graftlab-wire-abort", daemon=True
             )
-            self._aborting.start()
+            try:
+                self._aborting.start()
+            except RuntimeError:
+                # The interpreter ends, and starts no threads any more.
+                self._aborting = None
+                self._abort(communicator, held)
         self._under_way = None
         self._asked, self._copying = {}, []
         self._turns.clear()
@@ -296,6 +279,7 @@ class Pair:
         try:
             communicator.abort()
         except Exception as error:
+            _never_given_back.append(held)
             logger.warning("%s could not end what joined it to %s: %s", self._me, self._label, error)
 
     def close(self) -> None:

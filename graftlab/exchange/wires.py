@@ -25,7 +25,8 @@ from graftlab.exchange.frames import WireLocation
 from graftlab.exchange.keys import Keys
 from graftlab.exchange.tcp import Post
 from graftlab.exchange.wire_gpu import Copy, WireGpu
-from graftlab.exchange.wire_pair import Pair, Request
+from graftlab.exchange.wire_pair import Pair
+from graftlab.exchange.wire_request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -155,21 +156,24 @@ class Wires:
 
     # ---- the receiver's side, on the taps' threads --------------------------------------------------------------
 
-    def fetch(
-        self, sender: int, location: WireLocation, nbytes: int, wait: Callable[[Callable[[], bool]], bool]
-    ) -> torch.Tensor:
-        """The bytes at that location of a sender's, on this rank's own device.
-
-        ``wait`` calls what it is given, which waits, and may let others use the exchange meanwhile. Raises RuntimeError
-        that says why they cannot be had.
-        """
+    def ask(self, sender: int, location: WireLocation, nbytes: int) -> Request:
+        """Begin to fetch the bytes at that location of a sender's. Raises RuntimeError that says why that cannot be."""
         found = self._partners.get(sender)
         if found is None:
             raise RuntimeError("it is on a GPU to which there is no direct way")
-        partner, pair = found
+        pair = found[1]
         request = Request(location.number, nbytes)
-        limit = self.timeout
         self._tell(lambda: pair.want(request))
+        return request
+
+    def collect(self, sender: int, request: Request, wait: Callable[[Callable[[], bool]], bool]) -> torch.Tensor:
+        """What was asked for, on this rank's own device.
+
+        ``wait`` calls what it is given, which waits, and may let others use the exchange meanwhile. Raises RuntimeError
+        that says why it cannot be had.
+        """
+        partner, pair = self._partners[sender]
+        limit = self.timeout
         if not wait(lambda: request.wait(limit)):
             why = f"it did not come from the GPU of {partner.label} within {limit:g} s"
             self._tell(lambda: pair.give_up(request, why))

@@ -58,7 +58,7 @@ def test_where_all_kernels_wait_in_one_line_nccl_is_refused(bindings: Any, monke
 def test_without_its_bindings_a_rank_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    with pytest.raises(NoNcclError, match=r"nccl4py cannot be imported .*pip install 'graftlab\[nccl\]'"):
+    with pytest.raises(NoNcclError, match=r"nccl4py cannot be used \(.*pip install 'graftlab\[nccl\]'"):
         find_nccl(GPU)
 
 

@@ -20,9 +20,10 @@ from kit.support import wait_until
 from kit.wire_gpus import NAME, Fabric, SocketWireGpu, a_world_of_wires, processes_with_wires
 
 from graftlab.errors import GraftWarning
+from graftlab.exchange import wire_pair
 from graftlab.exchange.frames import Published, WireLocation, encode
 from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.wire_pair import Request
+from graftlab.exchange.wire_request import Request
 from graftlab.exchange.wires import Wires
 
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
@@ -143,6 +144,22 @@ def test_both_ends_issue_the_same_transfers_in_the_same_order_whoever_asks_first
         assert sorted(map(len, by_pair)) == [50] * 4
 
 
+def test_all_senders_of_a_tap_are_asked_at_once(fabric: Fabric) -> None:
+    with a_world_of_wires(3, 1, fabric=fabric, put=on_gpu) as world:
+        world.begin()
+        fabric.copies_take_long = True
+        for sender in world.side("baseline"):
+            sender.publish(key(), LARGE + sender.place.rank)
+        world.deliver()
+        receiving = in_background(lambda: world.target.receive(key()))
+        for sender in world.side("baseline"):
+            [(_, pair)] = wires_of(sender)._partners.values()
+            wait_until(lambda pair=pair: bool(pair._copying), "the request")  # type: ignore[misc]
+        fabric.finish_copies()
+        tensors = [each.tensor for each in receiving.result(DEADLINE).contributions]
+        assert [torch.equal(tensor, LARGE + rank) for rank, tensor in enumerate(tensors)] == [True] * 3
+
+
 # ---- when something goes wrong --------------------------------------------------------------------------------------
 
 
@@ -202,7 +219,7 @@ def test_two_that_cannot_be_joined_talk_over_tcp_and_both_say_why(
 
 def joining(fabric: Fabric, **options: Any) -> Any:
     """A world that is used whether or not the two are joined."""
-    return a_world(1, 1, tcp=True, wire=lambda rank: SocketWireGpu(rank, fabric), put=on_gpu, **options)
+    return a_world(1, 1, tcp=True, wire=lambda place: SocketWireGpu(place, fabric), put=on_gpu, **options)
 
 
 def test_while_the_two_are_not_joined_yet_and_when_they_never_are_tensors_take_tcp(
@@ -260,6 +277,22 @@ def test_memory_that_the_device_may_still_touch_is_not_given_back(world: World, 
     wait_until(all_gone, "the memory")
 
 
+def test_memory_of_a_communicator_that_cannot_be_ended_is_never_given_back(
+    world: World, fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(wire_pair, "_never_given_back", kept)
+    monkeypatch.setattr(fabric.ends[0], "abort", lambda: 1 / 0)
+    fabric.transfers_take_long = True
+    world.baseline.publish(key("x"), LARGE)
+    world.deliver()
+    world.target.exchange.timeout = 0.05
+    world.target.receive(key("x")).release()
+    wait_until(lambda: "could not end what joined it" in caplog.text, "the warning")
+    [(under_way, _)] = kept
+    assert under_way[0] in fabric.transfers
+
+
 def test_what_comes_from_no_wire_of_this_rank_is_missing() -> None:
     with a_world(1, 1, tcp=True) as world:
         world.begin()
@@ -294,12 +327,12 @@ def test_two_threads_of_a_rank_fetch_at_once_and_each_gets_its_own(world: World,
     for number in range(5):
         world.baseline.publish(key(tap=number), LARGE + number)
     world.deliver()
-    fetching = [
-        in_background(
-            lambda n=number: wires_of(world.target).fetch(0, WireLocation(n + 1), LARGE.nbytes, lambda w: w())
-        )  # type: ignore[misc]
-        for number in reversed(range(5))
-    ]
+    wires = wires_of(world.target)
+
+    def fetch(number: int) -> torch.Tensor:
+        return wires.collect(0, wires.ask(0, WireLocation(number + 1), LARGE.nbytes), lambda wait: wait())
+
+    fetching = [in_background(lambda n=number: fetch(n)) for number in reversed(range(5))]  # type: ignore[misc]
     for number, each in zip(reversed(range(5)), fetching, strict=True):
         assert torch.equal(each.result(DEADLINE).view(torch.int64), LARGE + number)
 
@@ -360,7 +393,7 @@ def test_an_interrupt_ends_the_wait_for_a_tensor_and_the_two_stay_joined(world: 
 def test_after_its_end_nobody_waits_for_a_wire(world: World) -> None:
     wires_of(world.target).close()
     with pytest.raises(RuntimeError, match="this rank has left"):
-        wires_of(world.target).fetch(0, WireLocation(1), 4, lambda wait: wait())
+        wires_of(world.target).ask(0, WireLocation(1), 4)
     wires_of(world.target).close()
 
 

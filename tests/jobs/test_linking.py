@@ -152,7 +152,7 @@ def linkers_with_gpus(fabric: Fabric, *names: str) -> Ranks:
     token = new_token()
     made = []
     for place, name in zip(Place("baseline", 0, 1, len(names) - 1).everyone(), names, strict=True):
-        gpu = SocketWireGpu(place.world_rank, fabric) if name else None
+        gpu = SocketWireGpu(place, fabric) if name else None
         if gpu is not None:
             gpu.name = name
         made.append(Linker(place, token, "127.0.0.1", gpu=gpu))

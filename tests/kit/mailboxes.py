@@ -169,7 +169,7 @@ class World:
         put: Put = as_it_is,
         tcp: bool = False,
         far: Collection[int] = (),
-        wire: Callable[[int], WireGpu] | None = None,
+        wire: Callable[[Place], WireGpu] | None = None,
     ) -> None:
         self.shares_memory = not tcp
         count = baseline + target
@@ -279,7 +279,7 @@ def make_mailbox(
     links: Mapping[int, socket.socket | RemoteChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
-    wire: Callable[[int], WireGpu] | None = None,
+    wire: Callable[[Place], WireGpu] | None = None,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
@@ -292,7 +292,7 @@ def make_mailbox(
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
-    wires = make_wires_of_gpus(place.world_rank, wire(place.world_rank)) if wire else None
+    wires = make_wires_of_gpus(place.world_rank, wire(place)) if wire else None
     exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, wires=wires, **options)
     return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made, wires)
 
@@ -435,7 +435,7 @@ def _become_a_rank(
     put: Put,
     opens_the_way: bool,
     tcp: bool,
-    wire: Callable[[int], WireGpu] | None,
+    wire: Callable[[Place], WireGpu] | None,
     options: Any,
 ) -> None:
     torch.set_num_threads(1)
@@ -476,7 +476,7 @@ class Processes:
         put: Put = as_it_is,
         opens_the_way: bool = False,
         tcp: bool = False,
-        wire: Callable[[int], WireGpu] | None = None,
+        wire: Callable[[Place], WireGpu] | None = None,
         **options: Any,
     ) -> None:
         self.shares_memory = not tcp

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tensor_bytes import copyable
+from graftlab.base.world import Place
 from graftlab.exchange.nccl import find_nccl
 from graftlab.exchange.wire_gpu import WireGpu
 from kit.gpus import OnGpu, on_gpu
@@ -84,7 +85,7 @@ class SocketWireGpu:
 
     name = NAME
 
-    def __init__(self, rank: int, fabric: Fabric | None = None, folder: str = "") -> None:
+    def __init__(self, place: Place | None = None, fabric: Fabric | None = None, folder: str = "") -> None:
         """Its sockets have names of the system's own, which no other network namespace sees, or files in a folder."""
         self.fabric = fabric or Fabric()
         self._names = f"{folder}/" if folder else "\0graftlab-test-"
@@ -245,7 +246,7 @@ class SocketEnd:
 def a_world_of_wires(baseline: int, target: int, *, fabric: Fabric | None = None, **options: Any) -> Iterator[World]:
     """Every rank of a graft world in this process, each with a GPU on a host of its own, and all of them joined."""
     shared = fabric or Fabric()
-    with a_world(baseline, target, tcp=True, wire=lambda rank: SocketWireGpu(rank, shared), **options) as world:
+    with a_world(baseline, target, tcp=True, wire=lambda place: SocketWireGpu(place, shared), **options) as world:
         until_joined(*world.mailboxes)
         yield world
 
@@ -257,9 +258,9 @@ def processes_with_wires(*arguments: Any, **options: Any) -> Iterator[Processes]
         yield made
 
 
-def nccl_of_rank(rank: int) -> WireGpu:
-    """The real one, for ranks that are processes, each on the GPU of its number."""
-    device = torch.device("cuda", rank)
+def nccl_of_rank(place: Place) -> WireGpu:
+    """The real one, for ranks that are processes, those of each side on a GPU of their own."""
+    device = torch.device("cuda", int(place.side == "target"))
     torch.cuda.set_device(device)
     return find_nccl(device)
 

@@ -20,7 +20,7 @@ if len(sys.argv) > 3:
 
     from graftlab.jobs import member
 
-    member.find_nccl = lambda device: SocketWireGpu(0, folder=sys.argv[3])
+    member.find_nccl = lambda device: SocketWireGpu(folder=sys.argv[3])
 
 stop, scale = Path(sys.argv[1]), float(sys.argv[2])
 rest = threading.Event()
