@@ -46,6 +46,9 @@ class LaunchOptions:
         _require_seconds("timeout", self.timeout)
         if self.tap_timeout is not None:
             _require_seconds("tap_timeout", self.tap_timeout)
+        for name, budget in (("buffer_budget", self.buffer_budget), ("keep_budget", self.keep_budget)):
+            if not isinstance(budget, int) or budget < 0:
+                raise LaunchError(f"{name}={budget!r}: give whole bytes, such as 256 << 20 for 256 MiB")
 
     @property
     def tap_limit(self) -> float:

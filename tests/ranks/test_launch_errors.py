@@ -43,6 +43,8 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         ({"baseline": 0}, "baseline=0: each side needs a whole number of ranks, at least one"),
         ({"target": -1}, "target=-1: each side needs a whole number of ranks, at least one"),
         ({"target": "2"}, "target='2': each side needs a whole number of ranks, at least one"),
+        ({"keep_budget": -1}, "keep_budget=-1: give whole bytes, such as 256 << 20 for 256 MiB"),
+        ({"buffer_budget": 2.5e8}, "buffer_budget=250000000.0: give whole bytes"),
         ({"baseline": 1.5}, "baseline=1.5: each side needs a whole number of ranks, at least one"),
         ({"baseline": 256, "target": 257}, "baseline=256, target=257: a graft world has at most 512 ranks, both sides"),
         ({"device": "tpu"}, "device='tpu': ranks run on 'cpu', 'cuda' or 'cuda:N'"),
