@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from graftlab.diffs import fallback, kernel
+from graftlab.diffs.long_integers import LONG, unrounded
 from graftlab.diffs.statistics import DiffStats, index_in
 
 __all__ = ["DiffStats", "measure", "measure_and_overwrite"]
@@ -39,8 +40,16 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
             and not (baseline.is_neg() or target.is_neg())
             and (numel := baseline.numel())
         ):
-            return compiled.measure(baseline.data_ptr(), target.data_ptr(), numel, types, shape)
-    return _measure_any(baseline, target, compiled)
+            stats = compiled.measure(baseline.data_ptr(), target.data_ptr(), numel, types, shape)
+            return stats if stats.max_abs or baseline.dtype not in LONG else _unrounded(stats, baseline, target)
+    return _unrounded(_measure_any(baseline, target, compiled), baseline, target)
+
+
+def _unrounded(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
+    """What seems to be equal, and may be whole numbers that float64 does not tell apart."""
+    if stats.max_abs == 0 and stats.numel and {baseline.dtype, target.dtype} <= LONG:
+        return unrounded(stats, baseline, target)
+    return stats
 
 
 def measure_and_overwrite(baseline: torch.Tensor, target: torch.Tensor, *, own: torch.Tensor) -> DiffStats | None:

@@ -14,8 +14,9 @@ class DiffStats:
     """How far ``y`` (the target) is from ``x`` (the baseline).
 
     A pair of elements of which either is not finite is counted and left out of all else. Integers and booleans are
-    measured as float64 (beyond 2**53 they are rounded), complex tensors as their real and imaginary parts: each
-    part is an element of its own everywhere, except that ``numel`` and ``max_abs_index`` are the complex tensor's.
+    measured as float64 (beyond 2**53 they are rounded, and those that seem equal then are compared as they are),
+    complex tensors as their real and imaginary parts: each part is an element of its own everywhere, except that
+    ``numel`` and ``max_abs_index`` are the complex tensor's.
 
     * ``numel``: elements in each tensor;
     * ``rel_l2``: ``||x - y|| / ||x||``; 0 if nothing differs, inf if only the baseline is zero;

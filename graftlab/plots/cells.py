@@ -27,6 +27,7 @@ class Cells:
     y: Array
     x: Array
     value: Array
+    apart: Array
     measured: Array
     grafted: Array
     differs: Array
@@ -45,7 +46,7 @@ def draw_cells(figure: Figure, ax: Axes, cells: Cells, value: str, floor: float,
     tall, wide = (-(-count // _MOST) or 1 for count in grid.shape)
     drawn = _draw(figure, ax, _shrunk(grid, tall, wide), style.value_label(value, short=True))
     with np.errstate(invalid="ignore"):
-        suspects = measured & ~cells.grafted & ((cells.value > floor) | cells.differs)
+        suspects = measured & ~cells.grafted & ((cells.apart > floor) | cells.differs)
     first = np.full(len(cells.names), len(cells.steps))
     np.minimum.at(first, y[suspects], x[suspects])
     hit = np.flatnonzero(first < len(cells.steps))

@@ -54,6 +54,7 @@ def draw_run(
         y=place[at],
         x=x,
         value=np.abs(values.value),
+        apart=np.abs(values.apart),
         measured=values.kind <= GRAFTED,
         grafted=values.kind == GRAFTED,
         differs=values.differ > 0,

@@ -49,6 +49,7 @@ def over_steps(
         y=np.array([places[(key[0], *key[2:])] for key in taps.keys]),
         x=np.array([int(str(key[1])) for key in taps.keys]),
         value=np.abs(taps.value),
+        apart=np.abs(taps.apart),
         measured=taps.measured,
         grafted=taps.statuses.get("grafted", np.zeros(len(taps.keys), dtype=bool)),
         differs=taps.nonfinite > 0,

@@ -20,7 +20,7 @@ import orjson
 
 from graftlab.base.tags import SIDE_NAMES, TapIdentity, identity
 from graftlab.rows.encoding import record
-from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.schema import COLUMNS, Row, are_whole
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Values(NamedTuple):
     kind: Array
     value: Array
     """``rel_l2``; NaN where there is none."""
+    apart: Array
+    """The same as a floor is compared with it: infinite where whole numbers differ."""
     differ: Array
     """How many non-finite values differ."""
 
@@ -131,7 +133,7 @@ class _Growing:
 
 
 # As the fields of Values.
-_DTYPES = (np.int64, np.int32, np.int64, np.int32, np.int32, np.int8, np.float64, np.int64)
+_DTYPES = (np.int64, np.int32, np.int64, np.int32, np.int32, np.int8, np.float64, np.float64, np.int64)
 
 
 @dataclass
@@ -167,7 +169,7 @@ class RunDigest:
     def take(self, rows: Iterable[tuple[int, list[Any]]]) -> None:
         """Add rows, each with its index in the store, which came one after the other. One thread at a time."""
         columns: tuple[list[Any], ...] = tuple([] for _ in Values._fields)
-        at_, tap_, step_, order_, occurrence_, kind_, value_, differ_ = (column.append for column in columns)
+        at_, tap_, step_, order_, occurrence_, kind_, value_, apart_, differ_ = (column.append for column in columns)
         for index, row in rows:
             tap = self._tap_of(row)
             status, value, differ, step = row[_STATUS], row[_VALUE], row[_DIFFER] or 0, row[_STEP]
@@ -185,6 +187,7 @@ class RunDigest:
                 self.dtypes.add(row[_DTYPE])
             at_(index), tap_(tap.place), step_(step), order_(row[_ORDER] or 0), occurrence_(row[_OCCURRENCE] or 0)
             kind_(kind), value_(number), differ_(differ)
+            apart_(math.inf if number > 0 and are_whole(row[_DTYPE], row[_CAST]) else number)
         for column, values in zip(self._columns, columns, strict=True):
             column.extend(values)
         # Last, because whoever reads meanwhile goes by it.
@@ -356,7 +359,7 @@ class FirstAbove:
         new = Values(*(column[self._seen :] for column in values))
         self._seen += len(new.at)
         with np.errstate(invalid="ignore"):
-            above = (new.kind == COMPARED) & ((new.value > self.floor) | (new.differ > 0))
+            above = (new.kind == COMPARED) & ((new.apart > self.floor) | (new.differ > 0))
         at = np.flatnonzero(above)
         places, first = np.unique(new.tap[at], return_index=True)
         for place, number in zip(places.tolist(), at[first].tolist(), strict=True):

@@ -7,6 +7,7 @@ statistic is a field here and one of the same name in :class:`graftlab.diffs.mea
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,3 +157,19 @@ EXECUTION_ORDER = ("step", "order", "side", "rank")
 
 statistics_of: Callable[[DiffStats], tuple[Any, ...]] = attrgetter(*STATISTICS)
 """The statistics in the order in which a row has them, next to each other."""
+
+
+_WHOLE = frozenset({"bool", "int32", "int64", "uint32", "uint64"})
+
+
+@functools.lru_cache(maxsize=256)
+def are_whole(dtype: object, cast: object) -> bool:
+    """Whether a row compares whole numbers: ids, positions and masks, of which any difference counts.
+
+    They do not round, so no floor is above a difference of theirs. Integers of fewer bits stand for fractions where a
+    model is quantized, and those round. ``cast`` is the row's: what was converted, dtypes as well as devices.
+    """
+    if dtype not in _WHOLE:
+        return False
+    pairs = [set(each.split(" -> ")) for each in cast.split(", ")] if isinstance(cast, str) else []
+    return all(pair <= _WHOLE or not pair & _WHOLE for pair in pairs)

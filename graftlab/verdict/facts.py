@@ -10,8 +10,8 @@ import pandas as pd
 
 from graftlab.base.tags import told_tags
 from graftlab.rows.digest import KINDS, OTHER, Digest, RunDigest
-from graftlab.rows.schema import Row
-from graftlab.verdict.order import Array, numbers
+from graftlab.rows.schema import Row, are_whole
+from graftlab.verdict.order import Array, apart, numbers
 
 
 def tap_name(name: str, tags: Mapping[str, Any]) -> str:
@@ -20,13 +20,16 @@ def tap_name(name: str, tags: Mapping[str, Any]) -> str:
 
 
 class Facts(Protocol):
-    """Rows, an entry each of ``kind``, ``value`` (``rel_l2``) and ``differ``; see :class:`graftlab.rows.digest.Values`.
+    """Rows, an entry each of ``kind``, ``value`` (``rel_l2``), ``apart`` and ``differ``.
+
+    See :class:`graftlab.rows.digest.Values`.
 
     A mask chooses some of them; first and last are in execution order.
     """
 
     kind: Array
     value: Array
+    apart: Array
     differ: Array
     dtypes: list[Any]
     has_several_steps: bool
@@ -64,6 +67,7 @@ class FrameFacts(_InOrder):
         kinds = frame["status"].astype(str).map(KINDS) if len(frame) else pd.Series(dtype=float)
         self.kind: Array = kinds.fillna(OTHER).to_numpy(dtype=np.int8)
         self.value = numbers(frame, "rel_l2")
+        self.apart = apart(frame, self.value)
         self.differ = np.nan_to_num(numbers(frame, "nonfinite_differ"))
         self.dtypes = list(frame["dtype"].dropna().unique()) if "dtype" in frame.columns else []
         self.has_several_steps = "step" in frame.columns and frame["step"].nunique() > 1
@@ -83,6 +87,8 @@ class RowsFacts(_InOrder):
         self._rows = rows
         self.kind: Array = np.array([KINDS.get(row.status, OTHER) for row in rows], dtype=np.int8)
         self.value: Array = np.array([row.rel_l2 for row in rows], dtype=np.float64)
+        whole = [bool(row.rel_l2) and are_whole(row.dtype, row.cast) for row in rows]
+        self.apart = np.where(whole, np.inf, self.value)
         self.differ: Array = np.array([row.nonfinite_differ or 0 for row in rows], dtype=np.int64)
         self.dtypes: list[Any] = sorted({row.dtype for row in rows if row.dtype is not None})
         self.has_several_steps = False
@@ -100,7 +106,7 @@ class RunFacts:
     def __init__(self, digest: Digest, run: RunDigest) -> None:
         self._digest, self._run = digest, run
         self._values = values = run.values
-        self.kind, self.value, self.differ = values.kind, values.value, values.differ
+        self.kind, self.value, self.apart, self.differ = values.kind, values.value, values.apart, values.differ
         self.dtypes = sorted(run.dtypes)
         self.has_several_steps = len(values.step) > 0 and bool((values.step != values.step[0]).any())
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import tells_taps_apart
-from graftlab.rows.schema import COLUMNS, MEASURED
+from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
 # What the other side has no tap for.
@@ -29,14 +29,15 @@ class Taps:
 
     ``keys`` are (name, step index, occurrence, *tag values of ``tag_columns``); ``steps`` the step numbers
     behind the step indices. ``value`` is the largest over the ranks that measured (NaN when none has a
-    number). ``statuses`` maps each status that occurs to a mask over taps. ``row_tap`` gives every row of
-    the frame its tap's place.
+    number), and ``apart`` the same as a floor is compared with it. ``statuses`` maps each status that occurs
+    to a mask over taps. ``row_tap`` gives every row of the frame its tap's place.
     """
 
     keys: list[Key]
     tag_columns: list[str]
     steps: list[Any]
     value: Array
+    apart: Array
     nonfinite: Array
     statuses: dict[str, Array]
     row_tap: Array
@@ -53,7 +54,7 @@ class Taps:
         """Mask of the taps that diverge; see :func:`divergent`. What was grafted is not divergent again."""
         nowhere = np.zeros(len(self.keys), dtype=bool)
         failed, grafted = self.statuses.get("failed", nowhere), self.statuses.get("grafted", nowhere)
-        return divergent(self.measured & ~grafted, failed, self.value, self.nonfinite, noise_floor)
+        return divergent(self.measured & ~grafted, failed, self.apart, self.nonfinite, noise_floor)
 
 
 def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, noise_floor: float | None) -> Array:
@@ -162,7 +163,10 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     status = frame["status"].astype(str).to_numpy()
     is_measured = np.isin(status, MEASURED)
     worst = np.full(count, np.nan)
-    np.fmax.at(worst, row_tap, np.where(is_measured, numbers(frame, value), np.nan))
+    found = numbers(frame, value)
+    np.fmax.at(worst, row_tap, np.where(is_measured, found, np.nan))
+    farthest = np.full(count, np.nan)
+    np.fmax.at(farthest, row_tap, np.where(is_measured, apart(frame, found), np.nan))
     nonfinite = np.zeros(count)
     np.fmax.at(nonfinite, row_tap, np.where(is_measured, _nonfinite(frame), np.nan))
     statuses = {}
@@ -175,7 +179,7 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     columns = [frame["name"].iloc[at].tolist(), step[at].tolist(), occurrence]
     columns += [frame[column].iloc[at].tolist() for column in tags]
     keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
-    return Taps(keys, tags, steps, worst, nonfinite, statuses, row_tap, order)
+    return Taps(keys, tags, steps, worst, farthest, nonfinite, statuses, row_tap, order)
 
 
 def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
@@ -201,6 +205,21 @@ def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
 def _nonfinite(frame: pd.DataFrame) -> Array:
     """How many pairs of each row differ in being finite; in a frame made by hand that may not be told."""
     return numbers(frame, "nonfinite_differ") if "nonfinite_differ" in frame.columns else np.zeros(len(frame))
+
+
+def apart(frame: pd.DataFrame, value: Array) -> Array:
+    """A column's values as a floor is compared with them: infinite where whole numbers differ, whatever they are."""
+    if "dtype" not in frame.columns:
+        return value
+    casts = frame["cast"] if "cast" in frame.columns else pd.Series(None, index=frame.index, dtype=object)
+    pairs = pd.DataFrame({"dtype": frame["dtype"], "cast": casts})
+    codes = pairs.groupby(["dtype", "cast"], dropna=False, sort=False, observed=True).ngroup().to_numpy()
+    distinct = np.zeros(int(codes.max(initial=-1)) + 1, dtype=bool)
+    first = np.unique(codes, return_index=True)[1]
+    for at in first.tolist():
+        distinct[codes[at]] = are_whole(pairs["dtype"].iloc[at], pairs["cast"].iloc[at])
+    found: Array = np.where(distinct[codes] & (value > 0), np.inf, value)
+    return found
 
 
 def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
@@ -258,7 +277,8 @@ def first_divergent(
     taps = group(frame, value)
     status = frame["status"].astype(str).to_numpy()
     floor = _floor_by_dtype(frame, value) if noise_floor == "dtype" else noise_floor
-    mask = divergent(np.isin(status, MEASURED), status == "failed", numbers(frame, value), _nonfinite(frame), floor)
+    found = apart(frame, numbers(frame, value))
+    mask = divergent(np.isin(status, MEASURED), status == "failed", found, _nonfinite(frame), floor)
     if not mask.any():
         return None
     sequence = np.lexsort((taps.row_order, taps.row_tap))

@@ -13,7 +13,7 @@ from graftlab.base.words import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest
-from graftlab.rows.schema import MEASURED, Row
+from graftlab.rows.schema import MEASURED, Row, are_whole
 from graftlab.verdict.facts import Facts, FrameFacts, RunFacts, tap_name
 from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
@@ -119,7 +119,7 @@ def first_divergent_at(frame: pd.DataFrame, noise_floor: float) -> int | None:
 def first_divergent_of(facts: Facts, noise_floor: float) -> int | None:
     """The same of any rows."""
     none = np.zeros(len(facts.kind), dtype=bool)
-    mask = divergent(facts.kind == COMPARED, none, facts.value, facts.differ, noise_floor)
+    mask = divergent(facts.kind == COMPARED, none, facts.apart, facts.differ, noise_floor)
     return facts.first(mask) if mask.any() else None
 
 
@@ -167,6 +167,10 @@ def sentence_of_first(row: Row, noise_floor: float) -> str:
 
 def _how_far(row: Mapping[str, Any], floor: tuple[float, str]) -> str:
     limit, in_words = floor
+    if are_whole(row.get("dtype"), row.get("cast")):
+        most = row.get("max_abs")
+        by = "" if most is None or math.isnan(most) else f" by up to {most:,.10g},"
+        return f"{row['dtype']} numbers differ,{by} which rounding does not explain"
     ratio = row["rel_l2"] / limit if limit else math.inf
     times = f"{ratio:,.{1 if ratio < 10 else 0}f} x " if ratio < 1e6 else "above "
     return f"rel_l2 {row['rel_l2']:.2e}, {times}{in_words}"

@@ -422,6 +422,16 @@ def test_the_first_divergent_row_is_the_first_in_execution_order() -> None:
     assert plots.first_divergent(data, noise_floor=None) is None
 
 
+def test_whole_numbers_diverge_however_little_they_are_apart() -> None:
+    rows = [row("fine", 1e-6), row("token", 3e-7, step=1)]
+    rows = [one._replace(dtype=dtype) for one, dtype in zip(rows, ("float32", "int64"), strict=True)]
+    found = plots.first_divergent(frame(*rows))
+    assert found is not None
+    assert found["name"] == "token"
+    assert "first divergent: token" in texts(plots.divergence(frame(*rows), noise_floor=1e-5))
+    assert "in step 1" in texts(plots.over_steps(frame(*rows)))
+
+
 def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not() -> None:
     silent = [row("a", None, "missing"), row("b", 5.0, "timeout"), row("c", 5.0, "unmatched"), row("d", math.nan)]
     assert plots.first_divergent(frame(*silent)) is None

@@ -43,6 +43,8 @@ def runs(draw: st.DrawFn) -> list[Row]:
                 value = draw(st.sampled_from([0.0, 1e-7, 1e-3, 2e-3, 0.5, math.nan])) if measured else None
                 differ = draw(st.sampled_from([0, 0, 0, 3])) if measured else None
                 fields = {"status": status, "rel_l2": value, "nonfinite_differ": differ, "error": "no such dim"}
+                fields["dtype"] = draw(st.sampled_from(["float32", "float32", "int64"]))
+                fields["cast"] = draw(st.sampled_from([None, None, "float32 -> int64"]))
                 made.append(row(f"t{order}", order, step, rank=rank, own={"layer": order}, **fields))
         ranks.append(made)
     together = []
@@ -52,6 +54,8 @@ def runs(draw: st.DrawFn) -> list[Row]:
 
 
 @example([row("t1", rel_l2=1e-7), row("t2", 2, rel_l2=0.0, nonfinite_differ=3)], [1], 1)
+@example([row("t1", rel_l2=1e-7), row("t2", 2, rel_l2=1e-7, dtype="int64")], [1], 1)
+@example([row("t1", rel_l2=1e-7, dtype="int64", cast="float32 -> int64")], [1], 1)
 @examples(80)
 @given(rows=runs(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=9), limit=st.integers(1, 4))
 def test_a_run_is_summed_up_as_a_frame_of_all_its_rows_would_be(rows: list[Row], sizes: list[int], limit: int) -> None:
@@ -81,12 +85,17 @@ def test_a_run_is_summed_up_as_a_frame_of_all_its_rows_would_be(rows: list[Row],
             bad = [
                 each.step
                 for each in own
-                if each.status == "compared" and (each.nonfinite_differ or (each.rel_l2 or 0.0) > FLOOR)
+                if each.status == "compared" and (each.nonfinite_differ or (each.rel_l2 or 0.0) > _floor_of(each))
             ]
             assert above.step_of(tap) == (bad[0] if bad else None)
             assert tap.last.step == own[-1].step
             assert digest.row(tap.last_index).order == own[-1].order
         store.close()
+
+
+def _floor_of(row: Row) -> float:
+    """Whole numbers have none, unless the other side's were fractions."""
+    return 0.0 if row.dtype == "int64" and row.cast is None else FLOOR
 
 
 def _name(tags: dict[str, Any]) -> str:

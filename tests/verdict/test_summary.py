@@ -57,6 +57,24 @@ def test_the_floor_is_that_of_the_coarsest_dtype_or_the_one_that_is_given() -> N
     assert differences(rows, 1e-3)[0] == "first divergent: a on target[0]: rel_l2 3.00e-03, 3.0 x the floor 0.001"
 
 
+@pytest.mark.parametrize("cast", [None, "int64 -> int32", "cuda:0 -> cpu", "int64 -> int32, cuda:0 -> cpu"])
+def test_whole_numbers_differ_however_little_they_are_apart(cast: str | None) -> None:
+    """One chosen token among a thousand, say, whose ids are large."""
+    token = {"name": "token", "rel_l2": 3e-7, "max_abs": 1.0, "dtype": "int32" if cast else "int64", "cast": cast}
+    rows = frame({"name": "a", "rel_l2": 1e-6, "dtype": "float32"}, token)
+    said = f"first divergent: token on target[0]: {token['dtype']} numbers differ, by up to 1, which rounding does not"
+    assert differences(rows)[0].startswith(said)
+    assert differences(rows, 0.5)[0].startswith(said)
+    equal = {**token, "rel_l2": 0.0, "max_abs": 0.0}
+    assert differences(frame({"name": "a", "dtype": "float32"}, equal))[0].startswith("first divergent: none of 2")
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [("int8", None), ("uint8", None), ("int32", "float32 -> int32")])
+def test_whole_numbers_that_stand_for_fractions_may_round(dtype: str, cast: str | None) -> None:
+    rows = frame({"name": "scaled", "rel_l2": 3e-7, "max_abs": 1.0, "dtype": dtype, "cast": cast})
+    assert differences(rows)[0].startswith("first divergent: none; the only compared row, scaled")
+
+
 def test_the_step_is_told_where_there_are_several() -> None:
     rows = frame({"name": "a", "step": 4}, {"name": "a", "step": 5, "rel_l2": 1.0})
     assert differences(rows)[0].startswith("first divergent: a on target[0] in step 5: rel_l2 1.00e+00")
