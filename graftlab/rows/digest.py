@@ -20,7 +20,7 @@ import orjson
 
 from graftlab.base.tags import SIDE_NAMES, TapIdentity, identity
 from graftlab.rows.encoding import record
-from graftlab.rows.schema import COLUMNS, Row, are_whole
+from graftlab.rows.schema import COLUMNS, Row, are_whole, converted
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,9 @@ class RunDigest:
             self.plan_versions.add(row[_PLAN] or 0)
             if row[_DTYPE] is not None:
                 self.dtypes.add(row[_DTYPE])
+            if row[_CAST]:
+                # The receiver's alone says nothing of how the other side rounds.
+                self.dtypes.update(converted(row[_CAST]))
             at_(index), tap_(tap.place), step_(step), order_(row[_ORDER] or 0), occurrence_(row[_OCCURRENCE] or 0)
             kind_(kind), value_(number), differ_(differ)
             apart_(math.inf if number > 0 and are_whole(row[_DTYPE], row[_CAST]) else number)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from graftlab.base.tags import told_tags
 from graftlab.rows.digest import KINDS, OTHER, Digest, RunDigest
-from graftlab.rows.schema import Row, are_whole
+from graftlab.rows.schema import Row, are_whole, converted
 from graftlab.verdict.order import Array, apart, numbers
 
 
@@ -69,7 +69,9 @@ class FrameFacts(_InOrder):
         self.value = numbers(frame, "rel_l2")
         self.apart = apart(frame, self.value)
         self.differ = np.nan_to_num(numbers(frame, "nonfinite_differ"))
-        self.dtypes = list(frame["dtype"].dropna().unique()) if "dtype" in frame.columns else []
+        self.dtypes = sorted(
+            {*_distinct(frame, "dtype"), *(n for cast in _distinct(frame, "cast") for n in converted(cast))}
+        )
         self.has_several_steps = "step" in frame.columns and frame["step"].nunique() > 1
 
     def row(self, at: int) -> Mapping[str, Any]:
@@ -78,6 +80,10 @@ class FrameFacts(_InOrder):
     def names(self, mask: Array) -> set[str]:
         pairs = zip(self._frame["name"][mask], self._frame["tags"][mask], strict=True)
         return {tap_name(name, tags) for name, tags in pairs}
+
+
+def _distinct(frame: pd.DataFrame, column: str) -> list[Any]:
+    return list(frame[column].dropna().unique()) if column in frame.columns else []
 
 
 class RowsFacts(_InOrder):
@@ -90,7 +96,8 @@ class RowsFacts(_InOrder):
         whole = [bool(row.rel_l2) and are_whole(row.dtype, row.cast) for row in rows]
         self.apart = np.where(whole, np.inf, self.value)
         self.differ: Array = np.array([row.nonfinite_differ or 0 for row in rows], dtype=np.int64)
-        self.dtypes: list[Any] = sorted({row.dtype for row in rows if row.dtype is not None})
+        dtypes = {row.dtype for row in rows if row.dtype is not None}
+        self.dtypes: list[Any] = sorted(dtypes.union(*(converted(row.cast) for row in rows if row.cast)))
         self.has_several_steps = False
 
     def row(self, at: int) -> Mapping[str, Any]:

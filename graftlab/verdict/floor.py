@@ -17,6 +17,7 @@ bfloat16 against float32.
 
 # Of a dtype's unit in the last place; so many of them come together on the way through a model.
 _ROUNDINGS = 2.5
+_FLOAT32 = float(torch.finfo(torch.float32).eps)
 
 
 def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
@@ -24,14 +25,18 @@ def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
 
     The coarsest dtype counts for all: what is computed from its values inherits their rounding.
     """
-    coarsest, eps = "float32", 0.0
+    epses: dict[str, float] = {}
     for name in dtypes:
         dtype = getattr(torch, name, None) if isinstance(name, str) else None
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4:
-            found = float(torch.finfo(dtype).eps)
-            if found > eps:
-                coarsest, eps = str(name), found
-    return (float(f"{_ROUNDINGS * eps:.0e}"), coarsest) if eps else (DEFAULT_NOISE_FLOOR, coarsest)
+        if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
+            epses[str(name)] = float(torch.finfo(dtype).eps)
+    coarsest = max(epses, key=epses.__getitem__, default="float32")
+    eps = epses.get(coarsest, _FLOAT32)
+    if eps > _FLOAT32:
+        return float(f"{_ROUNDINGS * eps:.0e}"), coarsest
+    if eps < _FLOAT32:
+        return float(f"{DEFAULT_NOISE_FLOOR / _FLOAT32 * eps:.0e}"), coarsest
+    return DEFAULT_NOISE_FLOOR, "float32"
 
 
 @dataclass(frozen=True)

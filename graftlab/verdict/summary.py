@@ -95,7 +95,7 @@ def not_compared(statuses: Mapping[str, int]) -> str:
 
 def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor that these rows are judged by, and in words where it is from."""
-    return floor_in_words(frame["dtype"].dropna().unique() if "dtype" in frame.columns else (), noise_floor)
+    return floor_in_words(FrameFacts(frame).dtypes, noise_floor)
 
 
 def floor_of_run(run: RunDigest, noise_floor: float | None = None) -> tuple[float, str]:

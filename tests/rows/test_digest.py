@@ -44,7 +44,7 @@ def runs(draw: st.DrawFn) -> list[Row]:
                 differ = draw(st.sampled_from([0, 0, 0, 3])) if measured else None
                 fields = {"status": status, "rel_l2": value, "nonfinite_differ": differ, "error": "no such dim"}
                 fields["dtype"] = draw(st.sampled_from(["float32", "float32", "int64"]))
-                fields["cast"] = draw(st.sampled_from([None, None, "float32 -> int64"]))
+                fields["cast"] = draw(st.sampled_from([None, None, "float32 -> int64", "bfloat16 -> float32"]))
                 made.append(row(f"t{order}", order, step, rank=rank, own={"layer": order}, **fields))
         ranks.append(made)
     together = []

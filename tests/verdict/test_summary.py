@@ -55,6 +55,18 @@ def test_the_floor_is_that_of_the_coarsest_dtype_or_the_one_that_is_given() -> N
     rows = frame({"name": "a", "rel_l2": 3e-3, "dtype": "bfloat16"}, {"name": "b", "rel_l2": 3e-3, "dtype": "float32"})
     assert "none of 2 compared rows is above the floor 0.02, assumed for bfloat16" in differences(rows)[0]
     assert differences(rows, 1e-3)[0] == "first divergent: a on target[0]: rel_l2 3.00e-03, 3.0 x the floor 0.001"
+    # What the other side rounds to counts as well.
+    rows = frame({"name": "a", "rel_l2": 3e-3, "dtype": "float32", "cast": "bfloat16 -> float32"})
+    assert "is not above the floor 0.02, assumed for bfloat16" in differences(rows)[0]
+
+
+def test_where_all_is_in_float64_its_own_rounding_is_the_floor() -> None:
+    """A mistake of a millionth shows there, which the rounding of float32 would hide."""
+    rows = frame({"name": "a", "rel_l2": 1e-15, "dtype": "float64"}, {"name": "b", "rel_l2": 1e-6, "dtype": "float64"})
+    said = "first divergent: b on target[0]: rel_l2 1.00e-06, above the floor 2e-14, assumed for float64"
+    assert differences(rows)[0] == said
+    one = {"name": "c", "rel_l2": 1e-6, "dtype": "float64", "cast": "float32 -> float64"}
+    assert "is not above the floor 1e-05, assumed for float32" in differences(frame(one))[0]
 
 
 @pytest.mark.parametrize("cast", [None, "int64 -> int32", "cuda:0 -> cpu", "int64 -> int32, cuda:0 -> cpu"])
