@@ -356,7 +356,8 @@ def test_an_exception_on_one_side_frees_the_other(session: gl.Session) -> None:
         return gl.tap("x", torch.full((2,), own_value())).tolist()
 
     with pytest.raises(gl.RunError, match="no weights") as caught:
-        session.run(raises, taps)
+        # Else the other one is interrupted if it is late.
+        session.run(raises, taps, on_failure="continue")
     assert list(caught.value.failures) == ["baseline[0]"]
     assert session.runs[-1].target == [[20.0, 20.0]]
     assert session.runs[-1].frame["status"].tolist() == ["missing"]
@@ -519,7 +520,8 @@ def test_a_rank_that_comes_late_to_a_step_still_uses_the_plan_of_both_sides(tmp_
 def test_a_dead_peer_gives_missing_rows_and_frees_the_others(how: str) -> None:
     with gl.launch(2, 1) as session:
         with pytest.raises(gl.RunError) as caught:
-            session.run(dies_before_the_tap, dies_before_the_tap, args=(how,))
+            # Else the others are interrupted, wherever they are.
+            session.run(dies_before_the_tap, dies_before_the_tap, args=(how,), on_failure="continue")
 
         ended = "killed by SIGKILL" if how == "killed" else "ended with exit code 7"
         assert list(caught.value.failures) == ["baseline[1]"]
