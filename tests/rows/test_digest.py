@@ -43,8 +43,8 @@ def runs(draw: st.DrawFn) -> list[Row]:
                 value = draw(st.sampled_from([0.0, 1e-7, 1e-3, 2e-3, 0.5, math.nan])) if measured else None
                 differ = draw(st.sampled_from([0, 0, 0, 3])) if measured else None
                 fields = {"status": status, "rel_l2": value, "nonfinite_differ": differ, "error": "no such dim"}
-                fields["dtype"] = draw(st.sampled_from(["float32", "float32", "int64"]))
-                fields["cast"] = draw(st.sampled_from([None, None, "float32 -> int64", "bfloat16 -> float32"]))
+                fields["dtype"] = dtype = draw(st.sampled_from(["float32", "float32", "int64"]))
+                fields["cast"] = draw(st.sampled_from([None, None, f"bfloat16 -> {dtype}"]))
                 made.append(row(f"t{order}", order, step, rank=rank, own={"layer": order}, **fields))
         ranks.append(made)
     together = []
