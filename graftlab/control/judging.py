@@ -221,8 +221,10 @@ class _Judging:
                 if groups:
                     found = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
                     if found.total <= threshold:
-                        differing = frame[(frame["group"] == where) & (frame["error_ratio"] > threshold)]
-                        found = found.with_earlier(differing["step"])
+                        name, tags = outputs[where]["name"], outputs[where]["tags"]
+                        # Other layers are of its group, too.
+                        is_output = (frame["name"] == name) & frame["tags"].map(tags.__eq__).astype(bool)
+                        found = found.with_earlier(frame.loc[is_output & (frame["error_ratio"] > threshold), "step"])
                     causes[where] = found
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
@@ -298,7 +300,7 @@ class _Judging:
                 group = group_of(row["name"], row["tags"])
                 step = int(row["step"]) - self._zero
                 found[group] = {"name": row["name"], "dtype": row["dtype"], "cast": row["cast"], "step": step}
-                found[group]["place"] = step, int(row["order"])
+                found[group] |= {"place": (step, int(row["order"])), "tags": own_tags(row["tags"])}
         return found
 
     def _names_by_group(

@@ -218,7 +218,8 @@ def apart(frame: pd.DataFrame, value: Array) -> Array:
     first = np.unique(codes, return_index=True)[1]
     for at in first.tolist():
         distinct[codes[at]] = are_whole(pairs["dtype"].iloc[at], pairs["cast"].iloc[at])
-    found: Array = np.where(distinct[codes] & (value > 0), np.inf, value)
+    differ = numbers(frame, "rel_l2") if "rel_l2" in frame.columns else value
+    found: Array = np.where(distinct[codes] & (differ > 0), np.inf, value)
     return found
 
 

@@ -358,7 +358,7 @@ def _over_floor(times: float) -> str:
 
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
-    key, groups = output, ", ".join(causes.labels)
+    groups = ", ".join(causes.labels)
     # Of a model that is watched as a whole the last tap is called so.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
@@ -372,10 +372,9 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
         ]
     lines = []
     if causes.earlier:
-        worst = findings.frame.loc[findings.frame["group"] == key, "error_ratio"].max()
         lines.append(
             f"The output{output} agrees the last time ({_over_floor(causes.total)}), and differs before that, in step"
-            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)} (up to {_over_floor(worst)})."
+            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
         )
     elif causes.total <= findings.threshold:
         lines.append(f"The output{output} agrees all the same ({_over_floor(causes.total)}).")

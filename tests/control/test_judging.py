@@ -185,9 +185,7 @@ def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(sessi
     verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
     assert "which the output does not show" not in verdict.text
-    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2 (up to " in (
-        verdict.text
-    )
+    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2." in verdict.text
 
 
 def showing_copies(used: bool) -> torch.Tensor:
@@ -208,6 +206,21 @@ def test_a_tap_of_a_copy_whose_result_is_not_used_is_said_to_pass_nothing_on(ses
     assert "passes on" not in verdict.text
     verdict = session.verdict(showing_copies, showing_copies, args=(False,))
     assert verdict.text.startswith("Not looked at: what layers.*.h passes on: grafting it changed no tap after it. If")
+
+
+def normalizing(named_by_layer: bool) -> None:
+    """The target's first layer is scaled, which the last one takes back."""
+    x = torch.arange(1.0, 9.0)
+    for layer in range(3):
+        x = x / x.norm() * (2.0 if layer == 0 and gl.here().side == "target" else 1.0)
+        x = gl.tap(f"layers.{layer}.h", x) if named_by_layer else gl.tap("h", x, layer=layer)
+
+
+@pytest.mark.parametrize("named_by_layer", [True, False])
+def test_other_layers_of_the_outputs_group_are_not_the_output(session: gl.Session, named_by_layer: bool) -> None:
+    verdict = session.verdict(normalizing, normalizing, args=(named_by_layer,))
+    assert ", which the output does not show." in verdict.text
+    assert "the last time" not in verdict.text
 
 
 def choosing(place: int) -> torch.Tensor:

@@ -428,6 +428,9 @@ def test_whole_numbers_diverge_however_little_they_are_apart() -> None:
     found = plots.first_divergent(frame(*rows))
     assert found is not None
     assert found["name"] == "token"
+    # Whatever is looked at, those that are equal do not diverge.
+    equal = frame(row("ids", 0.0, max_abs=0.0, cosine=1.0)._replace(dtype="int64"))
+    assert plots.first_divergent(equal, value="cosine", noise_floor=2.0) is None
     assert "first divergent: token" in texts(plots.divergence(frame(*rows), noise_floor=1e-5))
     assert "in step 1" in texts(plots.over_steps(frame(*rows)))
 
