@@ -34,9 +34,9 @@ from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.digest import RunDigest
 from graftlab.rows.encoding import record
-from graftlab.rows.loading import batches
-from graftlab.rows.parsing import Parsed
+from graftlab.rows.loading import tables
 from graftlab.rows.schema import COLUMNS, Row
+from graftlab.rows.tables import values_of_rows
 from graftlab.verdict.tap_lines import Following, SoFar
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
@@ -106,8 +106,7 @@ class DigestOfRows:
     """What the newest run of a folder comes to, read from it once."""
 
     def __init__(self, folder: Path) -> None:
-        rows = (row for rows in batches(folder) for row in (rows.values() if isinstance(rows, Parsed) else rows))
-        self._rows = list(rows)
+        self._rows = [row for table in tables(folder) for row in values_of_rows(table)]
         at = COLUMNS.index("run")
         number = max((row[at] for row in self._rows), default=None)
         self.newest = None if number is None else RunDigest(number)

@@ -18,7 +18,7 @@ from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
 
 import graftlab as gl
 from graftlab.rows.encoding import decode
-from graftlab.rows.store import ROWS_FILE
+from graftlab.rows.log import ROWS_FILE
 
 
 @pytest.fixture(scope="module")
