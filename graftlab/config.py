@@ -77,8 +77,7 @@ class GraftConfig:
 
     ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
     each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
-    the plan, or compare ``"nothing"``, until another listens at that address. With ``agent`` one process carries what
-    all jobs of this host say to a session on another machine; without it each has a connection of its own.
+    the plan, or compare ``"nothing"``, until another listens at that address.
 
     With ``device_link="nccl"`` on both sides NCCL joins the GPUs of several machines directly, and encrypts nothing.
 
@@ -112,7 +111,6 @@ class GraftConfig:
     ports: str | None = None
     device_link: str | None = None
     first_step: int | None = None
-    agent: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -329,7 +327,6 @@ class GraftConfig:
 
 _KINDS: dict[str, type] = {
     "enable": bool,
-    "agent": bool,
     "port": int,
     "baseline_world_size": int,
     "target_world_size": int,
