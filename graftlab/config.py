@@ -79,8 +79,6 @@ class GraftConfig:
     each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
     the plan, or compare ``"nothing"``, until another listens at that address.
 
-    With ``device_link="nccl"`` on both sides NCCL joins the GPUs of several machines directly, and encrypts nothing.
-
     Raises :class:`ConfigError` for a value of another type or that cannot be used.
 
     >>> config = gl.GraftConfig(role="target", run_dir="/tmp/runs/1", baseline_world_size=1, target_world_size=2)
@@ -109,7 +107,6 @@ class GraftConfig:
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
-    device_link: str | None = None
     first_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +131,6 @@ class GraftConfig:
             raise _refusal("role", self.role, "'baseline' or 'target'")
         if self.without_host not in ("keep", "nothing"):
             raise _refusal("without_host", self.without_host, "'keep' or 'nothing'")
-        if self.device_link not in (None, "nccl"):
-            raise _refusal("device_link", self.device_link, "'nccl', or nothing")
         for name in ("baseline_world_size", "target_world_size"):
             size = getattr(self, name)
             if size is not None and not 0 < size < MAX_RANKS:

@@ -57,9 +57,7 @@ class AttachedRank(RankHandle):
 
     def note_links(self, linked: Linked) -> None:
         everyone = [place.label for place in self.place.everyone()]
-        tcp_alone = [rank for rank in linked.tcp if rank not in linked.wires]
-        both = f"{linked.device_link} and TCP"
-        kinds = (("shared memory", linked.memory), ("TCP", tcp_alone), (both, linked.wires))
+        kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
         self.links = "; ".join(
             kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
             for kind, ranks in kinds

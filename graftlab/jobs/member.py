@@ -21,9 +21,7 @@ from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
 from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.nccl import NoNcclError, find_nccl
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.exchange.wire_gpu import WireGpu
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.assembling import Assembly, Means, World
@@ -93,7 +91,6 @@ class Member:
         self._world: World | None = None
         self._assembly: Assembly | None = None
         self._assembling = threading.Lock()
-        self._has_noted_no_nccl = False
         # What comes of assemblies until the run begins.
         self._arrived: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
 
@@ -215,7 +212,7 @@ class Member:
                 address, ports = self._own_address(), self._config.port_range()
 
                 def make_linker() -> Linker:
-                    return Linker(self.place, token, address, ports, self._wire_gpu())
+                    return Linker(self.place, token, address, ports)
 
             means = Means(self.place, joined, self._line, self._entrance.fetch, make_linker)
             with self._assembling:
@@ -271,23 +268,6 @@ class Member:
         self._enter(world, run)
         self._line.send(Moved(world.number, run.first_step))
         logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
-
-    def _wire_gpu(self) -> WireGpu | None:
-        """What joins this rank's GPU to those of other machines, where that is asked for and can be."""
-        if self._config.device_link is None:
-            return None
-        try:
-            return find_nccl(own_device())
-        except NoNcclError as error:
-            if not self._has_noted_no_nccl:
-                self._has_noted_no_nccl = True
-                what = (
-                    f"GRAFTLAB_DEVICE_LINK asks for {self._config.device_link}, and tensors go to other machines "
-                    f"through the hosts' memory and TCP: {error}"
-                )
-                logger.warning("%s: %s", self.place.label, what)
-                self._line.send(Output(f"{what}\n"))
-            return None
 
     def _own_address(self) -> str:
         """Where other machines reach this one: at the address from which it reaches who holds the session."""
