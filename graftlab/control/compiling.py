@@ -14,10 +14,10 @@ from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.judging import judge
-from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import Callee, arguments, call_here
+from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import RoundedResults, rounded_results

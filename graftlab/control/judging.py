@@ -30,6 +30,7 @@ from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.unexplained import AccumulatedFloors, UnexplainedDifferences, differing_taps
 from graftlab.verdict.unreached import told, unreached
 from graftlab.verdict.wording import Findings
 
@@ -171,7 +172,9 @@ class _Judging:
 
     def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
         compared = self._runs.both("without grafts", Wanted(compare="True"))
+        returned = self._runs.returned
         grafted = self._runs.both("what each tap adds", Wanted(b2t="True"))
+        returned_grafted = self._runs.returned
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
@@ -189,13 +192,17 @@ class _Judging:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
             data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
-        frame = added_frame(
-            grafted,
-            self._floors(selves),
-            compared=compared,
-            constant=constant,
-        )
+        floors = self._floors(selves)
+        frame = added_frame(grafted, floors, compared=compared, constant=constant)
         named = named_groups(frame, threshold)
+        accumulated = self._accumulated(selves, constant)
+        differing = [] if not_repeated else differing_taps(compared, accumulated, threshold, leave=given)
+        if differing and not named and constant is None:
+            # The floor of a group may be that of unlike taps, as of the members of an nn.Sequential.
+            own = self._pool_taps(row for each in selves for row in each.added)
+            only = {tap: floor for tap, floor in own.items() if tap[0] == differing[0].what}
+            frame = added_frame(grafted, floors, compared=compared, own=only)
+            named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
         evened = evened_out(frame, grafted, named, *sizes, threshold)
         even = evened.groups
@@ -204,8 +211,23 @@ class _Judging:
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
+        # Before anything is cleared the target has run often enough to differ from itself.
+        clears = not (named or not_repeated)
         explain = explain and bool(named)
-        target_not_repeated = self._runs.target_against_itself() if explain else []
+        target_not_repeated = self._runs.target_against_itself() if explain or clears else []
+        unexplained: list[str] = []
+        if not not_repeated:
+            differences = UnexplainedDifferences(
+                compared, differing, returned, returned_grafted, accumulated, threshold, given
+            )
+            unexplained = differences.after_last_tap()
+            if clears:
+                said = [] if data else differences.no_tap_explains()
+                unexplained += said
+                if said and not target_not_repeated and self._runs.returned is not None:
+                    again = self._runs.both("without grafts again", Wanted(compare="True"))
+                    unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+                unexplained += differences.without_partner(self._last_baseline_tap(selves))
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
         can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
@@ -255,6 +277,7 @@ class _Judging:
                 following,
                 target_not_repeated if of_jobs is None or self._runs.recorded else (),
                 of_jobs,
+                unexplained,
             ),
             self._runs.count,
         )
@@ -270,6 +293,26 @@ class _Judging:
 
     def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
         return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
+
+    def _pool_taps(self, rows: Iterable[Added]) -> dict[tuple[str, str | None], Floor]:
+        """Floors by tap: by the names that filters call it, and its kind."""
+        return pool(
+            ((name, kind_of(each.tags)), each.rel_l2, each.rel_max, each.squares)
+            for each in rows
+            for name in self._paired(each)
+        )
+
+    def _accumulated(self, selves: Sequence[SelfGraft], constant: float | None) -> AccumulatedFloors:
+        returned: dict[str, float] = {}
+        for each in selves:
+            for path, rel_l2 in each.returned.items():
+                returned[path] = max(returned.get(path, 0.0), rel_l2)
+        return AccumulatedFloors(self._pool_taps(row for each in selves for row in each.outputs), returned, constant)
+
+    def _last_baseline_tap(self, selves: Sequence[SelfGraft]) -> str | None:
+        """The last tap of the baseline's forward pass, as filters call it."""
+        values = [added for each in selves[:1] for added in each.outputs if kind_of(added.tags) is None]
+        return self._paired(values[-1])[0] if values else None
 
     def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:
         floors = self._pool(row for each in selves for row in each.added)

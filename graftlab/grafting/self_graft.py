@@ -16,6 +16,7 @@ import torch
 
 from graftlab.base.tags import identity, plain
 from graftlab.diffs.measure import measure
+from graftlab.diffs.results import compare_named, named_tensors
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -58,6 +59,8 @@ class SelfGraft:
     """Taps that came after the budget was spent."""
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     """What was recorded the last time at each tap of ``keep``, on the CPU, by group."""
+    returned: dict[str, float] = field(default_factory=dict)
+    """The rel_l2 of what the call returns, by place in the result, when each tap was moved and none was reset."""
 
 
 def graft_self(
@@ -77,7 +80,8 @@ def graft_self(
     ``budget`` bytes; taps that come after are counted, and left alone.
     """
     record = Recorder(budget)
-    _run(call, record)
+    # Copies, as a call may return a buffer that the next one overwrites.
+    result = {path: value.detach().clone() for path, value in named_tensors(_run(call, record)).items()}
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
@@ -102,7 +106,8 @@ def graft_self(
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
-    _run(call, drift)
+    differences, _ = compare_named(result, named_tensors(_run(call, drift)))
+    found.returned = {path: rel_l2 for path, rel_l2, _ in differences}
     found.outputs = drift.rows
     return found
 

@@ -32,13 +32,15 @@ def added_frame(
     *,
     compared: pd.DataFrame | None = None,
     constant: float | None = None,
+    own: Mapping[tuple[str, str | None], Floor] | None = None,
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with what was added there.
 
     ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run in which none was:
     ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
     are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
-    floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
+    floor. A group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and
+    kind, which replace their group's. With ``constant`` that is every floor.
     Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` where there was no pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
@@ -50,7 +52,8 @@ def added_frame(
         group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
-            floor = floors.get(group, largest).at_least(roundoff(dtype))
+            found = (own or {}).get((row["name"], kind_of(row["tags"]))) or floors.get(group, largest)
+            floor = found.at_least(roundoff(dtype))
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))
