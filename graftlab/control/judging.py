@@ -192,17 +192,13 @@ class _Judging:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
             data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
-        floors = self._floors(selves)
-        frame = added_frame(grafted, floors, compared=compared, constant=constant)
+        own = self._pool_taps(
+            (row for each in selves for row in each.added), (row for each in selves for row in each.exact)
+        )
+        frame = added_frame(grafted, self._floors(selves), compared=compared, constant=constant, own=own)
         named = named_groups(frame, threshold)
         accumulated = self._accumulated(selves, constant)
         differing = [] if not_repeated else differing_taps(compared, accumulated, threshold, leave=given)
-        if differing and not named and constant is None:
-            # The floor of a group may be that of unlike taps, as of the members of an nn.Sequential.
-            own = self._pool_taps(row for each in selves for row in each.added)
-            only = {tap: floor for tap, floor in own.items() if tap[0] == differing[0].what}
-            frame = added_frame(grafted, floors, compared=compared, own=only)
-            named = named_groups(frame, threshold)
         sizes = self.session.options.baseline, self.session.options.target
         evened = evened_out(frame, grafted, named, *sizes, threshold)
         even = evened.groups
@@ -294,20 +290,27 @@ class _Judging:
     def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
         return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
 
-    def _pool_taps(self, rows: Iterable[Added]) -> dict[tuple[str, str | None], Floor]:
-        """Floors by tap: by the names that filters call it, and its kind."""
-        return pool(
-            ((name, kind_of(each.tags)), each.rel_l2, each.rel_max, each.squares)
-            for each in rows
-            for name in self._paired(each)
+    def _pool_taps(self, moved: Iterable[Added], exact: Iterable[Added]) -> dict[tuple[str, str | None], Floor]:
+        """Floors of single taps, by the name that filters know and by kind; ``exact`` are those of the twin."""
+        floors, distances = (
+            pool(
+                ((name, kind_of(each.tags)), each.rel_l2, each.rel_max, each.squares)
+                for each in rows
+                for name in self._paired(each)
+            )
+            for rows in (moved, exact)
         )
+        return {tap: f.with_distance(distances[tap]) if tap in distances else f for tap, f in floors.items()}
 
     def _accumulated(self, selves: Sequence[SelfGraft], constant: float | None) -> AccumulatedFloors:
         returned: dict[str, float] = {}
         for each in selves:
             for path, rel_l2 in each.returned.items():
                 returned[path] = max(returned.get(path, 0.0), rel_l2)
-        return AccumulatedFloors(self._pool_taps(row for each in selves for row in each.outputs), returned, constant)
+        taps = self._pool_taps(
+            (row for each in selves for row in each.outputs), (row for each in selves for row in each.exact_outputs)
+        )
+        return AccumulatedFloors(taps, returned, constant)
 
     def _last_baseline_tap(self, selves: Sequence[SelfGraft]) -> str | None:
         """The last tap of the baseline's forward pass, as filters call it."""
