@@ -56,9 +56,7 @@ def filters(plan: Any) -> tuple[Any, ...]:
 
 def test_jobs_that_end_no_step_are_not_waited_for_without_end(session: SessionCore, ranks: list[TalkingRank]) -> None:
     under_way(session, ranks)
-    with pytest.raises(
-        SessionError, match=r"no job made progress for 0\.05 s .* which end where they call gl\.step\(\)"
-    ):
+    with pytest.raises(SessionError, match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)"):
         judge(session)
     assert filters(session.plan) == filters(PLAN)
     for each in ranks:

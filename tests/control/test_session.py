@@ -128,7 +128,7 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
     wait_for_file(tmp_path / "target[1] began")
     assert not run.done
     assert run.target == [None, None]
-    assert "going on" in repr(run)
+    assert "in progress" in repr(run)
     with pytest.raises(
         TimeoutError,
         match=rf"run {run.number} is still running.*baseline\[0\]: .*wait\(\) waits for it again, session.interrupt",
