@@ -16,8 +16,8 @@ from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
 from graftlab.matching.items import RecordedTap, Recorder
 from graftlab.taps.calls import here
-from graftlab.taps.extras import Laid
-from graftlab.taps.routing import taken_by
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import kinds_of_watched
 
 
@@ -62,7 +62,7 @@ def record_here(
         _grafts.pop(name, None)
     _grafts.update(grafts)
     recorder = _RankRecorder(_grafts, budget)
-    with taken_by(recorder):
+    with handled_by(recorder):
         if isinstance(callee, str):
             me = here()
             assert me is not None
@@ -126,7 +126,7 @@ class _RankRecorder(Recorder):
         place = here()
         assert place is not None
         try:
-            given = extras.layout if isinstance(extras, Laid) else None
+            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
             layout = rank_layout(shown, given, place.world_size)
         except LayoutError as error:
             self.note(f"{recorded.name}: {error}")

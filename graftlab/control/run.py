@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.rank_output import Piece, RankOutput

@@ -18,7 +18,7 @@ from mmap import mmap
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.jobs.greeting import Joined, Share
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.linking import Linker
@@ -43,7 +43,7 @@ class World:
     number: int
     run: RunInfo
     plan: GraftPlan
-    exchange: LiveExchange[Unasked]
+    exchange: LiveExchange[PendingRow]
     page: mmap
     segment: int | None
     linker: Linker | None
@@ -174,7 +174,7 @@ class Assembly:
             return None
         joined = means.joined
         wires = linker.begin_wires(joined.tap_timeout, lambda: means.line.send(linker.linked(self.world)))
-        exchange: LiveExchange[Unasked] = RankExchange(
+        exchange: LiveExchange[PendingRow] = RankExchange(
             means.place,
             linker.arena,
             linker.links,
@@ -204,6 +204,8 @@ class Assembly:
                 os.eventfd_read(self._wake)
         return False
 
-    def _world(self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, linker: Linker | None) -> World:
+    def _world(
+        self, exchange: LiveExchange[PendingRow], page: mmap, segment: int | None, linker: Linker | None
+    ) -> World:
         message = self._message
         return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, linker)

@@ -34,7 +34,6 @@ from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.own_agent import AgentLine
-from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
@@ -59,6 +58,7 @@ from graftlab.ranks.messages import (
     RunSettled,
     unpack_to_rank,
 )
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.ranks.workplace import failure_of
 from graftlab.taps import calls as taps
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.groups import kind_of_group, numbers_in
