@@ -77,10 +77,7 @@ class GraftConfig:
 
     ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
     each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
-    the plan, or compare ``"nothing"``, until another listens at that address. With ``agent`` one process carries what
-    all jobs of this host say to a session on another machine; without it each has a connection of its own.
-
-    With ``device_link="nccl"`` on both sides NCCL joins the GPUs of several machines directly, and encrypts nothing.
+    the plan, or compare ``"nothing"``, until another listens at that address.
 
     Raises :class:`ConfigError` for a value of another type or that cannot be used.
 
@@ -110,9 +107,7 @@ class GraftConfig:
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
-    device_link: str | None = None
     first_step: int | None = None
-    agent: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -136,8 +131,6 @@ class GraftConfig:
             raise _refusal("role", self.role, "'baseline' or 'target'")
         if self.without_host not in ("keep", "nothing"):
             raise _refusal("without_host", self.without_host, "'keep' or 'nothing'")
-        if self.device_link not in (None, "nccl"):
-            raise _refusal("device_link", self.device_link, "'nccl', or nothing")
         for name in ("baseline_world_size", "target_world_size"):
             size = getattr(self, name)
             if size is not None and not 0 < size < MAX_RANKS:
@@ -329,7 +322,6 @@ class GraftConfig:
 
 _KINDS: dict[str, type] = {
     "enable": bool,
-    "agent": bool,
     "port": int,
     "baseline_world_size": int,
     "target_world_size": int,

@@ -8,8 +8,7 @@ receivers end the step.
 Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
 machines a tensor's bytes are sent along with its frame (:mod:`.tcp`), from where they lie in the segment or, of a
 tensor on a GPU, in pinned memory (:mod:`.pinned`). They stay there until they are released, as for all others: so the
-budget bounds what any receiver has to hold. Where GPUs of two machines are joined directly the bytes stay on the
-sender's, and the receiver fetches them (:mod:`.wires`).
+budget bounds what any receiver has to hold.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from graftlab.exchange.pinned import PinnedMemory
 from graftlab.exchange.receiving import Receiver
 from graftlab.exchange.sending import Sender
 from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.exchange.wires import Wires
 
 
 class RankExchange(Generic[Memo]):
@@ -53,8 +51,7 @@ class RankExchange(Generic[Memo]):
 
     ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
     (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
-    rank has published and not got back; ``timeout``, in seconds, bounds every wait. ``wires`` joins its GPU with those
-    of other hosts; it is begun by whoever made the links, and closed here.
+    rank has published and not got back; ``timeout``, in seconds, bounds every wait.
     """
 
     def __init__(
@@ -66,17 +63,15 @@ class RankExchange(Generic[Memo]):
         budget: int = limits.BUFFER_BUDGET,
         timeout: float = limits.TIMEOUT,
         gpu: Gpu | None = None,
-        wires: Wires | None = None,
     ) -> None:
         gpu = gpu or Cuda()
         self._arena = arena
-        self._wires = wires
         self._peers = peers = Peers(place, links, timeout)
         self.timeout = timeout
         pinned = PinnedMemory(gpu, place.label)
-        self._receiver = receiver = Receiver(peers, budget, gpu, pinned, wires)
+        self._receiver = receiver = Receiver(peers, budget, gpu, pinned)
         self._sender: Sender[Memo] = Sender(
-            peers, arena, budget, gpu, pinned, wires, partial(receiver.release_read, wait=False)
+            peers, arena, budget, gpu, pinned, partial(receiver.release_read, wait=False)
         )
         peers.listen(
             {
@@ -121,8 +116,6 @@ class RankExchange(Generic[Memo]):
         return self._peers.settle(wake)
 
     def close(self) -> None:
-        if self._wires is not None:
-            self._wires.close()
         self._peers.close()
         self._arena.close()
 
@@ -155,8 +148,6 @@ class RankExchange(Generic[Memo]):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._peers.timeout = seconds
-        if self._wires is not None:
-            self._wires.timeout = seconds
 
     @property
     def on_wait(self) -> Callable[[Collection[int]], None]:

@@ -25,13 +25,7 @@ class DeviceLocation(NamedTuple):
     opens_event: bytes
 
 
-class WireLocation(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """On a GPU of another host, whose wire thread sends it when it is asked for this number (:mod:`.wires`)."""
-
-    number: int
-
-
-Location = int | DeviceLocation | WireLocation | None
+Location = int | DeviceLocation | None
 """Where a published tensor lies: an offset in its sender's segment, a spot on a GPU, or nowhere if it has no bytes."""
 
 

@@ -87,15 +87,6 @@ class Lanes:
         os.eventfd_read(looker.wake)
         return True
 
-    def aside(self, wait: Callable[[], bool]) -> bool:
-        """Wait for something that is none of the peers' words; what ``wait`` returns. Others may own it meanwhile."""
-        is_free = self.let_go()
-        try:
-            return wait()
-        finally:
-            if is_free:
-                self.take_back()
-
     def wake(self) -> None:
         """Something was read, which others may wait for."""
         for looker in self._waiting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 
 import torch
@@ -20,13 +19,10 @@ from graftlab.exchange.frames import (
     Released,
     StepEnded,
     WaitsForYou,
-    WireLocation,
     Yield,
 )
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
-from graftlab.exchange.wire_request import Request
-from graftlab.exchange.wires import Wires
 
 # Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
 # bytes, because a sender writes there again while the cache holds it: to copy 4 MiB into one place takes it half as
@@ -53,11 +49,10 @@ class Receiver:
     be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
     """
 
-    def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory, wires: Wires | None) -> None:
+    def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory) -> None:
         self._peers = peers
         self._gpu = gpu
         self._pinned = pinned
-        self._wires = wires
         self._large = min(_RELEASE_BYTES, budget // _RELEASE_SHARE)
         self._reader = DeviceReader(gpu)
         self._ended_step = -1
@@ -99,7 +94,6 @@ class Receiver:
         unanswered, has_yielded = ({}, False) if self._all_answered(key) else self._wait_for(key)
         receipt = Receipt([], timed_out=bool(unanswered) and not has_yielded)
         taken: Taken = []
-        asked = {} if self._wires is None else self._ask_wires(self._wires, key)
         read_on_device = False
         for peer in self._peers.others:
             rank = peer.place.rank
@@ -112,7 +106,7 @@ class Receiver:
                 receipt.absent[rank] = f"{peer.label} did not send this tap"
                 continue
             try:
-                tensor = self._look_at(peer, published, near, asked.get(rank))
+                tensor = self._look_at(peer, published, near)
             except Exception as error:
                 receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be brought here: {error}"
                 self._release([(peer, published)])
@@ -132,15 +126,10 @@ class Receiver:
         receipt.on_release = lambda: release(taken)
         return receipt
 
-    def _look_at(
-        self, peer: Peer, published: Published, near: torch.Tensor | None, asked: Request | None
-    ) -> torch.Tensor:
-        """A published tensor, without a copy where it lies on the device of ``near``; its sender may be ``asked``."""
+    def _look_at(self, peer: Peer, published: Published, near: torch.Tensor | None) -> torch.Tensor:
+        """Return a published tensor, without a copy where it is on the device of ``near``."""
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
-        if isinstance(location, WireLocation):
-            fetched = self._fetch(peer, location, nbytes, asked).view(dtype).view(shape)
-            return fetched if near is None else fetched.to(near.device)
         if not isinstance(location, DeviceLocation):
             pinned = None
             if peer.arena is None:
@@ -160,24 +149,6 @@ class Receiver:
             self._answer(peer, str(error))
             raise
         return window if near is None else window.to(near.device)
-
-    def _ask_wires(self, wires: Wires, key: TapKey) -> dict[int, Request]:
-        """Ask all senders that have this on GPUs of other hosts at once, by their ranks."""
-        asked = {}
-        for peer in self._peers.others:
-            published = peer.inbox[key.step].get(key)
-            if published is not None and isinstance(published.location, WireLocation):
-                # Why one cannot be asked is said when its tensor is looked at.
-                with contextlib.suppress(RuntimeError):
-                    asked[peer.place.rank] = wires.ask(peer.world_rank, published.location, published.nbytes)
-        return asked
-
-    def _fetch(self, peer: Peer, location: WireLocation, nbytes: int, asked: Request | None) -> torch.Tensor:
-        """The bytes that are on a GPU of another host; other threads may use the exchange meanwhile."""
-        if self._wires is None:
-            raise RuntimeError("it is on a GPU to which there is no direct way from here")
-        request = asked or self._wires.ask(peer.world_rank, location, nbytes)
-        return self._wires.collect(peer.world_rank, request, self._peers.lanes.aside)
 
     def _all_answered(self, key: TapKey) -> bool:
         for peer in self._peers.others:  # noqa: SIM110 - a generator costs more than the question, at each tap

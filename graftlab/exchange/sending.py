@@ -31,7 +31,6 @@ from graftlab.exchange.peers import Peer, Peers, Wait
 from graftlab.exchange.pinned import PinnedMemory, PinnedStaging
 from graftlab.exchange.staging import HostStaging, Staging
 from graftlab.exchange.tcp import RemoteChannel
-from graftlab.exchange.wires import Wires
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ class Sender(Generic[Memo]):
         budget: int,
         gpu: Gpu,
         pinned: PinnedMemory,
-        wires: Wires | None,
         release_read: Callable[[], None],
     ) -> None:
         self._peers = peers
@@ -84,7 +82,6 @@ class Sender(Generic[Memo]):
         self._device = DeviceStaging(gpu, self._label, budget, self._share_chunk)
         self._gpu = gpu
         self._pinned = PinnedStaging(pinned)
-        self._wires = wires
         self._outgoing: dict[int, _Outgoing[Memo]] = {}
         self._last_id = 0
         self._sent_since_look = 0
@@ -95,8 +92,7 @@ class Sender(Generic[Memo]):
 
     @property
     def bytes_in_use(self) -> int:
-        in_use = self._allocator.bytes_in_use + self._device.bytes_in_use + self._pinned.bytes_in_use
-        return in_use if self._wires is None else in_use + self._wires.bytes_in_use
+        return self._allocator.bytes_in_use + self._device.bytes_in_use + self._pinned.bytes_in_use
 
     def take_unmatched(self) -> list[Memo]:
         taken, self._unmatched = self._unmatched, []
@@ -154,12 +150,6 @@ class Sender(Generic[Memo]):
             if not remote:
                 if (there := self._device.put(tensor, nbytes, receivers)) is not None:
                     return self._device, there
-            elif (
-                self._wires is not None
-                and remote == len(receivers)
-                and (on_wire := self._wires.put(tensor, nbytes, receivers)) is not None
-            ):
-                return self._wires, on_wire
             elif self._gpu.takes(tensor):
                 if remote == len(receivers):
                     return self._pinned, self._pinned.put(tensor, nbytes, receivers)

@@ -107,18 +107,10 @@ class RemoteChannel:
 class Post:
     """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
-    It listens at ``address``, if one is given, at one of these ports, or at any that is free. ``linger`` is how many
-    seconds :meth:`close` waits at most for what was sent to be on its way.
+    It listens at ``address``, if one is given, at one of these ports, or at any that is free.
     """
 
-    def __init__(
-        self,
-        keys: Keys,
-        name: bytes,
-        address: str | None = None,
-        ports: Sequence[int] = (0,),
-        linger: float = _LINGER,
-    ) -> None:
+    def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
         """Raises OSError where it cannot listen there."""
         self.name = name
         self.over = threading.Event()
@@ -135,7 +127,7 @@ class Post:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # The buffer budget bounds what is on its way. Were the socket to stop reading it would miss heartbeats too.
         socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, int(linger * 1000))
+        socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
         # Never, in effect. Were it forbidden, what had come on a connection that ended would be thrown away with it.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(_CONNECT_LIMIT * 1000))

@@ -173,14 +173,12 @@ class Assembly:
         if not complete:
             return None
         joined = means.joined
-        wires = linker.begin_wires(joined.tap_timeout, lambda: means.line.send(linker.linked(self.world)))
         exchange: LiveExchange[PendingRow] = RankExchange(
             means.place,
             linker.arena,
             linker.links,
             budget=joined.buffer_budget,
             timeout=joined.tap_timeout,
-            wires=wires,
         )
         return self._world(exchange, linker.arena.map, None, linker)
 

@@ -35,7 +35,7 @@ class AttachedRank(RankHandle):
         # Of the world to which it has not moved yet.
         self._next_segment: int | None = None
         self.has_joined = False
-        self.links = self.line = ""
+        self.links = ""
         # What it has said last, where it is not this process that made its memory.
         self._told: Whereabouts | None = None
 
@@ -57,9 +57,7 @@ class AttachedRank(RankHandle):
 
     def note_links(self, linked: Linked) -> None:
         everyone = [place.label for place in self.place.everyone()]
-        tcp_alone = [rank for rank in linked.tcp if rank not in linked.wires]
-        both = f"{linked.device_link} and TCP"
-        kinds = (("shared memory", linked.memory), ("TCP", tcp_alone), (both, linked.wires))
+        kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
         self.links = "; ".join(
             kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
             for kind, ranks in kinds
@@ -89,7 +87,7 @@ class AttachedRank(RankHandle):
         old[1].close()
         self.alive = self.has_joined = False
         self.pid, self.seat = None, _NOWHERE
-        self.links, self.line, self._told = "", "", None
+        self.links, self._told = "", None
         self._look_into(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:

@@ -18,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,8 +31,6 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.keys import keys_of
 from graftlab.exchange.peers import Link
 from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.exchange.wire_gpu import WireGpu
-from graftlab.exchange.wires import Partner, Wires
 from graftlab.jobs.meeting import peer_of
 from graftlab.ranks.messages import Contact, Linked
 from graftlab.ranks.settling import receive_descriptors
@@ -63,13 +61,8 @@ _decoder = wire.Decoder(_Meet)
 class Linker:
     """Makes the links of one rank; whoever owns it tells it of others, and lets it work when it is ready to."""
 
-    def __init__(
-        self, place: Place, token: str, address: str, ports: Sequence[int] = (0,), gpu: WireGpu | None = None
-    ) -> None:
-        """``address`` is where other machines reach this one; ``gpu`` can be joined to theirs.
-
-        Raises :class:`SessionError`.
-        """
+    def __init__(self, place: Place, token: str, address: str, ports: Sequence[int] = (0,)) -> None:
+        """``address`` is where other machines reach this one. Raises :class:`SessionError`."""
         self._place = place
         self._known: dict[int, Contact] = {}
         self._links: dict[int, Link] = {}
@@ -82,7 +75,6 @@ class Linker:
             self._post = Post(keys_of(token), name, address, ports)
         except OSError as error:
             raise SessionError(f"{place.label} cannot be reached by ranks on other machines: {error}") from error
-        self._wires = None if gpu is None else _listening(gpu, place.label, token, name, address, ports)
         self._segment, self._size = create_segment()
         self.arena = Arena(self._segment, self._size, writable=True)
         self.arena.map[_NONCE_AT] = nonce
@@ -92,8 +84,7 @@ class Linker:
         self._listener.bind(str(path))
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        kind, device_port = ("", 0) if self._wires is None else (self._wires.kind, self._wires.port)
-        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._post.port, kind, device_port)
+        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._post.port)
 
     # ---- what is known of the others ----------------------------------------------------------------------------
 
@@ -144,11 +135,8 @@ class Linker:
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
     def linked(self, world: int) -> Linked:
-        """The same for whoever holds the session, with those to whose GPU this rank's is joined."""
-        wires = self._wires
-        return (
-            Linked(world, *self.kinds()) if wires is None else Linked(world, *self.kinds(), wires.joined(), wires.kind)
-        )
+        """The same for whoever holds the session."""
+        return Linked(world, *self.kinds())
 
     # ---- linking ------------------------------------------------------------------------------------------------
 
@@ -280,64 +268,11 @@ class Linker:
             # Nothing listens that nobody needs.
             self._post.close()
 
-    def begin_wires(self, timeout: float, on_change: Callable[[], None]) -> Wires | None:
-        """All links are made: join the GPU to those of the other side's ranks on other machines, where they can too.
-
-        That goes on in the background; ``on_change`` is called when :meth:`linked` is another than before.
-        """
-        wires, me = self._wires, self._place
-        if wires is None:
-            return None
-        far = [other for other in me.everyone() if other.side != me.side and other.world_rank in self.kinds()[1]]
-        partners, cannot = [], []
-        for other in far:
-            contact = self._known[other.world_rank]
-            if contact.device_link == wires.kind:
-                name = _wires_name(contact.name)
-                partners.append(Partner(other.world_rank, other.label, name, contact.address, contact.device_port))
-            else:
-                cannot.append(f"{other.label} by {contact.device_link or 'nothing'}")
-        if cannot:
-            logger.warning(
-                "%s could be joined to GPUs of other machines by %s, and %s: between them tensors go through the "
-                "hosts' memory and TCP. GRAFTLAB_DEVICE_LINK and the release of NCCL have to be the same on both sides",
-                me.label,
-                wires.kind,
-                ", ".join(cannot),
-            )
-        if not partners:
-            wires.close()
-            return None
-        wires.on_change = on_change
-        wires.begin(me.label, me.world_rank, partners, timeout)
-        return wires
-
     def close(self) -> None:
         """Give the links up."""
-        if self._wires is not None:
-            self._wires.close()
         for channel, _ in self._links.values():
             channel.close()
         self._post.close()
-
-
-def _wires_name(name: bytes) -> bytes:
-    """How the wire thread of the rank is called that is called so itself."""
-    return name + b" wires"
-
-
-def _listening(gpu: WireGpu, label: str, token: str, name: bytes, address: str, ports: Sequence[int]) -> Wires | None:
-    try:
-        return Wires(gpu, keys_of(token), _wires_name(name), address, ports)
-    except OSError as error:
-        logger.warning(
-            "%s: tensors go to other machines through the hosts' memory and TCP, because what joins GPUs by %s needs a "
-            "port of its own: %s",
-            label,
-            gpu.name,
-            error,
-        )
-        return None
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

@@ -113,9 +113,7 @@ class Contact(Message, frozen=True):
     """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
 
     ``socket`` is a path on its machine, and ``nonce`` what can be read in its memory by whoever shares that; ``name``
-    is what it is called at ``port`` of ``address``. ``device_link`` says by what its GPU can be joined to those of
-    other machines, such as ``"nccl 2.28.9"``, or nothing, and ``device_port`` where the ranks talk of that. Sent to the
-    notebook by the rank, and by the notebook to others.
+    is what it is called at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
     """
 
     world_rank: int
@@ -124,8 +122,6 @@ class Contact(Message, frozen=True):
     name: bytes
     address: str
     port: int
-    device_link: str = ""
-    device_port: int = 0
 
 
 class Contacts(Message, frozen=True):
@@ -168,16 +164,11 @@ class Hello(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP.
-
-    Its GPU is joined directly to those of some of the latter, the ``wires``. Sent again when these have changed.
-    """
+    """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP."""
 
     world: int
     memory: tuple[int, ...]
     tcp: tuple[int, ...]
-    wires: tuple[int, ...] = ()
-    device_link: str = ""
 
 
 class Moved(Message, frozen=True):

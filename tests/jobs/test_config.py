@@ -64,7 +64,6 @@ def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> 
         ("WATCH", "(", "watch (GRAFTLAB_WATCH) is '('; it takes a filter expression"),
         ("TRANSFORM_PATH", "nodots", "transform_path (GRAFTLAB_TRANSFORM_PATH) is 'nodots'; it takes 'pkg.module"),
         ("WITHOUT_HOST", "die", "without_host (GRAFTLAB_WITHOUT_HOST) is 'die'; it takes 'keep' or 'nothing'"),
-        ("DEVICE_LINK", "gloo", "device_link (GRAFTLAB_DEVICE_LINK) is 'gloo'; it takes 'nccl', or nothing"),
         ("GROUP_NAME", "../x", "group_name (GRAFTLAB_GROUP_NAME) is '../x'; it takes a word"),
         ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is none of graftlab's variables; GRAFTLAB_TIMEOUT is."),
     ],

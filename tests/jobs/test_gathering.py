@@ -133,10 +133,6 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
     jobs.heard(0), jobs.heard(2)
     jobs.link(2, 0, 1, 2)
     assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [Assembled], [Assembled]]
-    # That GPUs are joined, too, is said later, and begins nothing.
-    jobs.gathering.note_linked(jobs.ranks[1], Linked(2, (2,), (0,), (0,), "nccl 2.28.9"))
-    assert [jobs.heard(number) for number in range(3)] == [[], [], []]
-    assert jobs.ranks[1].links == "shared memory with target[1]; nccl 2.28.9 and TCP with baseline[0]"
     # The ranks of one side need not come to the same step.
     jobs.move(1, 2, 151)
     assert jobs.heard(0) == []

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
 from kit.mailboxes import DEADLINE, in_background
 from kit.support import wait_until
-from kit.wire_gpus import Fabric, SocketWireGpu
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.keys import new_token
 from graftlab.exchange.tcp import RemoteChannel
-from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.linking import Linker
-from graftlab.ranks.messages import Contact, Linked
+from graftlab.ranks.messages import Contact
 
 
 @dataclass
@@ -139,67 +135,3 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_place(ranks: Callable[[
     world.linkers[1].meet([contact])
     world.linkers[1].work()
     assert world.linkers[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]
-
-
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
-
-
-def far_apart(rank: int, contact: Contact) -> Contact:
-    return no_socket(contact)
-
-
-def linkers_with_gpus(fabric: Fabric, *names: str) -> Ranks:
-    token = new_token()
-    made = []
-    for place, name in zip(Place("baseline", 0, 1, len(names) - 1).everyone(), names, strict=True):
-        gpu = SocketWireGpu(place, fabric) if name else None
-        if gpu is not None:
-            gpu.name = name
-        made.append(Linker(place, token, "127.0.0.1", gpu=gpu))
-    return Ranks(made)
-
-
-def test_gpus_of_machines_that_name_the_same_way_are_joined_and_status_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    world = linkers_with_gpus(Fabric(), "nccl 2.28.9", "nccl 2.28.9", "nccl 2.27.0", "")
-    try:
-        world.link(far_apart)
-        changes: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for linker in world.linkers:
-            linker.seal()
-            linker.begin_wires(DEADLINE, lambda: changes.put(0))
-        for _ in range(2):
-            changes.get(timeout=DEADLINE)
-        assert [linker.linked(3) for linker in world.linkers[:2]] == [
-            Linked(3, (), (1, 2, 3), (1,), "nccl 2.28.9"),
-            Linked(3, (), (0, 2, 3), (0,), "nccl 2.28.9"),
-        ]
-        assert [linker.linked(3).wires for linker in world.linkers[2:]] == [(), ()]
-        assert "target[1] by nccl 2.27.0, target[2] by nothing: between them" in caplog.text
-        rank = AttachedRank(Place("baseline", 0, 1, 3), Path("/nowhere"))
-        rank.note_links(world.linkers[0].linked(3))
-        assert rank.links == "TCP with target[1], target[2]; nccl 2.28.9 and TCP with target[0]"
-        # And when that has ended.
-        world.linkers[1].close()
-        changes.get(timeout=DEADLINE)
-        rank.note_links(world.linkers[0].linked(3))
-        assert rank.links == "TCP"
-        rank.release()
-    finally:
-        for linker in world.linkers:
-            linker.close()
-
-
-def test_ranks_that_share_memory_need_no_other_way_and_do_not_listen_for_one() -> None:
-    world = linkers_with_gpus(Fabric(), "nccl 2.28.9", "nccl 2.28.9")
-    try:
-        world.link()
-        for linker in world.linkers:
-            linker.seal()
-            assert linker.begin_wires(DEADLINE, lambda: None) is None
-            assert linker._wires is not None
-            assert linker._wires._post.over.is_set()
-    finally:
-        for linker in world.linkers:
-            linker.close()

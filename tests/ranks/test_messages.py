@@ -112,7 +112,6 @@ FROM_RANK = [
     Hello(42),
     CONTACT,
     Linked(2, (1,), (0, 3)),
-    Linked(2, (1,), (0, 3), (3,), "nccl 2.28.9"),
     Moved(2, 17),
     AskMissing(),
     IsAt(WhereaboutsToTell("waiting", 7, 2, 30, 0.25, "attn", (0, 3))),
