@@ -122,7 +122,7 @@ def test_a_tap_without_a_tensor_takes_no_slot_and_does_not_keep_the_graph_from_s
     with pytest.warns(gl.GraftWarning, match="its value is str, not a tensor"):
         graph = captured(function, buffer)
     words, _ = graph.sites
-    assert (words.is_unfit, words.install_handler, words.slot, words.breaks) == (True, "text", None, False)
+    assert (words.is_unfit, words.stand_in, words.slot, words.breaks) == (True, "text", None, False)
     assert graph.broken_at == frozenset()
     assert graph.suits()
     world.baseline.tap("out", torch.tensor([7.0, 8.0]))
