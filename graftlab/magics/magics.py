@@ -16,7 +16,7 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
-from graftlab.control.interrupting import interrupt_and_tell
+from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
 from graftlab.filters.check import FilterCheck, check_summary
@@ -167,7 +167,7 @@ class GraftMagics(Magics):
             sys.stdout.write(f"--- {label}\n{stack}\n")
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
-        sys.stdout.write("\n".join(interrupt_and_tell(self._open())) + "\n")
+        sys.stdout.write("\n".join(interrupt_and_report(self._open())) + "\n")
 
     def _debug(self, arguments: argparse.Namespace) -> None:
         session = self._open()
