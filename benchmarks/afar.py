@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
 from graftlab.config import Endpoint
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import RouterSocket
 from graftlab.jobs.distant_host import DistantHost
 from graftlab.jobs.greeting import Join, Joined, pack
 from graftlab.jobs.own_agent import ThroughAgent
@@ -43,7 +43,7 @@ class _Doors:
         self.hearing = Hearing(setup, ranks, rows)
         self.token = new_token()
         self._number_of, self._answer = number_of, answer
-        self._post = Post(keys_of(self.token), HOST, "127.0.0.1")
+        self._post = RouterSocket(derive_keys(self.token), HOST, "127.0.0.1")
         self.port = self._post.port
         self._relay = Relay(self._post, self._greet)
 

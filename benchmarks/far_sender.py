@@ -11,7 +11,7 @@ import time
 
 import zmq
 
-from graftlab.exchange.keys import keys_of
+from graftlab.exchange.keys import derive_keys
 from graftlab.jobs.trunk import DATA, HELLO, HOST, OPEN, pack_part
 
 # Rows that one rank says within the time for which they gather.
@@ -21,7 +21,7 @@ _LIMIT = 120.0
 
 def _connect(port: int, count: int, token: str) -> list[zmq.Socket[bytes]]:
     """So many connections, each as a Post makes it."""
-    keys, context, made = keys_of(token), zmq.Context(), []
+    keys, context, made = derive_keys(token), zmq.Context(), []
     context.set(zmq.MAX_SOCKETS, count + 16)
     for number in range(count):
         socket = context.socket(zmq.DEALER)

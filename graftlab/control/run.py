@@ -223,7 +223,7 @@ class Run:
     @property
     def steps(self) -> int:
         """How many steps every rank has ended by now; while the last one goes on, one less than there are."""
-        return max(0, min(rank.whereabouts().step for rank in self._ranks) - self.first_step)
+        return max(0, min(rank.status().step for rank in self._ranks) - self.first_step)
 
     def wait_steps(self, count: int, timeout: float | None = None) -> Run:
         """Wait until every rank has ended ``count`` steps of this run, or the run is over; returns the run itself.
@@ -267,9 +267,9 @@ class Run:
         return "; ".join(failed + [f"{rank.label}: {self._where_is(rank)}" for rank in self._unfinished()])
 
     def _where_is(self, rank: RankHandle) -> str:
-        whereabouts = rank.whereabouts()
-        if whereabouts.state != "idle":
-            return str(whereabouts)
+        status = rank.status()
+        if status.state != "idle":
+            return str(status)
         # What it was told to do is on its way to it, or what it has to say to us.
         return "about to end" if rank.place.world_rank in self._done else "about to begin"
 
@@ -351,7 +351,7 @@ class Run:
         parts = [f"{', '.join(sorted(labels, key=list(ranks).index))} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
         if left := self._unfinished():
-            where = "; ".join(f"{rank.label}: {rank.whereabouts()}" for rank in left)
+            where = "; ".join(f"{rank.label}: {rank.status()}" for rank in left)
             parts.append(
                 f"not ended yet, because it cannot be interrupted where it is: {where}. session.stacks() tells where "
                 f"that is, and session.restart() ends it"

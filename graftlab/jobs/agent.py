@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from graftlab.errors import GraftError, MessageError
-from graftlab.exchange.keys import keys_of
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.meeting import Meeting, peer_of
 from graftlab.jobs.trunk import HELLO, HOST, Trunk
 
@@ -55,10 +55,10 @@ class Agent:
         self._meeting = meeting
         self._listener = listener
         self._endpoint = host, port
-        self._keys = keys_of(token)
+        self._keys = derive_keys(token)
         self._controls: set[socket.socket] = set()
         # The connection, where there is one; whether the far end takes lines, once that is known.
-        self._post: Post | None = None
+        self._post: RouterSocket | None = None
         self._far: RemoteChannel | None = None
         self._trunk: Trunk | None = None
         self._welcome = False
@@ -160,7 +160,7 @@ class Agent:
 
     def _connect(self) -> Trunk:
         if self._trunk is None:
-            self._post = Post(self._keys, b"lines " + secrets.token_hex(8).encode())
+            self._post = RouterSocket(self._keys, b"lines " + secrets.token_hex(8).encode())
             self._far = far = self._post.connect(HOST, *self._endpoint)
             far.send(HELLO + f" {os.getpid()} on {socket.gethostname()}".encode())
             self._welcome = False

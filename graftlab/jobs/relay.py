@@ -21,7 +21,7 @@ from typing import Protocol
 
 from graftlab.errors import GraftError, MessageError
 from graftlab.exchange.channel import Channel, frames_in
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.trunk import HELLO, Strand, Trunk
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class _Pair:
 class Relay:
     """Passes on until :meth:`close`. ``on_stranger`` gets the first frame of a connection that is of no line yet."""
 
-    def __init__(self, post: Post, on_stranger: Callable[[FarLine, bytes], None] | None = None) -> None:
+    def __init__(self, post: RouterSocket, on_stranger: Callable[[FarLine, bytes], None] | None = None) -> None:
         self._post = post
         self._on_stranger = on_stranger
         self._pairs: dict[RemoteChannel, _Pair] = {}

@@ -21,8 +21,8 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import RouterSocket
 from graftlab.jobs.entering import Entrance
 from graftlab.jobs.greeting import Refused, pack
 from graftlab.jobs.trunk import HELLO, HOST
@@ -214,7 +214,7 @@ def test_without_an_agent_each_job_has_a_connection_of_its_own_and_says_why(tmp_
 
 def test_a_holder_that_takes_no_lines_of_agents_is_asked_directly(meeting: Meeting) -> None:
     refused = pack(Refused("what it said is no greeting", settings=False))
-    post = Post(keys_of(meeting.token), HOST, "127.0.0.1", (meeting.port,))
+    post = RouterSocket(derive_keys(meeting.token), HOST, "127.0.0.1", (meeting.port,))
     said: list[bytes] = []
 
     def answer() -> None:
