@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
-    from graftlab.control.works import Callee
     from graftlab.matching.proposal import Proposal
+    from graftlab.ranks.remote_functions import Callee
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.match_editor import MatchEditor

@@ -32,7 +32,7 @@ from graftlab.control.run_folder import describe_session
 from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.control.uninterrupted import uninterrupted
-from graftlab.control.works import Callee, Works, arguments, code_of, grafts_in_vain
+from graftlab.control.works import Works, arguments, code_of, grafts_in_vain
 from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
@@ -41,6 +41,7 @@ from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import end_ranks, launch_ranks
 from graftlab.ranks.messages import Question, Work
 from graftlab.ranks.options import LaunchOptions
+from graftlab.ranks.remote_functions import Callee
 from graftlab.ranks.trial_process import try_in_process
 from graftlab.rows.digest import Digest
 from graftlab.rows.newest import LiveTaps

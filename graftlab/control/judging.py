@@ -10,12 +10,14 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, arguments, refuse_no_expression
+from graftlab.control.works import arguments, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import Added, SelfGraft
+from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
@@ -26,7 +28,6 @@ from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
-from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out

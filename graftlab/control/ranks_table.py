@@ -50,7 +50,6 @@ def ranks_frame(
                 "device": rank.seat.device,
                 "backend": rank.seat.backend,
                 "links": rank.links,
-                "line": rank.line,
                 "state": "closed" if closed else _state(rank, look.state, failing, lost_groups),
                 "step": look.step if look.step >= 0 else pd.NA,
                 "plan_version": look.plan_version,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graftlab.base.tags import identity, plain
+from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
@@ -22,7 +23,6 @@ from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import Taker, ambient
 from graftlab.taps.routing import taken_by
-from graftlab.verdict.groups import group_of, is_data
 
 Call = Callable[[], Any]
 

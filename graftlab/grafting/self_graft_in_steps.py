@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graftlab.base.tags import TagItems
+from graftlab.base.tap_groups import group_of
 from graftlab.grafting.self_graft import PlacedTaker, Recorder, Repeater, SelfGraft, SelfGrafter
 from graftlab.taps.calls import Taker, ambient
-from graftlab.verdict.groups import group_of
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]
 

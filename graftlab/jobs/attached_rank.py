@@ -35,7 +35,7 @@ class AttachedRank(RankHandle):
         # Of the world to which it has not moved yet.
         self._next_segment: int | None = None
         self.has_joined = False
-        self.links = self.line = ""
+        self.links = ""
         # What it has said last, where it is not this process that made its memory.
         self._told: RankStatus | None = None
 
@@ -87,7 +87,7 @@ class AttachedRank(RankHandle):
         old[1].close()
         self.alive = self.has_joined = False
         self.pid, self.seat = None, _NOWHERE
-        self.links, self.line, self._told = "", "", None
+        self.links, self._told = "", None
         self._look_into(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:

@@ -13,8 +13,7 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.tcp import RouterSocket
 from graftlab.jobs.greeting import Join, pack, unpack
-from graftlab.jobs.relay import Relay
-from graftlab.jobs.trunk import HOST
+from graftlab.jobs.relay import HOST, Relay
 
 
 class DistantHost:

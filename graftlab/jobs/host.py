@@ -18,13 +18,13 @@ from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
+from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.gate import Gate
 from graftlab.jobs.gathering import Gathering
 from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
 from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
-from graftlab.jobs.relay import FarLine, way_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
@@ -201,7 +201,7 @@ class Host:
 
         threading.Thread(target=answer, name="graftlab-look", daemon=True).start()
 
-    def _greet_from_afar(self, far: FarLine, frame: bytes) -> None:
+    def _greet_from_afar(self, far: RemoteChannel, frame: bytes) -> None:
         """The first word of a process on another machine, which has proved that it knows the token."""
         try:
             join = unpack(frame)
@@ -215,7 +215,6 @@ class Host:
                 far.send(pack(refused))
                 return
             rank, note = self._admit(join, None)
-            rank.line = way_of(far)
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
             far.send(pack(self._joined(rank, [])))

@@ -31,7 +31,6 @@ from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
-from graftlab.jobs.own_agent import AgentLine
 from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
@@ -127,7 +126,6 @@ class Member:
         # Also in processes that multiprocessing has started, which skip what atexit has.
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
-        self._say_how_line_goes()
 
     def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
         """What begins the run, what joins this rank with the others, and the frames that came with it."""
@@ -159,9 +157,6 @@ class Member:
                 if request is None or isinstance(arrived, Exception):
                     raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
                 return request, arrived, rest
-        carrier = self._carrier
-        if isinstance(carrier, AgentLine) and carrier.was_killed:
-            raise SessionError(f"agent {carrier.pid}, which carried its line, ended before all had joined")
         raise SessionError("whoever held the session went away before all had joined")
 
     def _next_arrived(self) -> World | Exception:
@@ -349,13 +344,6 @@ class Member:
         if carrier is not None:
             carrier.close(when_done=True)
 
-    def _say_how_line_goes(self) -> None:
-        if isinstance(self._carrier, AgentLine):
-            logger.info("%s: what it says goes through agent %d of this host", self.place.label, self._carrier.pid)
-        elif self._carrier is not None:
-            why = self._entrance.why_no_agent
-            logger.info("%s: what it says goes on a connection of its own: %s", self.place.label, why)
-
     def _end_run(self) -> None:
         run = self._run
         if run is None:
@@ -420,39 +408,6 @@ class Member:
         self._line.channel.close()
         if self._over.is_set():
             return
-        carrier = self._carrier
-        agent = carrier if isinstance(carrier, AgentLine) and carrier.was_killed else None
-        if agent is not None:
-            logger.warning(
-                "%s: agent %d, which carried what the jobs of this host say, ended; the job goes on with the plan that "
-                "it has, and joins again. Rows are lost until then",
-                self.place.label,
-                agent.pid,
-            )
-        else:
-            self._go_on_without_host()
-        self._grafter.keeps_step = False
-        lasting, self._lasting = self._lasting, None
-        if lasting is not None:
-            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
-        self._grafter.forget_itself(self._grafter.newest_plan.version)
-        if agent is None:
-            self._compare_nothing_if_asked()
-        self._drop_assembly()
-        while not self._over.wait(_LOOK_FOR_ANOTHER):
-            try:
-                if self._come_back():
-                    return
-                if agent is not None:
-                    agent = None
-                    self._go_on_without_host()
-                    self._compare_nothing_if_asked()
-            except (GraftError, OSError) as error:
-                logger.warning("%s could not join the session that listens: %s", self.place.label, error)
-                # It stays what it is; ask again, but not all the time.
-                self._over.wait(10 * _LOOK_FOR_ANOTHER)
-
-    def _go_on_without_host(self) -> None:
         nothing = self._config.without_host == "nothing"
         logger.warning(
             "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
@@ -460,10 +415,22 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.meeting}",
         )
-
-    def _compare_nothing_if_asked(self) -> None:
-        if self._config.without_host == "nothing":
+        self._grafter.keeps_step = False
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_itself(self._grafter.newest_plan.version)
+        if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
+        self._drop_assembly()
+        while not self._over.wait(_LOOK_FOR_ANOTHER):
+            try:
+                if self._come_back():
+                    return
+            except (GraftError, OSError) as error:
+                logger.warning("%s could not join the session that listens: %s", self.place.label, error)
+                # It stays what it is; ask again, but not all the time.
+                self._over.wait(10 * _LOOK_FOR_ANOTHER)
 
     def _come_back(self) -> bool:
         with self._assembling:
@@ -492,7 +459,6 @@ class Member:
         self._line.send(Hello(os.getpid()))
         which = "its session again" if is_same else "another session"
         logger.info("%s has joined %s; rows go to %s", self.place.label, which, entry.joined.folder)
-        self._say_how_line_goes()
         return True
 
 

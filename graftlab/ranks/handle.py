@@ -53,9 +53,6 @@ class RankHandle:
     links = "shared memory"
     """What joins it with the other ranks, in words; blank where that is not known yet."""
 
-    line = ""
-    """How what it says comes here from another machine, in words; blank where it is on this one."""
-
     def note_links(self, linked: Linked) -> None:
         """It says what joins it with the other ranks."""
 

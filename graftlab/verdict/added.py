@@ -13,9 +13,9 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags, tells_taps_apart
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),

@@ -26,7 +26,7 @@ _CAPTIONS = {
 class FilterLine(widgets.HBox):  # type: ignore[misc]
     """One filter: its editor, the text that is in force, and what is shown about the text below it."""
 
-    def __init__(self, name: str, plan: GraftPlan, plain: bool) -> None:
+    def __init__(self, name: str, plan: GraftPlan) -> None:
         self.name = name
         self.in_force = text_of(plan, name)
         self.is_overtaken = False
@@ -34,9 +34,7 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         self.missed: tuple[str, int] | None = None
         """A text that was in force and matched no tap in the run of this number, the newest one."""
         self.check = Check(self.in_force)
-        self.editor = code_editor(
-            self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}", plain=plain
-        )
+        self.editor = code_editor(self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}")
         self._below = widgets.HTML().add_class("graftlab-below")
         title = f'<div class="name">{name}</div><div class="caption">{_CAPTIONS[name]}</div>'
         super().__init__(

@@ -17,7 +17,7 @@ import traitlets
 
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError
-from graftlab.widgets.asked import Askable, Inputs
+from graftlab.widgets.inputs import Inputs, PanelInput
 from graftlab.widgets.refresher import explain, refresher_of
 from graftlab.widgets.snapshot import Snapshot
 from graftlab.widgets.style import PANEL_STYLE
@@ -76,7 +76,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._message_line.add_class("graftlab-message")
         super().__init__()
 
-    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, Askable] | None = None) -> None:
+    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, PanelInput] | None = None) -> None:
         """Show these widgets, and keep them up to date from now on."""
         if inputs is not None:
             self._inputs = Inputs(inputs, self.guarded(self._on_read))

@@ -11,7 +11,7 @@ import ipywidgets as widgets
 
 from graftlab.base.html import shortened
 from graftlab.errors import SessionError
-from graftlab.widgets.asked import Menu
+from graftlab.widgets.inputs import Menu
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, row, update
 

@@ -23,6 +23,7 @@ from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
 from graftlab.widgets import trial_view as view
+from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.draft_box import DraftBox
 from graftlab.widgets.drafts import (
     TEMPLATE,
@@ -39,7 +40,6 @@ from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_view import adoption
 from graftlab.widgets.refresher import explain
 from graftlab.widgets.tap_chooser import TapChooser
-from graftlab.widgets.text_area_editor import TextareaEditor
 from graftlab.widgets.version_list import VersionList
 
 ROWS_A_TICK = 500
@@ -52,16 +52,13 @@ class TransformEditor(Panel):
     """Write, try and apply the transform of a session's plan while its ranks run: ``session.transform_editor()``.
 
     ``names`` is where functions are looked up by their name (default: the notebook's variables). A draft that is tried
-    is stopped after ``limit`` seconds. ``plain=True`` asks for a plain text area, as in
-    :func:`graftlab.widgets.code_editor.code_editor`.
+    is stopped after ``limit`` seconds.
     """
 
     style_sheet = view.STYLE
     closed_message = "The session is closed; its plan cannot be changed any more."
 
-    def __init__(
-        self, session: SessionCore, *, names: Mapping[str, Any] | None = None, limit: float = 5.0, plain: bool = False
-    ) -> None:
+    def __init__(self, session: SessionCore, *, names: Mapping[str, Any] | None = None, limit: float = 5.0) -> None:
         super().__init__(session)
         self.limit = limit
         self._names = _notebook_names() if names is None else names
@@ -78,7 +75,7 @@ class TransformEditor(Panel):
 
         text = in_force.text if isinstance(in_force, TransformSpec) and in_force.kind == "source" else TEMPLATE
         self._header = widgets.HTML().add_class("graftlab-in-force")
-        self._box = DraftBox(text, self._source_of, plain)
+        self._box = DraftBox(text, self._source_of)
         self.editor = self._box.editor
         self._taps = TapChooser(self)
         try_ = "Run it on the chosen tensors; the ranks and their run are not touched"
@@ -86,7 +83,7 @@ class TransformEditor(Panel):
         self._try = self.button("Try", "try", try_, partial(self.submit, "try"))
         self._apply = self.button("Apply", "apply", apply, partial(self.submit, "apply"))
         self._revert = self.button("Revert", "revert", "Show the transform in force", partial(self.submit, "revert"))
-        keys = "" if isinstance(self.editor, TextareaEditor) else "Shift-Ctrl-Enter tries"
+        keys = NOT_BUILT if isinstance(self.editor, TextAreaEditor) else "Shift-Ctrl-Enter tries"
         self._keys = widgets.HTML(f'<span class="quiet">{keys}</span>')
         self._progress = widgets.HTML().add_class("graftlab-busy")
         self._trial = widgets.HTML().add_class("graftlab-result")

@@ -9,7 +9,7 @@ import ipywidgets as widgets
 
 from graftlab.control.judging import judge
 from graftlab.errors import SessionError
-from graftlab.widgets.asked import Line
+from graftlab.widgets.inputs import TextInput
 from graftlab.widgets.panel import Panel, row, update
 
 
@@ -18,7 +18,7 @@ class VerdictView(Panel):
 
     def __init__(self, host: Panel) -> None:
         super().__init__(host.session, host=host)
-        self._expression = Line(
+        self._expression = TextInput(
             placeholder="an expression, such as model(x)",
             description="Verdict on",
             continuous_update=False,
@@ -33,7 +33,7 @@ class VerdictView(Panel):
         tooltip = "Run both sides several times, and tell which computation differs"
         self._result = widgets.HTML().add_class("graftlab-verdict-text")
         # The expression on the screen may still be held back when the click comes, and the one before it judged.
-        ask = partial(self._expression.ask, "judge", self.guarded(self._judge))
+        ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
         self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
         self._open([row(self._expression, self._button), self._result])
 

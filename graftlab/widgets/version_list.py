@@ -10,8 +10,8 @@ import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
-from graftlab.widgets.asked import Menu
 from graftlab.widgets.drafts import Draft, Version, difference, source_of
+from graftlab.widgets.inputs import Menu
 from graftlab.widgets.panel import Fold, Panel, row
 from graftlab.widgets.trial_view import difference_html
 
