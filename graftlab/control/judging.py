@@ -11,6 +11,7 @@ import torch
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.core import internals_of
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
@@ -64,8 +65,9 @@ def judge(
     constant = None if floor == "auto" else float(floor)
     given = arguments("verdict", args, kwargs)
     if all(rank.takes_work for rank in session.ranks):
-        baseline = session.by_default.get("baseline") if baseline is None else baseline
-        target = session.by_default.get("target") if target is None else target
+        default = internals_of(session).default_callees
+        baseline = default.get("baseline") if baseline is None else baseline
+        target = default.get("target") if target is None else target
         if baseline is None or target is None:
             raise SessionError(
                 "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "

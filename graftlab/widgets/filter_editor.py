@@ -25,8 +25,7 @@ from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.filter_line import FilterLine, is_same
 from graftlab.widgets.kept_taps import either
 from graftlab.widgets.panel import Panel, row, update
-from graftlab.widgets.plan_list import PlanList
-from graftlab.widgets.plan_view import adoption
+from graftlab.widgets.plan_view import PlanList, adoption
 from graftlab.widgets.rename_list import RenameList, rules_of
 
 
