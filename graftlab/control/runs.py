@@ -158,7 +158,7 @@ class Runs:
             return
         run = self._states[-1]
         for rank in run.ranks:
-            if rank.whereabouts().state in ("running", "waiting"):
+            if rank.status().state in ("running", "waiting"):
                 rank.signal(signal.SIGINT)
             else:
                 # It may be about to begin, when a signal would come too early.
@@ -193,7 +193,7 @@ class Runs:
         self._states[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankHandle) -> None:
-        self._next_step = max(self._next_step, rank.whereabouts().step + 1)
+        self._next_step = max(self._next_step, rank.status().step + 1)
         for run in self._states:
             if rank in run.ranks and not run.done:
                 if self._closing is not None:
