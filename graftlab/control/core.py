@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import pandas as pd
 
 from graftlab.base.html import bundle
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control import open_sessions
 from graftlab.control.hub import Hub

@@ -17,7 +17,7 @@ from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
 from graftlab.control.works import arguments, refuse_no_expression
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import Added, SelfGraft
+from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
@@ -264,14 +264,14 @@ class _Judging:
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
-    def _groups(self, added: Added) -> list[str]:
+    def _groups(self, added: AddedRounding) -> list[str]:
         return [group_of(name, added.tags) for name in self._paired(added)]
 
-    def _paired(self, added: Added) -> list[str]:
+    def _paired(self, added: AddedRounding) -> list[str]:
         """What filters call a tap of the baseline's run against itself: one name for each pair it is in."""
         return [pairing.name for pairing in self._before.pairings("baseline", added.name, own_tags(added.tags))]
 
-    def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
+    def _pool(self, rows: Iterable[AddedRounding]) -> dict[str, Floor]:
         return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
 
     def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:

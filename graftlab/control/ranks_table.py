@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from graftlab.base.html import cell, shortened, table
+from graftlab.base.html import cell, table
+from graftlab.base.text import shortened
 from graftlab.ranks.handle import RankHandle
 
 

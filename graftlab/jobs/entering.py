@@ -21,9 +21,9 @@ from graftlab.jobs.greeting import Fetch, Join, Joined, Membership, Refused, Sha
 from graftlab.jobs.headless import start_host
 from graftlab.jobs.linking import is_own_address
 from graftlab.jobs.meeting import Meeting
-from graftlab.jobs.place import own_backend, own_device
 from graftlab.jobs.relay import Relay
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.own_place import own_backend, own_device
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import send_descriptors
 

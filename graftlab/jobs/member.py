@@ -31,7 +31,6 @@ from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
-from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
@@ -56,6 +55,7 @@ from graftlab.ranks.messages import (
     RunSettled,
     unpack_to_rank,
 )
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.ranks.workplace import failure_of
 from graftlab.taps import calls as taps
 
