@@ -19,7 +19,7 @@ def interrupt_and_report(session: SessionCore, patience: float = PATIENCE) -> li
     if run is None or run.done:
         return ["nothing is running"]
     going_on = [rank for rank in run.ranks if not run.has_ended(rank)]
-    before = {rank.label: str(rank.whereabouts()) for rank in going_on}
+    before = {rank.label: str(rank.status()) for rank in going_on}
     session.interrupt()
     run.wait_ended(going_on, time.monotonic() + patience)
     lines = []

@@ -225,7 +225,7 @@ class StepRuns(VerdictRuns):
 
         def there() -> bool:
             # A sender hears in the step after it what nobody has asked for.
-            return min(rank.whereabouts().step for rank in ranks) > first() + runs * self._steps
+            return min(rank.status().step for rank in ranks) > first() + runs * self._steps
 
         title = f"verdict, run {self.count}: {why}"
         steps = self._state.steps
@@ -271,7 +271,7 @@ class _ProgressTimeout:
         self._since = time.monotonic()
 
     def is_over(self) -> bool:
-        seen = [(where.step, where.taps) for where in (rank.whereabouts() for rank in self._ranks)]
+        seen = [(where.step, where.taps) for where in (rank.status() for rank in self._ranks)]
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return time.monotonic() - self._since > self.seconds

@@ -41,7 +41,7 @@ def ranks_frame(
     """
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         lines.append(
             {
                 "side": rank.place.side,
@@ -69,7 +69,7 @@ def ranks_table(
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         if closed:
             state, kind = "closed", "quiet"
         else:

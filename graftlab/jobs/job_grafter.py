@@ -9,8 +9,8 @@ from typing import Any
 
 from graftlab.base.world import RunInfo
 from graftlab.errors import GraftError, SessionError
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.receive_pipeline import PendingRow
@@ -29,8 +29,8 @@ class Offer:
     ``on_moved`` is told that run as it begins; ``close`` is called where it never does.
     """
 
-    exchange: LiveExchange[PendingRow]
-    page: WhereaboutsPage
+    exchange: Exchange[PendingRow]
+    page: StatusPage
     run: RunInfo
     plan: GraftPlan
     on_moved: Callable[[RunInfo], None]
@@ -87,7 +87,7 @@ class JobGrafter(Grafter):
     # ---- other peers --------------------------------------------------------------------------------------------
 
     @property
-    def exchange(self) -> LiveExchange[PendingRow]:
+    def exchange(self) -> Exchange[PendingRow]:
         """The one in use; for whoever has ended the run."""
         return self._exchange
 
