@@ -150,7 +150,7 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
     assert [rank.generation for rank in jobs.ranks] == [2, 1, 1]
     [remark] = jobs.runs.remarks
     assert "the baseline was started again (generation 2), and its first step is step 152 here" in remark
-    assert jobs.ranks[0].seat.notes == ("joined again as generation 2, and began at step 152",)
+    assert jobs.ranks[0].assignment.notes == ("joined again as generation 2, and began at step 152",)
 
 
 def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
