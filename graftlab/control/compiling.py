@@ -13,6 +13,7 @@ from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
+from graftlab.control.core import start_under
 from graftlab.control.judging import judge
 from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
@@ -241,7 +242,7 @@ class _Compiled:
         # A graft of the plan in force would repair the very thing that is looked for.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
-        run, plan = self._session.start_under(nothing, callees, args, kwargs or {})
+        run, plan = start_under(self._session, nothing, callees, args, kwargs)
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import torch
 from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import DATA
 from graftlab.base.world import Side
+from graftlab.control.core import start_under
 from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.errors import SessionError
@@ -165,7 +166,7 @@ class CalledRuns(VerdictRuns):
         if changes:
             # Beforehand too, because an interrupt may come between the edit and its result.
             self.expect()
-        run, plan = self.session.start_under(changes or {}, callees, args, kwargs or {})
+        run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
         if changes:
             self.expect(plan.version)
         title = f"verdict, run {self.count}: {why}"

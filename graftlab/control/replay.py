@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tags import told_tags
+from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
 from graftlab.errors import DumpError, RequestError
@@ -260,7 +260,7 @@ def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def _tap(row: Any) -> str:
     # The line of a summary has the request's id already.
-    given = {tag: value for tag, value in told_tags(row["tags"]).items() if tag != "rid"}
+    given = {tag: value for tag, value in display_tags(row["tags"]).items() if tag != "rid"}
     return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from mmap import mmap
 
 from graftlab.base.world import Place, RunInfo
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.jobs.greeting import Joined, Share
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.linking import Linker
@@ -43,7 +43,7 @@ class World:
     number: int
     run: RunInfo
     plan: GraftPlan
-    exchange: LiveExchange[Unasked]
+    exchange: Exchange[PendingRow]
     page: mmap
     segment: int | None
     linker: Linker | None
@@ -173,7 +173,7 @@ class Assembly:
         if not complete:
             return None
         joined = means.joined
-        exchange: LiveExchange[Unasked] = RankExchange(
+        exchange: Exchange[PendingRow] = RankExchange(
             means.place,
             linker.arena,
             linker.links,
@@ -202,6 +202,6 @@ class Assembly:
                 os.eventfd_read(self._wake)
         return False
 
-    def _world(self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, linker: Linker | None) -> World:
+    def _world(self, exchange: Exchange[PendingRow], page: mmap, segment: int | None, linker: Linker | None) -> World:
         message = self._message
         return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, linker)

@@ -20,8 +20,8 @@ import msgspec
 from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
-from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.heartbeat import Heartbeat
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.assembling import Assembly, Means, World
@@ -31,7 +31,6 @@ from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
-from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
@@ -57,6 +56,7 @@ from graftlab.ranks.messages import (
     unpack_to_rank,
 )
 from graftlab.ranks.namespace import failure_of
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Member:
         self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._line, self._kept
+            self.place, world.exchange, StatusPage(world.page), taps.ambient, self._line, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())
@@ -191,8 +191,8 @@ class Member:
         self._line.generations = run.generations
         if world.linker is not None:
             line = self._line
-            Beacon(
-                WhereaboutsPage(world.page),
+            Heartbeat(
+                StatusPage(world.page),
                 line.tell_where,
                 lambda: line.generation,
                 lambda: self._over.is_set() or self._world is not world,
@@ -248,7 +248,7 @@ class Member:
     def _offer(self, world: World) -> None:
         offer = Offer(
             world.exchange,
-            WhereaboutsPage(world.page),
+            StatusPage(world.page),
             world.run,
             world.plan,
             lambda run: self._on_moved(world, run),

@@ -12,9 +12,9 @@ from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 
 # The system's limit of descriptors in one message is a little higher.
 _DESCRIPTORS_A_MESSAGE = 200
@@ -90,7 +90,7 @@ def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
 
 def make_exchange(
     place: Place, descriptors: Sequence[int], segment_size: int, *, budget: int, timeout: float
-) -> tuple[LiveExchange[Unasked], mmap]:
+) -> tuple[Exchange[PendingRow], mmap]:
     """The exchange of this rank, and its own segment's map, whose first page says where it is.
 
     ``descriptors`` are what :meth:`graftlab.ranks.descriptors.Shared.of` gave, without a store.

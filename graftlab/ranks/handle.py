@@ -9,7 +9,7 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import LinkReport, StatusUpdate
 
@@ -49,8 +49,8 @@ class RankHandle:
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
             self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
-        self._last_look = Whereabouts()
+        self._page = StatusPage(self._map)
+        self._last_status = RankStatus()
         self._ended: str | None = None
 
     generation = 1
@@ -62,19 +62,19 @@ class RankHandle:
     def note_links(self, linked: LinkReport) -> None:
         """It says what joins it with the other ranks."""
 
-    def note_whereabouts(self, where: StatusUpdate) -> None:
+    def note_status(self, where: StatusUpdate) -> None:
         """It says where it is, for its memory cannot be looked at."""
 
     @property
     def label(self) -> str:
         return self.place.label
 
-    def whereabouts(self) -> Whereabouts:
+    def status(self) -> RankStatus:
         """Where the rank is at this moment, or was when it was released."""
         try:
             return self._page.read()
         except ValueError:
-            return self._last_look
+            return self._last_status
 
     def drop(self, why: str) -> None:
         """Hear no more of a rank that broke the rules of its line."""
@@ -87,7 +87,7 @@ class RankHandle:
         self.channel.close()
         self.wake_socket.close()
         # One mapped page would keep everything that the rank has published in memory.
-        self._last_look = self.whereabouts()
+        self._last_status = self.status()
         self._map.close()
 
     def log_tail(self, lines: int = 30) -> str:

@@ -21,8 +21,8 @@ import torch
 
 from graftlab.base import shipping
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.interrupts import is_interruptible_at
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
@@ -87,7 +87,7 @@ class Rank:
         )
         kept = KeptPairs(spec.keep_budget)
         self._first_plan = spec.plan
-        self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own), taps.ambient, line, kept)
+        self._grafter = Grafter(place, self._exchange, StatusPage(own), taps.ambient, line, kept)
         self._namespace = Namespace()
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._namespace.variables)
         active.activate(self._grafter, here)
@@ -161,7 +161,7 @@ class Rank:
 
     def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
-        is_harmless = may_raise_at(frame) and not self._spares_import(frame)
+        is_harmless = is_interruptible_at(frame) and not self._spares_import(frame)
         while frame is not None and frame.f_code is not Namespace.run.__code__:
             frame = frame.f_back
         if frame is None and self._run_number < 0:

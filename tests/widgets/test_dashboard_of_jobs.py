@@ -11,6 +11,7 @@ from kit.pages import Browser, Screen
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
 from graftlab.exchange.channel import Channel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.host import Host
@@ -26,7 +27,7 @@ class Jobs:
         self.session = session
         self.ranks = cast("list[AttachedRank]", session.ranks)
         # The session knows of it no more than how to end it.
-        closes: Any = session.closes_first
+        closes: Any = internals_of(session).close_first
         self.host: Host = closes.__self__
         self._ends: dict[int, Channel] = {}
 
@@ -38,7 +39,7 @@ class Jobs:
                 rank = self.ranks[number]
                 if rank.has_joined:
                     rank.renew()
-                    self.session.joined.hear(rank)
+                    internals_of(self.session).jobs.hear(rank)
                 rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
                 line, bell = rank.take_line()
                 self._ends[number] = Channel(line)

@@ -14,7 +14,7 @@ from kit.support import wait_until
 from graftlab.errors import SessionError
 from graftlab.widgets.code_editor import TextAreaEditor
 from graftlab.widgets.inputs import Menu, NameBox
-from graftlab.widgets.panel import Fold, Panel
+from graftlab.widgets.panel import FoldableBox, Panel
 from graftlab.widgets.refresher import refresher_of
 
 Done = tuple[str, dict[str, Any]]
@@ -30,8 +30,8 @@ class FakeSession:
 class Part(Panel):
     """A panel within another one, with a button of its own."""
 
-    def __init__(self, host: Panel) -> None:
-        super().__init__(host.session, host=host)
+    def __init__(self, parent: Panel) -> None:
+        super().__init__(parent.session, parent=parent)
         self.go = self.button("Go", "go", "", self.pressed)
         self._open([self.go])
 
@@ -258,7 +258,7 @@ def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
 
 def test_a_fold_shows_and_hides_what_is_in_it_at_the_press_of_a_button(simulated: Browser) -> None:
     content = widgets.HTML("inside")
-    fold = Fold(content)
+    fold = FoldableBox(content)
     fold.title = "Earlier plans (3)"
     button = fold.children[0]
     for display, tooltip in (("none", "Show"), (None, "Hide"), ("none", "Show")):
