@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.control.rank_output import RankOutput
 from graftlab.control.run_state import RunState
 from graftlab.errors import SessionError, WaitInterrupted

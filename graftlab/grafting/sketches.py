@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 from graftlab.base.tags import plain
-from graftlab.grafting.self_graft import PlacedTaker
+from graftlab.grafting.self_graft import CountingHandler
 from graftlab.layouts.on_ranks import rank_layout
 from graftlab.layouts.replicas import SKETCH, Replicas, TapSketch, replicas_of
 from graftlab.taps.calls import here
-from graftlab.taps.extras import Laid
-from graftlab.taps.routing import taken_by
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 
 
 def sketch_taps(call: Callable[[], Any]) -> tuple[list[TapSketch], list[str]]:
     """Run ``call`` on this rank alone; what its taps showed, in execution order, and the taps without a tensor."""
     sketcher = _Sketcher()
-    with taken_by(sketcher):
+    with handled_by(sketcher):
         call()
     return sketcher.shown, list(sketcher.skipped)
 
 
-class _Sketcher(PlacedTaker):
+class _Sketcher(CountingHandler):
     takes_data = True
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Sketcher(PlacedTaker):
 
     def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
-        given = extras.layout if isinstance(extras, Laid) else None
+        given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
         place = here()
         read = rank_layout(shown, given, 1 if place is None else place.world_size)
         self._declared = None if read is None else replicas_of(read.layout)

@@ -16,10 +16,10 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
-from graftlab.control.interrupting import interrupt_and_tell
+from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch, listen
@@ -170,7 +170,7 @@ class GraftMagics(Magics):
             sys.stdout.write(f"--- {label}\n{stack}\n")
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
-        sys.stdout.write("\n".join(interrupt_and_tell(self._open())) + "\n")
+        sys.stdout.write("\n".join(interrupt_and_report(self._open())) + "\n")
 
     def _debug(self, arguments: argparse.Namespace) -> None:
         session = self._open()
@@ -254,9 +254,9 @@ class GraftMagics(Magics):
             return session.plan
         plan = session.edit(**changes)
         for name, text in changes.items():
-            check = Check(text)
+            check = FilterCheck(text)
             check.catch_up(session.taps)
-            sys.stdout.write(f"{name}: {told(check, session.taps)}\n")
+            sys.stdout.write(f"{name}: {check_summary(check, session.taps)}\n")
         return plan
 
     def _transform(self, arguments: argparse.Namespace) -> Any:

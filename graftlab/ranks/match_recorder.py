@@ -17,8 +17,8 @@ from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
 from graftlab.matching.items import RecordedTap, Recorder
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import here
-from graftlab.taps.extras import Laid
-from graftlab.taps.routing import taken_by
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import kinds_of_watched
 
 
@@ -63,7 +63,7 @@ def record_taps(
         _grafts.pop(name, None)
     _grafts.update(grafts)
     recorder = _MatchRecorder(_grafts, budget)
-    with taken_by(recorder):
+    with handled_by(recorder):
         bind_callee(callee, args, kwargs)()
     _held.clear()
     for tap in recorder.taps:
@@ -122,7 +122,7 @@ class _MatchRecorder(Recorder):
         place = here()
         assert place is not None
         try:
-            given = extras.layout if isinstance(extras, Laid) else None
+            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
             layout = rank_layout(shown, given, place.world_size)
         except LayoutError as error:
             self.note(f"{recorded.name}: {error}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from graftlab.base.tap_groups import is_data, numbers_in
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.verdict.replicas import FROM_GROUP, Checked, Held, unreduced
 from graftlab.verdict.wording import described, spans
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 

@@ -17,7 +17,7 @@ import ipywidgets as widgets
 from graftlab.base.html import cell, table
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run
-from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both
+from graftlab.filters.check import TAP_LIMIT, FilterCheck, matched_by_both
 from graftlab.filters.expressions import HELPERS
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view as view
@@ -132,7 +132,7 @@ class FilterEditor(Panel):
     def _publish(self, texts: dict[str, str]) -> None:
         typed = {name: text for name, text in texts.items() if not is_same(text, self._lines[name].in_force)}
         self._follow()
-        checks = {name: Check(typed.get(name, line.in_force)) for name, line in self._lines.items()}
+        checks = {name: FilterCheck(typed.get(name, line.in_force)) for name, line in self._lines.items()}
         faults = [f"{name}: {check.fault.message}" for name, check in checks.items() if check.fault is not None]
         for name in ("b2t", "t2b"):
             checks[name].catch_up(self._taps)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from graftlab.base.html import shortened
+from graftlab.base.text import shortened
 from graftlab.errors import SessionError
 from graftlab.widgets.inputs import Menu
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options

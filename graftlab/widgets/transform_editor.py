@@ -19,7 +19,7 @@ import ipywidgets as widgets
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.control.core import SessionCore
 from graftlab.errors import SessionError
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
@@ -283,12 +283,12 @@ class TransformEditor(Panel):
 
     def _missed(self, where: str) -> str:
         """What to say of a filter that matches none of the taps seen; empty where it matches one."""
-        check, taps = Check(where), self.session.taps
+        check, taps = FilterCheck(where), self.session.taps
         # What a filter on the step or the rank will match, those at which taps were first seen do not tell.
         if not where.strip() or not taps or check.filter is None or check.filter.names & PLACE_TAGS:
             return ""
         check.catch_up(taps)
-        return "" if check.hits else f" Its filter matches {told(check, taps)}"
+        return "" if check.hits else f" Its filter matches {check_summary(check, taps)}"
 
     def _went_well(self, task: DraftTask, spec: Specs) -> bool:
         selection = task.tap.selection if task.tap is not None and task.tap.kept else {}

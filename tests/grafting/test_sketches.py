@@ -63,7 +63,7 @@ def test_ranks_that_hold_the_same_are_those_of_one_place_on_the_meshes_that_cut(
 
 def test_what_taps_show_is_told_in_order_and_what_shows_no_tensor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     grafter = GrafterWorld(1, 1).baseline.grafter
-    for name in ("_grafter", "_taker"):
+    for name in ("_grafter", "_handler"):
         monkeypatch.setattr(calls, name, grafter)
 
     def code() -> None:
