@@ -8,8 +8,8 @@ import time
 
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.relay import HOST, Relay
 
 
@@ -54,7 +54,7 @@ class _Server:
     def __init__(self, setup: Setup, ranks: int, rows: int) -> None:
         self.hearing = Hearing(setup, ranks, rows)
         self.token = new_token()
-        self._post = Post(keys_of(self.token), HOST, "127.0.0.1")
+        self._post = RouterSocket(derive_keys(self.token), HOST, "127.0.0.1")
         self.port = self._post.port
         self._relay = Relay(self._post, self._greet)
 

@@ -21,11 +21,10 @@ from graftlab.jobs.greeting import Fetch, Join, Joined, Membership, Refused, Sha
 from graftlab.jobs.headless import start_host
 from graftlab.jobs.linking import is_own_address
 from graftlab.jobs.meeting import Meeting
-from graftlab.jobs.place import own_backend, own_device
 from graftlab.jobs.relay import Relay
 from graftlab.plan.wire import to_wire
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.own_place import own_backend, own_device
 
 # Seconds between two attempts to find who holds the session, on another machine.
 _ASK_AGAIN = 0.5

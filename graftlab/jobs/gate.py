@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 
 from graftlab.config import Endpoint
-from graftlab.exchange.keys import keys_of
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.relay import HOST, Relay
 
 
@@ -20,7 +20,7 @@ class Gate:
     def __init__(self, endpoint: Endpoint, token: str) -> None:
         """Raises OSError where it cannot listen there, and :class:`ConfigError` for a token that could be guessed."""
         self.token = token
-        self._post = Post(keys_of(token), HOST, endpoint.host, (endpoint.port,))
+        self._post = RouterSocket(derive_keys(token), HOST, endpoint.host, (endpoint.port,))
         self.endpoint = Endpoint(endpoint.host, self._post.port)
         self._relay: Relay | None = None
 

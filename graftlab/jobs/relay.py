@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from graftlab.errors import GraftError, MessageError
 from graftlab.exchange.channel import Channel, frames_in
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 
 HOST = b"host"
 """How the far end of a job's connection is called."""
@@ -41,7 +41,7 @@ class _Pair:
 class Relay:
     """Passes on until :meth:`close`. ``on_stranger`` gets the first frame of a connection that is of no line yet."""
 
-    def __init__(self, post: Post, on_stranger: Callable[[RemoteChannel, bytes], None] | None = None) -> None:
+    def __init__(self, post: RouterSocket, on_stranger: Callable[[RemoteChannel, bytes], None] | None = None) -> None:
         self._post = post
         self._on_stranger = on_stranger
         self._pairs: dict[RemoteChannel, _Pair] = {}

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import pandas as pd
 
+from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.diffs.results import ResultDifference, compare_results
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, roundoff, times
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import is_data, kind_of
 
 
 @dataclass(frozen=True)
