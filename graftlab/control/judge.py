@@ -16,13 +16,14 @@ from graftlab.control.job_verdict_runs import StepRuns
 from graftlab.control.verdict_runs import CalledRuns, RunFilters, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, times, unseen_of
+from graftlab.verdict.added import added_frame, lonely_filter, named_groups, times, unseen_of
 from graftlab.verdict.causes import Causes, distance, find_causes
 from graftlab.verdict.consequences import consequences
 from graftlab.verdict.contradicting import contradicting_pairs

@@ -16,12 +16,13 @@ from graftlab.base.world import Side
 from graftlab.control.core import start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded import Recorded
-from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.given import without_data
 from graftlab.verdict.of_jobs import account_of_recording
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
-import torch
 
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
+from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
 
@@ -165,14 +165,6 @@ def coarser_dtype(row: Mapping[str, Any]) -> str:
     if cast:
         names += cast.groups()
     return max(names, key=roundoff)
-
-
-def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by name; 0 where it does not round."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
-        return 0.0
-    return torch.finfo(found).eps / 2
 
 
 def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:

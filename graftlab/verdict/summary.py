@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.text import counted
+from graftlab.diffs.rounding import assumed_floor
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest
 from graftlab.rows.schema import MEASURED, Row, are_whole
 from graftlab.verdict.facts import Facts, FrameFacts, RunFacts, tap_name
-from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
 
 # A forward that one side alone computes again is none: its original has a row.
