@@ -23,9 +23,8 @@ from graftlab.jobs.linking import is_own_address
 from graftlab.jobs.meeting import Meeting
 from graftlab.jobs.relay import Relay
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.own_place import own_backend, own_device
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 
 # Seconds between two attempts to find who holds the session, on another machine.
 _ASK_AGAIN = 0.5

@@ -27,13 +27,12 @@ from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.devices import Seat
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Contact, Linked, Missing, Moved
+from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ class Host:
                 far.send(pack(refused))
                 return
             rank, note = self._admit(join, None)
-            rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+            rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
             far.send(pack(self._joined(rank, [])))
             self._gate.carry(far, *rank.take_line())
@@ -271,7 +270,7 @@ class Host:
 
     def _let_in(self, connection: socket.socket, join: Join, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+        line = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
         tell(connection, self._joined(rank, line, local=True))
         send_descriptors(connection, line)
         rank.handed_over()
@@ -343,11 +342,11 @@ class Host:
         with self._lock:
             self._gathering.note_contact(_attached(rank), contact)
 
-    def _on_linked(self, rank: RankHandle, linked: Linked) -> None:
+    def _on_linked(self, rank: RankHandle, linked: LinkReport) -> None:
         with self._lock:
             self._gathering.note_linked(_attached(rank), linked)
 
-    def _on_moved(self, rank: RankHandle, moved: Moved) -> None:
+    def _on_moved(self, rank: RankHandle, moved: WorldSwitch) -> None:
         with self._lock:
             self._gathering.note_moved(_attached(rank), moved)
 
@@ -356,7 +355,7 @@ class Host:
             missing = self._gathering.missing()
             if self._turned_away is not None:
                 missing += f" ({self._turned_away[1]})"
-            rank.channel.send(pack_message(Missing(missing)))
+            rank.channel.send(pack_message(WaitReason(missing)))
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Any
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.line import Line
-from graftlab.ranks.messages import IsAt, TapSeen, pack
+from graftlab.ranks.messages import StatusUpdate, TapSeen, pack
 from graftlab.rows.schema import Row
 
 
@@ -52,7 +52,7 @@ class JobLine(Line):
 
     def tell_where(self, look: RankStatus) -> None:
         """For whoever cannot look into this process's memory."""
-        self.channel.send(pack(IsAt(WireStatus.of(look))))
+        self.channel.send(pack(StatusUpdate(WireStatus.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

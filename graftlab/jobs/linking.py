@@ -32,9 +32,8 @@ from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
 from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.meeting import peer_of
-from graftlab.ranks.messages import Contact, Linked
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.messages import Contact, LinkReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +133,9 @@ class Linker:
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
-    def linked(self, world: int) -> Linked:
+    def linked(self, world: int) -> LinkReport:
         """The same for whoever holds the session."""
-        return Linked(world, *self.kinds())
+        return LinkReport(world, *self.kinds())
 
     # ---- linking ------------------------------------------------------------------------------------------------
 

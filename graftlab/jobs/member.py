@@ -34,29 +34,29 @@ from graftlab.jobs.linking import Linker, address_towards
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk, packed
+from graftlab.ranks.control_thread import ControlThread, packed
 from graftlab.ranks.messages import (
-    AgainstItself,
-    AskAgainstItself,
-    AskMissing,
-    Assemble,
-    Assembled,
+    Acknowledgement,
+    AskSelfGraft,
+    AskWaitReason,
     Contacts,
     Failure,
-    ForAWhile,
+    FallbackPlan,
     Hello,
-    Missing,
-    Moved,
-    Noted,
     Output,
-    RunAgainstItself,
     RunDone,
     RunRequest,
+    RunSelfGraft,
     RunSettled,
+    SelfGraftResult,
+    WaitReason,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
     unpack_to_rank,
 )
+from graftlab.ranks.namespace import failure_of
 from graftlab.ranks.own_place import own_device, place_of
-from graftlab.ranks.workplace import failure_of
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Member:
         self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
-        # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
+        # Where this rank is connected with all others, and where it is about to be; the control thread, the one of an
         # assembly, and the job's own look at these.
         self._world: World | None = None
         self._assembly: Assembly | None = None
@@ -119,7 +119,7 @@ class Member:
         log_to(self._own_log())
         self._enter(world, request.info)
         self._grafter.begin_run(request.info, from_wire(request.plan))
-        self._open_desk(rest)
+        self._open_control_thread(rest)
         namespace = sys.modules["__main__"].__dict__
         here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
         active.activate(self._grafter, here)
@@ -145,7 +145,7 @@ class Member:
                 message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
                     request = message
-                elif isinstance(message, (Assemble, Contacts)):
+                elif isinstance(message, (WorldRequest, Contacts)):
                     self._assemble(message)
                 elif request is not None:
                     rest.append(frame)
@@ -170,7 +170,7 @@ class Member:
         channel = self._line.channel
         if self._assembly is not None and (unlinked := self._assembly.missing()):
             return f"{', '.join(unlinked)} had not joined"
-        self._line.send(AskMissing())
+        self._line.send(AskWaitReason())
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
         deadline = time.monotonic() + _SAYING_LIMIT
@@ -178,7 +178,7 @@ class Member:
             poller.poll(remaining * 1000)
             for frame in channel.receive():
                 message = unpack_to_rank(frame)
-                if isinstance(message, Missing):
+                if isinstance(message, WaitReason):
                     return message.what
         return "not all of the others had joined"
 
@@ -201,9 +201,9 @@ class Member:
 
     # ---- other peers --------------------------------------------------------------------------------------------
 
-    def _assemble(self, message: Assemble | Assembled | Contacts) -> None:
+    def _assemble(self, message: WorldRequest | WorldStart | Contacts) -> None:
         """Come together with all others, in a world that is there when all of them have."""
-        if isinstance(message, Assemble):
+        if isinstance(message, WorldRequest):
             self._drop_assembly()
             joined, token = self._entry.joined, self._entry.token
             make_linker = None
@@ -266,7 +266,7 @@ class Member:
     def _on_moved(self, world: World, run: RunInfo) -> None:
         """On the job's own thread, at the end of a step."""
         self._enter(world, run)
-        self._line.send(Moved(world.number, run.first_step))
+        self._line.send(WorldSwitch(world.number, run.first_step))
         logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
     def _own_address(self) -> str:
@@ -290,34 +290,34 @@ class Member:
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
-    def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
-        self._desk = Desk(
+    def _open_control_thread(self, frames: Sequence[bytes] = ()) -> None:
+        self._control = ControlThread(
             self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone, fail=self._fail
         )
-        self._desk.on(Assemble, self._assemble)
-        self._desk.on(Assembled, self._assemble)
-        self._desk.on(Contacts, self._assemble)
-        self._desk.on(ForAWhile, self._on_plans_for_a_while)
-        self._desk.on_question(RunAgainstItself, self._run_against_itself)
-        self._desk.on_question(AskAgainstItself, self._against_itself)
+        self._control.on(WorldRequest, self._assemble)
+        self._control.on(WorldStart, self._assemble)
+        self._control.on(Contacts, self._assemble)
+        self._control.on(FallbackPlan, self._on_plans_for_a_while)
+        self._control.on_question(RunSelfGraft, self._run_against_itself)
+        self._control.on_question(AskSelfGraft, self._against_itself)
         for frame in frames:
-            self._desk.take(frame)
-        self._desk.open()
+            self._control.take(frame)
+        self._control.open()
 
     # ---- for a verdict ------------------------------------------------------------------------------------------
 
-    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+    def _on_plans_for_a_while(self, message: FallbackPlan) -> None:
         self._lasting = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
             self._grafter.forget_itself(message.version)
 
-    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+    def _run_against_itself(self, order: RunSelfGraft) -> Acknowledgement:
         self._grafter.run_against_itself(order)
-        return Noted()
+        return Acknowledgement()
 
-    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
-        return AgainstItself(packed(self._grafter.against_itself()))
+    def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
+        return SelfGraftResult(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Member:
     # ---- without a notebook -------------------------------------------------------------------------------------
 
     def _on_host_gone(self) -> None:
-        """On the desk's thread, which ends with this."""
+        """On the control thread, which ends with this."""
         self._line.channel.close()
         if self._over.is_set():
             return
@@ -453,7 +453,7 @@ class Member:
         self._entry, self._carrier = entry, entry.carrier
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
-        self._open_desk()
+        self._open_control_thread()
         if world.linker is not None:
             self._line.send(world.linker.linked(world.number))
         self._line.send(Hello(os.getpid()))

@@ -15,8 +15,8 @@ from graftlab.control.core import internals_of
 from graftlab.exchange.channel import Channel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.host import Host
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import Linked, Moved
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import LinkReport, WorldSwitch
 from graftlab.widgets.refresher import refresher_of
 
 
@@ -40,7 +40,7 @@ class Jobs:
                 if rank.has_joined:
                     rank.renew()
                     internals_of(self.session).jobs.hear(rank)
-                rank.hand_over(1000 + number, Seat("cpu", "none"))
+                rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
                 line, bell = rank.take_line()
                 self._ends[number] = Channel(line)
                 bell.close()
@@ -49,12 +49,12 @@ class Jobs:
                 gathering.greet(self.ranks[number])
             for number, rank in enumerate(self.ranks):
                 gathering.share_of(rank, gathering._world)
-                gathering.note_linked(rank, Linked(gathering._world, (1 - number,), ()))
+                gathering.note_linked(rank, LinkReport(gathering._world, (1 - number,), ()))
 
     def move(self, number: int, step: int) -> None:
         """One that stayed goes on with the new ones, after this step."""
         with self.host._lock:
-            self.host._gathering.note_moved(self.ranks[number], Moved(self.host._gathering._world, step))
+            self.host._gathering.note_moved(self.ranks[number], WorldSwitch(self.host._gathering._world, step))
 
     def die(self, number: int) -> None:
         self._ends.pop(number).close()
