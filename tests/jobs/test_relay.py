@@ -103,7 +103,7 @@ def test_a_bundle_has_the_frames_that_were_put_into_it_and_is_not_taken_for_whol
     bundle = bundled(*frames)
     assert unbundled(bundle) == frames
     if bundle and cut <= 8 + len(frames[-1]) - (not frames[-1]):
-        with pytest.raises(MessageError, match=rf"frame number {len(frames) - 1}$"):
+        with pytest.raises(MessageError, match=rf"frame {len(frames) - 1} of a bundle"):
             unbundled(bundle[:-cut])
 
 
