@@ -25,6 +25,7 @@ from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
 from graftlab.verdict.of_jobs import account_of_recording
+from graftlab.verdict.unexplained import ReturnedValues, compare_returned
 from graftlab.verdict.wording import OfJobs
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class VerdictRuns:
         self.request = request
         self.count = 0
         self.before = session.plan
+        self.returned: ReturnedValues | None = None
+        """What both functions returned in the newest run of both; None of jobs, which return nothing."""
         self._ours: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -137,6 +140,7 @@ class CalledRuns(VerdictRuns):
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise SessionError(EDITED)
+        self.returned = compare_returned(run.baseline, run.target)
         return frame
 
     def _run(
