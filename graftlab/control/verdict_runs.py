@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
     from graftlab.control.core import SessionCore
 
-EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
+EDITED = "the plan was edited during the verdict. Leave the filters alone until the verdict is there"
+
+
+class VerdictAbandoned(SessionError):
+    """No further run of the verdict is possible."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class CalledRuns(VerdictRuns):
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
 

@@ -62,6 +62,8 @@ class Findings:
     """What is to be said of jobs, which nobody can call again."""
     unexplained: Sequence[str] = ()
     """Sentences for what differs and no named group explains."""
+    failed: Sequence[str] = ()
+    """Sentences on stages of the verdict that failed."""
 
     @property
     def named(self) -> list[str]:
