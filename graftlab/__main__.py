@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     script.add_arguments(attach)
     attach.set_defaults(run=script.run)
     from graftlab.jobs import terminal
-    from graftlab.jobs.joining import forget_first_tap
+    from graftlab.jobs.attach import forget_first_tap
 
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and the taps that are furthest apart"),

@@ -13,8 +13,8 @@ from graftlab.control.core import SessionCore
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import LaunchError, PlanError
-from graftlab.jobs.host import listen_as
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.recordings.recorded import Recorded
@@ -143,7 +143,9 @@ def listen(
     )
     where = make_run_folder(folder)
     gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
-    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
+    session, host = open_session_server(
+        Session, options, plan or GraftPlan(), where, Rendezvous(where), append=append, gate=gate
+    )
     sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
     return session
 

@@ -21,13 +21,13 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
 from graftlab.exchange.interrupts import merely_waits
 from graftlab.exchange.lanes import Lanes
-from graftlab.exchange.tcp import Carried, RemoteChannel
+from graftlab.exchange.tcp import FrameWithPayload, TcpChannel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage, WhereaboutsToTell
 
 logger = logging.getLogger(__name__)
 
-Link = tuple[Channel, Arena] | tuple[RemoteChannel, None]
-"""What joins two ranks: a socket and the other's segment, or a connection alone where they share no memory."""
+Link = tuple[Channel, Arena | None]
+"""What joins two ranks: a channel, and the other's segment where they share memory."""
 
 
 class Page(Protocol):
@@ -51,7 +51,7 @@ class Peer:
     """Another rank of the graft world, as seen from here."""
 
     place: Place
-    channel: Channel | RemoteChannel
+    channel: Channel
     # None where it shares no memory with this rank.
     arena: Arena | None
     page: Page
@@ -241,7 +241,7 @@ class Peers:
             self._handlers[type(frame)](peer, frame)
         if peer.channel.closed:
             # The end of a connection to another machine may be anybody's, unless the other end has said goodbye.
-            unsure = isinstance(peer.channel, RemoteChannel) and not peer.channel.said_goodbye
+            unsure = isinstance(peer.channel, TcpChannel) and not peer.channel.said_goodbye
             self._lose(peer, descriptor, "died, or the network between us failed" if unsure else "died")
 
     def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:
@@ -251,7 +251,7 @@ class Peers:
             if isinstance(frame.location, DeviceLocation):
                 raise ValueError("a place in the memory of another machine's GPU")
             peer.heard += 1
-            peer.attached = data.payload if isinstance(data, Carried) else ()
+            peer.attached = data.payload if isinstance(data, FrameWithPayload) else ()
             if isinstance(peer.page, ToldPage):
                 peer.page.look = Whereabouts("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
         elif type(frame) is ChunkShared:

@@ -48,20 +48,20 @@ _IN_VAIN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_posts: weakref.WeakSet[Post] = weakref.WeakSet()
+_routers: weakref.WeakSet[TcpRouter] = weakref.WeakSet()
 
 
-class Carried(bytes):
+class FrameWithPayload(bytes):
     """A frame, with what it brought along: bytes that were not copied on their way from the socket."""
 
     payload: Sequence[memoryview] = ()
 
 
-class RemoteChannel:
-    """The connection to one other process; the same to its user as :class:`.channel.Channel`. Any thread may send."""
+class TcpChannel:
+    """A channel to a process that shares no memory, over TCP. Its socket is that of its router."""
 
-    def __init__(self, post: Post, name: bytes, endpoint: str = "") -> None:
-        self._post = post
+    def __init__(self, router: TcpRouter, name: bytes, endpoint: str = "") -> None:
+        self._router = router
         self.name = name
         # Where we have connected to; blank where the other end has.
         self.endpoint = endpoint
@@ -78,18 +78,14 @@ class RemoteChannel:
 
     def fileno(self) -> int:
         """Of all channels of this process: readable when something came for any."""
-        return self._post.fileno()
+        return self._router.fileno()
 
     def send(self, payload: bytes, attached: memoryview | None = None) -> None:
         """Send one frame. What is ``attached`` is sent from where it lies, and must stay as it is until it is read.
 
         A frame for an end that is gone is dropped.
         """
-        self._post.send(self, payload, attached)
-
-    @property
-    def backed_up(self) -> bool:
-        return False
+        self._router.send(self, payload, attached)
 
     def drain(self, timeout: float) -> bool:
         """Everything is with the socket already, which sends it in its own time."""
@@ -97,14 +93,14 @@ class RemoteChannel:
 
     def receive(self) -> list[bytes]:
         """Every whole frame that is there, without waiting. At the end of the connection ``closed`` becomes True."""
-        return self._post.receive(self)
+        return self._router.receive(self)
 
     def close(self) -> None:
         """End this connection; the other end is told."""
-        self._post.end(self)
+        self._router.end(self)
 
 
-class Post:
+class TcpRouter:
     """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
     It listens at ``address``, if one is given, at one of these ports, or at any that is free.
@@ -116,8 +112,8 @@ class Post:
         self.over = threading.Event()
         self._keys = keys
         self._lock = threading.RLock()
-        self._channels: dict[bytes, RemoteChannel] = {}
-        self._by_descriptor: dict[int, RemoteChannel] = {}
+        self._channels: dict[bytes, TcpChannel] = {}
+        self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
         self._to_close: set[int] = set()
         self._context = zmq.Context()
@@ -156,7 +152,7 @@ class Post:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
-        _posts.add(self)
+        _routers.add(self)
 
     def _listen(self, address: str, ports: Sequence[int]) -> None:
         # Brings asyncio along, which most processes can do without.
@@ -164,7 +160,7 @@ class Post:
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyOurs(self._keys))
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_AllowedKeys(self._keys))
         socket = self._socket
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -188,31 +184,31 @@ class Post:
 
     # ---- connections --------------------------------------------------------------------------------------------
 
-    def connect(self, name: bytes, address: str, port: int) -> RemoteChannel:
+    def connect(self, name: bytes, address: str, port: int) -> TcpChannel:
         """Begin to connect to the process of this name; ``linked`` of the channel says when it is there."""
         with self._lock:
             # ZeroMQ ends the process if a socket has two connections of one name, and one that failed may linger.
             self._attempts += 1
             label = name + b" %d" % self._attempts
-            channel = RemoteChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
+            channel = TcpChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
             self._channels[label] = channel
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, label)
             self._socket.connect(channel.endpoint)
             self._put(channel, _HELLO, None)
             return channel
 
-    def forget(self, channel: RemoteChannel) -> None:
+    def forget(self, channel: TcpChannel) -> None:
         """Give up a connection that did not come about, so that another may be tried."""
         with self._lock:
             self._note_end(channel)
             self._channels.pop(channel.name, None)
 
-    def channels(self) -> list[RemoteChannel]:
+    def channels(self) -> list[TcpChannel]:
         """All channels that there are: those we have made, and those of others who have connected."""
         with self._lock:
             return list(self._channels.values())
 
-    def channel_from(self, name: bytes) -> RemoteChannel | None:
+    def channel_from(self, name: bytes) -> TcpChannel | None:
         """The channel to the process of this name, where it has connected to us."""
         with self._lock:
             return self._channels.get(name)
@@ -223,12 +219,12 @@ class Post:
             if not self.over.is_set():
                 os.eventfd_write(self._wake, 1)
 
-    def send(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def send(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         with self._lock:
             if not (channel.closed or channel.ended):
                 self._put(channel, payload, attached)
 
-    def _put(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def _put(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         socket = self._socket
         try:
             socket.send(channel.name, zmq.SNDMORE | zmq.DONTWAIT)
@@ -248,7 +244,7 @@ class Post:
         if _readable(socket):
             os.eventfd_write(self._wake, 1)
 
-    def receive(self, channel: RemoteChannel) -> list[bytes]:
+    def receive(self, channel: TcpChannel) -> list[bytes]:
         with self._lock:
             self.pump()
             frames = list(channel.arrived)
@@ -260,7 +256,7 @@ class Post:
                 os.eventfd_write(self._wake, 1)
             return frames
 
-    def collect(self) -> list[tuple[RemoteChannel, list[bytes]]]:
+    def collect(self) -> list[tuple[TcpChannel, list[bytes]]]:
         """The same of all channels that have something, or have ended, at once: with a thousand of them to ask each
         takes far longer than to read."""
         with self._lock:
@@ -291,7 +287,7 @@ class Post:
             for channel in ended:
                 self._note_end(channel)
 
-    def _note_end(self, channel: RemoteChannel) -> None:
+    def _note_end(self, channel: TcpChannel) -> None:
         """Nothing comes from there any more, and all that came has been read."""
         known, channel.ended = channel.ended, True
         # Once: another try may be on its way to the same endpoint.
@@ -302,7 +298,7 @@ class Post:
                 self._socket.disconnect(channel.endpoint)
             self._socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
 
-    def _look_at_connections(self) -> list[RemoteChannel]:
+    def _look_at_connections(self) -> list[TcpChannel]:
         """Read what the socket says of its connections; returns those that have ended."""
         ended = []
         while _readable(self._monitor):
@@ -329,7 +325,7 @@ class Post:
                 # Its end may come before a word does.
                 self._by_descriptor[descriptor] = channel
 
-    def _take(self, parts: Sequence[zmq.Frame]) -> list[RemoteChannel]:
+    def _take(self, parts: Sequence[zmq.Frame]) -> list[TcpChannel]:
         """One message. Returns connections that are now known to have ended."""
         name, body = parts[0].bytes, parts[1].bytes if len(parts) > 1 else b""
         channel = self._channels.get(name)
@@ -337,7 +333,7 @@ class Post:
             # The system gives numbers of ended connections to new ones: note the ends before the beginning.
             ended = self._look_at_connections()
             if channel is None:
-                channel = self._channels[name] = RemoteChannel(self, name)
+                channel = self._channels[name] = TcpChannel(self, name)
             channel.linked = True
             self._by_descriptor[parts[0].get(zmq.SRCFD)] = channel
             if body == _HELLO:
@@ -350,14 +346,14 @@ class Post:
             return [channel]
         frame = body
         if len(parts) > 2:
-            frame = Carried(body)
+            frame = FrameWithPayload(body)
             frame.payload = [part.buffer for part in parts[2:]]
         channel.arrived.append(frame)
         return []
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def end(self, channel: RemoteChannel) -> None:
+    def end(self, channel: TcpChannel) -> None:
         with self._lock:
             self._channels.pop(channel.name, None)
             if channel.closed:
@@ -412,7 +408,7 @@ class Post:
             channel.closed = True
 
 
-class _OnlyOurs:
+class _AllowedKeys:
     """Says which keys may connect."""
 
     def __init__(self, keys: Keys) -> None:
@@ -438,8 +434,8 @@ def _bracketed(address: str) -> str:
 
 def _each(call: str) -> Any:
     def tell() -> None:
-        for post in list(_posts):
-            getattr(post, call)()
+        for router in list(_routers):
+            getattr(router, call)()
 
     return tell
 

@@ -24,15 +24,15 @@ from graftlab.exchange.beacon import Beacon
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.assembling import Assembly, Means, World
-from graftlab.jobs.entering import Entrance
-from graftlab.jobs.greeting import Membership
-from graftlab.jobs.job_grafter import JobGrafter, Offer
-from graftlab.jobs.job_line import JobLine
+from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
+from graftlab.jobs.handshake import RejoinState
+from graftlab.jobs.job_connection import JobConnection
+from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
 from graftlab.jobs.job_log import log_to
-from graftlab.jobs.linking import Linker, address_towards
+from graftlab.jobs.peer_connector import PeerConnector, address_towards
 from graftlab.jobs.place import own_device, place_of
-from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
+from graftlab.jobs.session_client import SessionClient
+from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.desk import Desk, packed
@@ -40,8 +40,6 @@ from graftlab.ranks.messages import (
     AgainstItself,
     AskAgainstItself,
     AskMissing,
-    Assemble,
-    Assembled,
     Contacts,
     Failure,
     ForAWhile,
@@ -54,6 +52,8 @@ from graftlab.ranks.messages import (
     RunDone,
     RunRequest,
     RunSettled,
+    WorldComplete,
+    WorldSetupOrder,
     unpack_to_rank,
 )
 from graftlab.ranks.workplace import failure_of
@@ -69,18 +69,18 @@ _TELL_WHERE = 0.25
 _SAYING_LIMIT = 5.0
 
 
-class Member:
+class AttachedRank:
     """A job's process in a graft world: joined when it is made, in a run after :meth:`begin`, until :meth:`leave`."""
 
     def __init__(self, config: GraftConfig) -> None:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
         self.place = place_of(config)
         self._config = config
-        self._entrance = Entrance(self.place, config)
+        self._entrance = SessionClient(self.place, config)
         self._entry = self._entrance.enter()
-        self._carrier = self._entry.carrier
+        self._proxy = self._entry.proxy
         self.folder = Path(self._entry.joined.folder)
-        self._line = JobLine(self._entry.channel, self._entry.bell)
+        self._line = JobConnection(self._entry.channel, self._entry.wake)
         self._run: RunInfo | None = None
         # What is in force again when a notebook goes away that has changed the plan for a while.
         self._lasting: GraftPlan | None = None
@@ -89,7 +89,7 @@ class Member:
         # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
         # assembly, and the job's own look at these.
         self._world: World | None = None
-        self._assembly: Assembly | None = None
+        self._assembly: WorldSetup | None = None
         self._assembling = threading.Lock()
         # What comes of assemblies until the run begins.
         self._arrived: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ class Member:
                 message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
                     request = message
-                elif isinstance(message, (Assemble, Contacts)):
+                elif isinstance(message, (WorldSetupOrder, Contacts)):
                     self._assemble(message)
                 elif request is not None:
                     rest.append(frame)
@@ -193,7 +193,7 @@ class Member:
             line = self._line
             Beacon(
                 WhereaboutsPage(world.page),
-                line.tell_where,
+                line.send_status,
                 lambda: line.generation,
                 lambda: self._over.is_set() or self._world is not world,
                 rest=_TELL_WHERE,
@@ -201,9 +201,9 @@ class Member:
 
     # ---- other peers --------------------------------------------------------------------------------------------
 
-    def _assemble(self, message: Assemble | Assembled | Contacts) -> None:
+    def _assemble(self, message: WorldSetupOrder | WorldComplete | Contacts) -> None:
         """Come together with all others, in a world that is there when all of them have."""
-        if isinstance(message, Assemble):
+        if isinstance(message, WorldSetupOrder):
             self._drop_assembly()
             joined, token = self._entry.joined, self._entry.token
             make_linker = None
@@ -211,12 +211,12 @@ class Member:
                 assert token is not None
                 address, ports = self._own_address(), self._config.port_range()
 
-                def make_linker() -> Linker:
-                    return Linker(self.place, token, address, ports)
+                def make_linker() -> PeerConnector:
+                    return PeerConnector(self.place, token, address, ports)
 
-            means = Means(self.place, joined, self._line, self._entrance.fetch, make_linker)
+            means = SetupContext(self.place, joined, self._line, self._entrance.fetch, make_linker)
             with self._assembling:
-                self._assembly = Assembly(means, message, self._on_arrival)
+                self._assembly = WorldSetup(means, message, self._on_arrival)
         elif self._assembly is not None:
             if isinstance(message, Contacts):
                 self._assembly.meet(message)
@@ -246,7 +246,7 @@ class Member:
             self._fail(arrived)
 
     def _offer(self, world: World) -> None:
-        offer = Offer(
+        offer = WorldOffer(
             world.exchange,
             WhereaboutsPage(world.page),
             world.run,
@@ -272,7 +272,7 @@ class Member:
     def _own_address(self) -> str:
         """Where other machines reach this one: at the address from which it reaches who holds the session."""
         endpoint = self._config.endpoint
-        if self._carrier is None or endpoint is None:
+        if self._proxy is None or endpoint is None:
             return self._entry.joined.address
         try:
             return address_towards(*endpoint)
@@ -282,7 +282,7 @@ class Member:
     def _own_log(self) -> Path:
         """A file of the session's folder; on another machine one of the same name in this job's own folder."""
         log = Path(self._entry.joined.log)
-        if self._carrier is not None:
+        if self._proxy is not None:
             folder = self._config.meeting if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
             log = folder / "logs" / log.name
             # Where that cannot be, whoever opens the log tells.
@@ -294,8 +294,8 @@ class Member:
         self._desk = Desk(
             self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone, fail=self._fail
         )
-        self._desk.on(Assemble, self._assemble)
-        self._desk.on(Assembled, self._assemble)
+        self._desk.on(WorldSetupOrder, self._assemble)
+        self._desk.on(WorldComplete, self._assemble)
         self._desk.on(Contacts, self._assemble)
         self._desk.on(ForAWhile, self._on_plans_for_a_while)
         self._desk.on_question(RunAgainstItself, self._run_against_itself)
@@ -340,9 +340,9 @@ class Member:
                 self._world.let_go()
 
     def _let_go_of_line(self) -> None:
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            carrier.close(when_done=True)
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close(when_done=True)
 
     def _end_run(self) -> None:
         run = self._run
@@ -438,7 +438,7 @@ class Member:
         assert run is not None
         assert world is not None
         now = replace(run, first_step=self._grafter.next_step)
-        membership = Membership(
+        membership = RejoinState(
             now,
             to_wire(self._grafter.newest_plan),
             self._line.lost_rows,
@@ -450,8 +450,8 @@ class Member:
         if entry is None:
             return False
         is_same = entry.joined.session == self._entry.joined.session
-        self._entry, self._carrier = entry, entry.carrier
-        self._line.reconnect(entry.channel, entry.bell)
+        self._entry, self._proxy = entry, entry.proxy
+        self._line.reconnect(entry.channel, entry.wake)
         self._line.lost_rows = 0
         self._open_desk()
         if world.linker is not None:

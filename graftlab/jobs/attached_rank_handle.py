@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
@@ -18,7 +18,7 @@ from graftlab.ranks.messages import IsAt, Linked
 _NOWHERE = Seat("-", "-")
 
 
-class AttachedRank(RankHandle):
+class AttachedRankHandle(RankHandle):
     """Its place in the session is there before a process has it, and its line too: the other ends wait here.
 
     A process of the same user's, as the system has told, is trusted as one that the notebook has started: it may write
@@ -39,17 +39,17 @@ class AttachedRank(RankHandle):
         # What it has said last, where it is not this process that made its memory.
         self._told: Whereabouts | None = None
 
-    def _new_line(self) -> tuple[Channel, socket.socket]:
+    def _new_line(self) -> tuple[SocketChannel, socket.socket]:
         ours, self._their_line = socket.socketpair()
         bell, self._their_bell = socket.socketpair()
-        return Channel(ours), bell
+        return SocketChannel(ours), bell
 
     def hand_over(self, pid: int, seat: Seat) -> list[int]:
         """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
         self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
         return [self._their_line.fileno(), self._their_bell.fileno()]
 
-    def take_line(self) -> tuple[socket.socket, socket.socket]:
+    def take_ends(self) -> tuple[socket.socket, socket.socket]:
         """The other ends of the line, for whoever speaks for a process on another machine."""
         ends = self._their_line.dup(), self._their_bell.dup()
         self.handed_over()

@@ -18,15 +18,15 @@ from graftlab.base import wire
 from graftlab.config import PREFIX, Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
-from graftlab.jobs.host import listen_as
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.wire import WirePlan, from_wire, to_wire
 from graftlab.ranks.options import LaunchOptions
 
 logger = logging.getLogger(__name__)
 
 
-class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the job that starts a host tells it, on its standard input."""
 
     meeting: str
@@ -42,17 +42,17 @@ class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str | None
 
 
-_decoder = wire.Decoder(HostOrder)
+_decoder = wire.Decoder(ServerOrder)
 
 
-def start_host(
-    config: GraftConfig, meeting: Meeting, listener: socket.socket, token: str | None
+def start_headless_server(
+    config: GraftConfig, meeting: Rendezvous, listener: socket.socket, token: str | None
 ) -> subprocess.Popen[bytes]:
     """Start the host of these jobs as a process of its own, which outlives the one that starts it.
 
     With a ``token`` it listens for jobs of other machines too, at the config's address.
     """
-    order = HostOrder(
+    order = ServerOrder(
         meeting=str(meeting.folder),
         run_dir=config.run_dir,
         listener=listener.fileno(),
@@ -92,7 +92,7 @@ def start_host(
 def main() -> int:
     """Hold the session until the last job is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    order: HostOrder = _decoder.decode(sys.stdin.buffer.read())
+    order: ServerOrder = _decoder.decode(sys.stdin.buffer.read())
     listener = socket.socket(fileno=order.listener)
     listener.set_inheritable(False)
     folder = make_run_folder(order.run_dir)
@@ -103,12 +103,12 @@ def main() -> int:
         buffer_budget=order.buffer_budget,
         keep_budget=order.keep_budget,
     )
-    session, host = listen_as(
+    session, host = open_session_server(
         SessionCore,
         options,
         from_wire(order.plan),
         folder,
-        Meeting(Path(order.meeting)),
+        Rendezvous(Path(order.meeting)),
         listener,
         # Jobs that run again go on in their folder: each time is a run of its own there.
         append=True,

@@ -1,4 +1,4 @@
-"""A job's end of its line to whoever holds the session, which may be another one after a while."""
+"""A job's end of its control connection, which outlives the session at the other end."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import socket
 from collections import Counter
 from typing import Any
 
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsToTell
-from graftlab.ranks.line import Line
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.messages import IsAt, TapSeen, pack
 from graftlab.rows.schema import Row
 
 
-class JobLine(Line):
-    """A line that may be without a notebook for a while. It knows what another would have to be told."""
+class JobConnection(ControlConnection):
+    """A control connection that may have no session for a while, and keeps what the next session has to know."""
 
-    def __init__(self, channel: Channel, bell: socket.socket) -> None:
-        super().__init__(channel, bell)
+    def __init__(self, channel: SocketChannel, wake: socket.socket) -> None:
+        super().__init__(channel, wake)
         self.lost_rows = 0
-        # How often each side has been started; rows say it from the second time on.
+        # How often each side has been started; from the second time on rows name it.
         self.generations = (1, 1)
-        # Which notebook it is that listens, by number.
+        # How many sessions have come after the first.
         self.generation = 0
-        # Every tap that was seen so far.
+        # Every tap seen so far.
         self.taps: list[dict[str, Any]] = []
-        # How many of its own rows there were of each status, and what the last one of it said.
+        # The job's own rows: how many of each status, and the last error of each.
         self.statuses: Counter[str] = Counter()
         self.last_errors: dict[str, str] = {}
 
-    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
-        """Go on with another notebook, which is told of every tap that was seen so far before a row of one comes."""
-        told = len(self.taps)
-        for tags in self.taps[:told]:
+    def reconnect(self, channel: SocketChannel, wake: socket.socket) -> None:
+        """Continue with another session, which gets every tap seen so far before a row of one."""
+        sent = len(self.taps)
+        for tags in self.taps[:sent]:
             channel.send(pack(TapSeen(tags)))
-        super().reconnect(channel, bell)
+        self._wake_socket.close()
+        self._set_ends(channel, wake)
         self.generation += 1
-        # Those that were seen meanwhile; to be told of one twice does no harm.
-        for tags in self.taps[told:]:
+        # Taps that other threads have seen meanwhile; sending one twice does no harm.
+        for tags in self.taps[sent:]:
             self.send(TapSeen(tags))
 
     def row(self, row: Row) -> None:
@@ -47,11 +48,11 @@ class JobLine(Line):
         if row.error:
             self.last_errors[row.status] = row.error
         if self.generations != (1, 1):
-            row = row._replace(note="; ".join(filter(None, (row.note, which_generations(self.generations)))))
+            row = row._replace(note="; ".join(filter(None, (row.note, _describe_generations(self.generations)))))
         super().row(row)
 
-    def tell_where(self, look: Whereabouts) -> None:
-        """For whoever cannot look into this process's memory."""
+    def send_status(self, look: Whereabouts) -> None:
+        """Send where this rank is, for a session that cannot read its status page."""
         self.channel.send(pack(IsAt(WhereaboutsToTell.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ class JobLine(Line):
         super().seen(tags)
 
 
-def which_generations(generations: tuple[int, int]) -> str:
-    """In words, which side is another than it was at first: ``generation 2 of target``."""
+def _describe_generations(generations: tuple[int, int]) -> str:
+    """Name each side that was started again: ``generation 2 of target``."""
     sides = zip(("baseline", "target"), generations, strict=True)
     return ", ".join(f"generation {number} of {side}" for side, number in sides if number > 1)

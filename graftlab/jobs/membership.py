@@ -16,18 +16,18 @@ from typing import cast
 from graftlab.base.world import RunInfo, Side
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.errors import LaunchError, SessionError
-from graftlab.jobs.attached_rank import AttachedRank
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import (
-    Assemble,
-    Assembled,
     Contact,
     Contacts,
     Linked,
     Moved,
     OwnWork,
     RunRequest,
+    WorldComplete,
+    WorldSetupOrder,
     pack,
 )
 from graftlab.ranks.shared import Shared
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
-class Gathering:
+class Membership:
     """Its owner sees to it that one thread at a time is in here. With ``makes_links`` this makes what ranks share."""
 
-    def __init__(self, ranks: Sequence[AttachedRank], joined: JoinedJobs, *, makes_links: bool) -> None:
+    def __init__(self, ranks: Sequence[AttachedRankHandle], joined: JoinedJobs, *, makes_links: bool) -> None:
         self._ranks = ranks
         self._joined = joined
         self._makes_links = makes_links
@@ -68,7 +68,7 @@ class Gathering:
         """Whether some rank is in a run."""
         return bool(self._at_work)
 
-    def is_at_work(self, rank: AttachedRank) -> bool:
+    def is_at_work(self, rank: AttachedRankHandle) -> bool:
         return rank.place.world_rank in self._at_work
 
     def generation(self, side: Side) -> int:
@@ -76,7 +76,7 @@ class Gathering:
 
     # ---- coming and going ---------------------------------------------------------------------------------------
 
-    def enter(self, rank: AttachedRank, run: RunInfo | None, first_step: int | None) -> None:
+    def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
         """A process has the place from now on: a new one, or one that is in this ``run`` already."""
         number = rank.place.world_rank
         self.held.add(number)
@@ -90,13 +90,13 @@ class Gathering:
         if run.run == self._info.run:
             self._current.add(number)
 
-    def greet(self, rank: AttachedRank) -> None:
+    def greet(self, rank: AttachedRankHandle) -> None:
         """The process is ready."""
         self._ready.add(rank.place.world_rank)
         if len(self._ready) == len(self._ranks) and len(self._current) < len(self._ranks):
             self._assemble()
 
-    def leave(self, rank: AttachedRank) -> None:
+    def leave(self, rank: AttachedRankHandle) -> None:
         """The process is gone. A world that is not complete never will be."""
         number = rank.place.world_rank
         if self._assembling and number in self._ready:
@@ -134,17 +134,17 @@ class Gathering:
         generations = cast("tuple[int, int]", tuple(self._generations))
         self._info, self._plan = self._joined.assemble(generations, base)
         self._assembling = True
-        message = pack(Assemble(self._world, self._info, to_wire(self._plan)))
+        message = pack(WorldSetupOrder(self._world, self._info, to_wire(self._plan)))
         for rank in self._ranks:
             rank.channel.send(message)
 
-    def share_of(self, rank: AttachedRank, world: int) -> tuple[int, list[int]]:
+    def share_of(self, rank: AttachedRankHandle, world: int) -> tuple[int, list[int]]:
         """The size of a segment, and what the rank is handed of this world. Raises :class:`SessionError`."""
         if self._shared is None or world != self._world or rank.place.world_rank in self._linked:
             raise SessionError("the others have come together without this process, or one of them is gone again")
         return self._shared.segment_size, self._shared.of(rank.place)
 
-    def note_contact(self, rank: AttachedRank, contact: Contact) -> None:
+    def note_contact(self, rank: AttachedRankHandle, contact: Contact) -> None:
         """The rank says how it is reached: let the others know, and it of them."""
         others = dict(self._contacts)
         self._contacts[rank.place.world_rank] = contact
@@ -153,7 +153,7 @@ class Gathering:
             if other is not rank and other.place.world_rank in self._contacts:
                 other.channel.send(pack(Contacts((contact,))))
 
-    def note_linked(self, rank: AttachedRank, message: Linked) -> None:
+    def note_linked(self, rank: AttachedRankHandle, message: Linked) -> None:
         """The rank is connected with all others."""
         rank.note_links(message)
         if not self._assembling or message.world != self._world or rank.place.world_rank in self._linked:
@@ -167,10 +167,10 @@ class Gathering:
             self._release()
             for each in self._ranks:
                 if each.place.world_rank in self._at_work:
-                    each.channel.send(pack(Assembled(self._world)))
+                    each.channel.send(pack(WorldComplete(self._world)))
             self._begin_when_all_have_moved()
 
-    def note_moved(self, rank: AttachedRank, message: Moved) -> None:
+    def note_moved(self, rank: AttachedRankHandle, message: Moved) -> None:
         """The rank, which was at work, has come to the end of its step, and goes on in that world."""
         if message.world != self._world:
             return
@@ -181,7 +181,7 @@ class Gathering:
         if self._assembling:
             self._begin_when_all_have_moved()
 
-    def _settle(self, rank: AttachedRank) -> None:
+    def _settle(self, rank: AttachedRankHandle) -> None:
         """The rank goes on in the newest world."""
         rank.enter_world()
         rank.generation = self.generation(rank.place.side)

@@ -27,11 +27,11 @@ from graftlab.base import wire
 from graftlab.base.world import Place
 from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.exchange.arena import PAGE, Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import keys_of
 from graftlab.exchange.peers import Link
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.jobs.meeting import peer_of
+from graftlab.exchange.tcp import TcpChannel, TcpRouter
+from graftlab.jobs.rendezvous import peer_uid
 from graftlab.ranks.messages import Contact, Linked
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import send_descriptors
@@ -47,7 +47,7 @@ _HANDING_OVER = 10.0
 _TRY_AGAIN = 15.0
 
 
-class _Meet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first word over a Unix socket, and its answer: who this is, and whom it takes the other for."""
 
     world_rank: int
@@ -55,10 +55,10 @@ class _Meet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     yours: bytes
 
 
-_decoder = wire.Decoder(_Meet)
+_decoder = wire.Decoder(_PeerHello)
 
 
-class Linker:
+class PeerConnector:
     """Makes the links of one rank; whoever owns it tells it of others, and lets it work when it is ready to."""
 
     def __init__(self, place: Place, token: str, address: str, ports: Sequence[int] = (0,)) -> None:
@@ -68,11 +68,11 @@ class Linker:
         self._links: dict[int, Link] = {}
         # Of those with which memory is shared.
         self._nonces: dict[int, bytes] = {}
-        self._trying: dict[int, tuple[RemoteChannel, float]] = {}
+        self._trying: dict[int, tuple[TcpChannel, float]] = {}
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
         try:
-            self._post = Post(keys_of(token), name, address, ports)
+            self._router = TcpRouter(keys_of(token), name, address, ports)
         except OSError as error:
             raise SessionError(f"{place.label} cannot be reached by ranks on other machines: {error}") from error
         self._segment, self._size = create_segment()
@@ -84,7 +84,7 @@ class Linker:
         self._listener.bind(str(path))
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._post.port)
+        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._router.port)
 
     # ---- what is known of the others ----------------------------------------------------------------------------
 
@@ -142,16 +142,16 @@ class Linker:
 
     def descriptors(self) -> tuple[int, int]:
         """Readable when there is something to :meth:`work` at."""
-        return self._listener.fileno(), self._post.fileno()
+        return self._listener.fileno(), self._router.fileno()
 
     def work(self) -> None:
         """Go on with what can be gone on with; does not wait for other machines."""
         while self._accept():
             pass
-        self._post.pump()
+        self._router.pump()
         for world_rank, contact in self._known.items():
             trying = self._trying.get(world_rank)
-            channel = self._post.channel_from(contact.name) if trying is None else trying[0]
+            channel = self._router.channel_from(contact.name) if trying is None else trying[0]
             link = self._links.get(world_rank)
             if channel is None or not channel.linked or channel.ended or (link is not None and link[0] is channel):
                 continue
@@ -164,7 +164,7 @@ class Linker:
             logger.info("%s and %s are joined by TCP", self._place.label, self._label(world_rank))
         for world_rank, (channel, since) in list(self._trying.items()):
             if time.monotonic() - since > _TRY_AGAIN or channel.ended:
-                self._post.forget(channel)
+                self._router.forget(channel)
                 self._connect_over_tcp(self._known[world_rank])
 
     def _connect(self, contact: Contact) -> None:
@@ -179,7 +179,7 @@ class Linker:
         self._nonces[contact.world_rank] = contact.nonce
 
     def _connect_over_tcp(self, contact: Contact) -> None:
-        channel = self._post.connect(contact.name, contact.address, contact.port)
+        channel = self._router.connect(contact.name, contact.address, contact.port)
         self._trying[contact.world_rank] = (channel, time.monotonic())
 
     def _share_memory_with(self, contact: Contact) -> Link:
@@ -214,14 +214,14 @@ class Linker:
                 raise MessageError(f"it says that it is rank {meet.world_rank}, which does not connect to this one")
             arena = self._their_arena(connection, contact)
             self._hand_over(connection, contact)
-            self._keep(contact, (Channel(connection), arena))
+            self._keep(contact, (SocketChannel(connection), arena))
         except (OSError, EOFError, ValueError, GraftError) as error:
             connection.close()
             logger.warning("%s: a process that wanted to share memory was sent away: %s", self._place.label, error)
         return True
 
     def _hand_over(self, connection: socket.socket, contact: Contact) -> None:
-        meet = wire.encode(_Meet(self._place.world_rank, self.contact.nonce, contact.nonce))
+        meet = wire.encode(_PeerHello(self._place.world_rank, self.contact.nonce, contact.nonce))
         connection.sendall(len(meet).to_bytes(2, "little") + meet)
         send_descriptors(connection, [self._segment])
 
@@ -229,11 +229,11 @@ class Linker:
         meet = self._hear(connection)
         if (meet.world_rank, meet.nonce, meet.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
             raise MessageError("another process answers there")
-        return Channel(connection), self._their_arena(connection, contact)
+        return SocketChannel(connection), self._their_arena(connection, contact)
 
-    def _hear(self, connection: socket.socket) -> _Meet:
+    def _hear(self, connection: socket.socket) -> _PeerHello:
         length = int.from_bytes(_exactly(connection, 2), "little")
-        meet: _Meet = _decoder.decode(_exactly(connection, length))
+        meet: _PeerHello = _decoder.decode(_exactly(connection, length))
         return meet
 
     def _their_arena(self, connection: socket.socket, contact: Contact) -> Arena:
@@ -249,7 +249,7 @@ class Linker:
             os.close(descriptor)
 
     def _require_own_user(self, connection: socket.socket) -> None:
-        if (uid := peer_of(connection)) != os.getuid():
+        if (uid := peer_uid(connection)) != os.getuid():
             raise SessionError(f"it is of user {uid}")
 
     def _label(self, world_rank: int) -> str:
@@ -263,16 +263,16 @@ class Linker:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._segment)
         if self.kinds()[1]:
-            self._post.rouse()
+            self._router.rouse()
         else:
             # Nothing listens that nobody needs.
-            self._post.close()
+            self._router.close()
 
     def close(self) -> None:
         """Give the links up."""
         for channel, _ in self._links.values():
             channel.close()
-        self._post.close()
+        self._router.close()
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

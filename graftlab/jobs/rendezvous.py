@@ -21,7 +21,7 @@ _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 1024
 
 
-class Meeting:
+class Rendezvous:
     """The meeting in one folder, or another one there that has a ``name``. Usable in ``with``."""
 
     def __init__(self, folder: Path, name: str = _SOCKET) -> None:
@@ -58,7 +58,7 @@ class Meeting:
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             return None
-        if (uid := peer_of(connection)) != os.getuid():
+        if (uid := peer_uid(connection)) != os.getuid():
             connection.close()
             raise ConfigError(f"{self.folder}: whoever listens there is user {uid}, not {os.getuid()}")
         return connection
@@ -114,14 +114,14 @@ class Meeting:
     def close(self) -> None:
         os.close(self._room)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def peer_of(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
     """The user at the other end, as the system knows it."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]

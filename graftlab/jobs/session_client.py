@@ -15,14 +15,23 @@ from typing import Any
 from graftlab.base.world import Place
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.errors import ConfigError, SessionError
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.distant_host import DistantHost
-from graftlab.jobs.greeting import Fetch, Join, Joined, Membership, Refused, Share, hear, our_version, tell
-from graftlab.jobs.headless import start_host
-from graftlab.jobs.linking import is_own_address
-from graftlab.jobs.meeting import Meeting
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.handshake import (
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    RejoinState,
+    WorldShare,
+    WorldShareRequest,
+    graftlab_version,
+    receive_handshake,
+    send_handshake,
+)
+from graftlab.jobs.headless import start_headless_server
+from graftlab.jobs.peer_connector import is_own_address
 from graftlab.jobs.place import own_backend, own_device
-from graftlab.jobs.relay import Relay
+from graftlab.jobs.proxy import Proxy, TcpSessionClient
+from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import send_descriptors
@@ -45,21 +54,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What the host has handed over. With a ``carrier`` it is on another machine, or is reached as if it were."""
+class JoinResult:
+    """What the host has handed over. With a ``proxy`` the session server is on another machine, or is reached as if it were."""
 
-    joined: Joined
-    channel: Channel
-    bell: socket.socket
+    joined: JoinAccepted
+    channel: SocketChannel
+    wake: socket.socket
     token: str | None
-    carrier: Relay | None = None
+    proxy: Proxy | None = None
 
 
-class _TakenYetError(SessionError):
+class _RankTakenError(SessionError):
     """Another process has the place, which may be gone without anybody having noticed."""
 
 
-class Entrance:
+class SessionClient:
     """Asks for a place, until it is there or the config's time is over."""
 
     def __init__(self, place: Place, config: GraftConfig) -> None:
@@ -75,27 +84,27 @@ class Entrance:
         """Seconds until the deadline; never quite none."""
         return max(0.001, self._deadline - time.monotonic())
 
-    def enter(self) -> Entry:
+    def enter(self) -> JoinResult:
         """Raises :class:`ConfigError` for settings that do not fit, :class:`SessionError` where nobody lets it in."""
         rest = threading.Event()
         last = time.monotonic() + min(_MIND_CHANGES, self.remaining())
         while True:
             try:
                 return self._enter()
-            except _TakenYetError:
+            except _RankTakenError:
                 if time.monotonic() + _ASK_AGAIN > last:
                     raise
             rest.wait(_ASK_AGAIN)
 
-    def _enter(self) -> Entry:
+    def _enter(self) -> JoinResult:
         endpoint = self._config.endpoint
         if endpoint is None:
-            with Meeting(self._config.meeting) as meeting:
+            with Rendezvous(self._config.meeting) as meeting:
                 return self._enter_here(meeting, None)
         try:
             if is_own_address(endpoint.host) and not self._somebody_listens(endpoint):
                 # Nobody holds the session yet, or one of the jobs' own does, which is in the folder too.
-                with Meeting(self._config.meeting) as meeting:
+                with Rendezvous(self._config.meeting) as meeting:
                     return self._enter_here(meeting, endpoint)
             return self._enter_from_afar(endpoint)
         except socket.gaierror as error:
@@ -108,7 +117,7 @@ class Entrance:
             return False
         return True
 
-    def _enter_here(self, meeting: Meeting, endpoint: Endpoint | None) -> Entry:
+    def _enter_here(self, meeting: Rendezvous, endpoint: Endpoint | None) -> JoinResult:
         host: subprocess.Popen[bytes] | None = None
         for _ in range(_HOSTS):
             with meeting.locked():
@@ -117,7 +126,9 @@ class Entrance:
                     listener = meeting.listen()
                     assert listener is not None
                     with listener:
-                        host = start_host(self._config, meeting, listener, self._token_to_listen(meeting, endpoint))
+                        host = start_headless_server(
+                            self._config, meeting, listener, self._token_to_listen(meeting, endpoint)
+                        )
                     connection = meeting.connect(self.remaining())
             if connection is None:
                 continue
@@ -130,7 +141,7 @@ class Entrance:
         ended = "" if host is None else f" (exit code {host.poll()})"
         raise SessionError(f"whoever held the session in {meeting.folder} ended before it answered{ended}; see {log}")
 
-    def _token_to_listen(self, meeting: Meeting, endpoint: Endpoint | None) -> str | None:
+    def _token_to_listen(self, meeting: Rendezvous, endpoint: Endpoint | None) -> str | None:
         """The token of the session that this job starts, for jobs on other machines; told where nobody gave one."""
         if endpoint is None:
             return None
@@ -142,7 +153,7 @@ class Entrance:
             )
         return self._token
 
-    def _enter_from_afar(self, endpoint: Endpoint) -> Entry:
+    def _enter_from_afar(self, endpoint: Endpoint) -> JoinResult:
         if self._token is None:
             raise ConfigError(
                 f"token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is {endpoint}, "
@@ -162,23 +173,23 @@ class Entrance:
                 )
             rest.wait(_ASK_AGAIN)
 
-    def _ask_from_afar(self, endpoint: Endpoint, membership: Membership | None) -> Entry | None:
+    def _ask_from_afar(self, endpoint: Endpoint, membership: RejoinState | None) -> JoinResult | None:
         assert self._token is not None
         limit = min(_ANSWER_LIMIT, self.remaining()) if membership is None else _ANSWER_LIMIT
-        distant = DistantHost(endpoint, self._token)
+        distant = TcpSessionClient(endpoint, self._token)
         try:
             answer = distant.ask(self._join(membership), limit)
             if answer is None:
-                self._note_stranger(endpoint, distant.is_stranger)
+                self._note_stranger(endpoint, distant.reached_stranger)
                 return None
             reply, early = answer
             joined = self._accepted(reply)
-            channel, bell, carrier = distant.open_line(early)
+            channel, wake, proxy = distant.open_connection(early)
         except BaseException:
             distant.close()
             raise
         self._from_afar = True
-        return Entry(joined, channel, bell, self._token, carrier)
+        return JoinResult(joined, channel, wake, self._token, proxy)
 
     def _note_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
         """Say at once what waiting will hardly change: nothing else is heard of it until the time is over."""
@@ -186,7 +197,7 @@ class Entrance:
             logger.warning("%s: at %s %s. This job goes on trying", self._config.role, endpoint, _STRANGER)
         self._met_stranger = is_stranger
 
-    def come_back(self, membership: Membership, segment: int | None) -> Entry | None:
+    def come_back(self, membership: RejoinState, segment: int | None) -> JoinResult | None:
         """What another host hands over to a process that is in a graft world already; None where none listens.
 
         ``segment`` is the descriptor of its memory, if the host is to look into that.
@@ -194,7 +205,7 @@ class Entrance:
         endpoint = self._config.endpoint
         if self._from_afar and endpoint is not None:
             return self._ask_from_afar(endpoint, membership)
-        with Meeting(self._config.meeting) as meeting:
+        with Rendezvous(self._config.meeting) as meeting:
             connection = meeting.connect(self._config.timeout)
             if connection is None:
                 return None
@@ -202,19 +213,19 @@ class Entrance:
                 return self._ask(connection, membership, segment)
 
     def _ask(
-        self, connection: socket.socket, membership: Membership | None, segment: int | None = None
-    ) -> Entry | None:
+        self, connection: socket.socket, membership: RejoinState | None, segment: int | None = None
+    ) -> JoinResult | None:
         """What the host hands over; None where it ended before it answered."""
         connection.settimeout(self.remaining() if membership is None else self._config.timeout)
         try:
-            tell(connection, self._join(membership))
+            send_handshake(connection, self._join(membership))
             if segment is not None:
                 send_descriptors(connection, [segment])
-            reply = hear(connection)
+            reply = receive_handshake(connection)
             if reply is None:
                 return None
             joined = self._accepted(reply)
-            channel, bell = receive_descriptors(connection, joined.descriptors)
+            channel, wake = receive_descriptors(connection, joined.descriptors)
         except (ConnectionError, EOFError):
             return None
         except TimeoutError:
@@ -223,30 +234,30 @@ class Entrance:
                 f"{self._config.timeout:g} s. A process of the jobs' own may take so long to start: a larger timeout "
                 f"(GRAFTLAB_TIMEOUT) waits longer; its log is host.log there"
             ) from None
-        line = Channel(socket.socket(fileno=channel)), socket.socket(fileno=bell)
-        return Entry(joined, *line, joined.token)
+        line = SocketChannel(socket.socket(fileno=channel)), socket.socket(fileno=wake)
+        return JoinResult(joined, *line, joined.token)
 
-    def fetch(self, world: int) -> tuple[Share, list[int]]:
+    def fetch(self, world: int) -> tuple[WorldShare, list[int]]:
         """What this rank shares with all others in a world, from the holder of the session, on this machine."""
         place = self._place
-        fetch = Fetch(world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid())
-        with Meeting(self._config.meeting) as meeting:
+        fetch = WorldShareRequest(world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid())
+        with Rendezvous(self._config.meeting) as meeting:
             connection = meeting.connect(self._config.timeout)
             if connection is None:
                 raise SessionError("whoever held the session went away")
             with connection:
                 connection.settimeout(self._config.timeout)
-                tell(connection, fetch)
-                reply = hear(connection)
-                if isinstance(reply, Refused):
+                send_handshake(connection, fetch)
+                reply = receive_handshake(connection)
+                if isinstance(reply, JoinRefused):
                     raise SessionError(reply.error)
-                if not isinstance(reply, Share):
+                if not isinstance(reply, WorldShare):
                     raise SessionError(f"the holder of the session answered {type(reply).__name__}")
                 return reply, receive_descriptors(connection, reply.descriptors)
 
-    def _join(self, membership: Membership | None) -> Join:
-        return Join(
-            version=our_version(),
+    def _join(self, membership: RejoinState | None) -> JoinRequest:
+        return JoinRequest(
+            version=graftlab_version(),
             side=self._place.side,
             rank=self._place.rank,
             world_size=self._place.world_size,
@@ -259,11 +270,11 @@ class Entrance:
             first_step=self._config.first_step,
         )
 
-    def _accepted(self, reply: Any) -> Joined:
-        if isinstance(reply, Refused):
+    def _accepted(self, reply: Any) -> JoinAccepted:
+        if isinstance(reply, JoinRefused):
             if reply.again:
-                raise _TakenYetError(reply.error)
+                raise _RankTakenError(reply.error)
             raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
-        if not isinstance(reply, Joined):
+        if not isinstance(reply, JoinAccepted):
             raise SessionError(f"the holder of the session answered {type(reply).__name__}")
         return reply

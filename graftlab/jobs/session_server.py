@@ -18,13 +18,25 @@ from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
-from graftlab.exchange.tcp import RemoteChannel
-from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.gate import Gate
-from graftlab.jobs.gathering import Gathering
-from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
-from graftlab.jobs.looking import seen
-from graftlab.jobs.meeting import Meeting, peer_of
+from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.handshake import (
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    StatusQuery,
+    WorldShare,
+    WorldShareRequest,
+    graftlab_version,
+    pack_handshake,
+    receive_handshake,
+    send_handshake,
+    unpack_handshake,
+)
+from graftlab.jobs.membership import Membership
+from graftlab.jobs.proxy import Ends, TcpListener
+from graftlab.jobs.rendezvous import Rendezvous, peer_uid
+from graftlab.jobs.status_query import answer_status_query
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.devices import Seat
@@ -44,7 +56,7 @@ S = TypeVar("S", bound=SessionCore)
 _GREETING_LIMIT = 10.0
 
 
-class Host:
+class SessionServer:
     """Holds the meeting for a session. ``over`` is set when all that had joined are gone again.
 
     With ``agreed`` every job has to bring the same plan; otherwise the plan is the session's alone. With a ``gate``
@@ -54,21 +66,21 @@ class Host:
     def __init__(
         self,
         session: SessionCore,
-        meeting: Meeting,
+        meeting: Rendezvous,
         listener: socket.socket,
         agreed: GraftPlan | None,
-        gate: Gate | None,
+        gate: TcpListener | None,
     ) -> None:
         self.over = threading.Event()
         self._name = secrets.token_hex(8)
         self._session = session
-        self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRank)]
+        self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRankHandle)]
         self._meeting = meeting
         self._listener = listener
         self._agreed = agreed
         self._first_plan = session.plan
         self._gate = gate
-        self._gathering = Gathering(self._ranks, session.joined, makes_links=gate is None)
+        self._gathering = Membership(self._ranks, session.joined, makes_links=gate is None)
         # For those who look on from a terminal, one at a time.
         self._taps = session.live_taps()
         self._looking = threading.Lock()
@@ -146,35 +158,35 @@ class Host:
                     logger.warning("a process that wanted to join was not let in: %s", error)
 
     def _greet(self, connection: socket.socket) -> None:
-        if (uid := peer_of(connection)) != os.getuid():
+        if (uid := peer_uid(connection)) != os.getuid():
             raise SessionError(f"it is of user {uid}, not {os.getuid()}")
         try:
-            join = hear(connection)
+            join = receive_handshake(connection)
         except MessageError as error:
-            tell(connection, Refused(f"what it said is no greeting: {error}", settings=False))
+            send_handshake(connection, JoinRefused(f"what it said is no greeting: {error}", settings=False))
             raise
         if join is None:
             return  # somebody looked whether there is anybody
-        if isinstance(join, Look):
+        if isinstance(join, StatusQuery):
             self._show(connection.dup(), join)
             return
-        if isinstance(join, Fetch):
+        if isinstance(join, WorldShareRequest):
             self._hand_out(connection, join)
             return
-        if not isinstance(join, Join):
+        if not isinstance(join, JoinRequest):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
         brings = join.membership is not None and not join.membership.linked
         segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
             refused = self._refusal(join)
             if refused is not None:
-                tell(connection, refused)
+                send_handshake(connection, refused)
                 if segment is not None:
                     os.close(segment)
                 return
             self._let_in(connection, join, segment)
 
-    def _hand_out(self, connection: socket.socket, fetch: Fetch) -> None:
+    def _hand_out(self, connection: socket.socket, fetch: WorldShareRequest) -> None:
         """Give a rank that has joined its share of what all have in a world."""
         with self._lock:
             try:
@@ -183,46 +195,45 @@ class Host:
                     raise SessionError(f"{rank.label} is pid {rank.pid}, not {fetch.pid}")
                 size, descriptors = self._gathering.share_of(rank, fetch.world)
             except SessionError as error:
-                tell(connection, Refused(str(error), settings=False))
+                send_handshake(connection, JoinRefused(str(error), settings=False))
                 return
-            tell(connection, Share(size, len(descriptors)))
+            send_handshake(connection, WorldShare(size, len(descriptors)))
             send_descriptors(connection, descriptors)
 
-    def _show(self, connection: socket.socket, look: Look) -> None:
+    def _show(self, connection: socket.socket, look: StatusQuery) -> None:
         """Answer on a thread of its own: ranks that are asked for their stacks may take their time."""
 
         def answer() -> None:
             with connection:
                 try:
                     with self._looking:
-                        tell(connection, seen(self._session, self._taps, stacks=look.stacks))
+                        send_handshake(connection, answer_status_query(self._session, self._taps, stacks=look.stacks))
                 except (OSError, GraftError) as error:
                     logger.warning("a look at this session was not answered: %s", error)
 
         threading.Thread(target=answer, name="graftlab-look", daemon=True).start()
 
-    def _greet_from_afar(self, far: RemoteChannel, frame: bytes) -> None:
+    def _greet_from_afar(self, far: TcpChannel, frame: bytes) -> Ends | None:
         """The first word of a process on another machine, which has proved that it knows the token."""
         try:
-            join = unpack(frame)
+            join = unpack_handshake(frame)
         except MessageError as error:
-            far.send(pack(Refused(f"what it said is no greeting: {error}", settings=False)))
+            far.send(pack_handshake(JoinRefused(f"what it said is no greeting: {error}", settings=False)))
             raise
-        if not isinstance(join, Join):
+        if not isinstance(join, JoinRequest):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
         with self._lock:
             if refused := self._refusal(join):
-                far.send(pack(refused))
-                return
+                far.send(pack_handshake(refused))
+                return None
             rank, note = self._admit(join, None)
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
-            assert self._gate is not None
-            far.send(pack(self._joined(rank, [])))
-            self._gate.carry(far, *rank.take_line())
+            far.send(pack_handshake(self._joined(rank, [])))
             if join.membership is not None:
                 self._session.joined.tell_plan(rank)
+            return rank.take_ends()
 
-    def _refusal(self, join: Join) -> Refused | None:
+    def _refusal(self, join: JoinRequest) -> JoinRefused | None:
         why, settings, again = self._objection(join)
         if not why:
             return None
@@ -230,14 +241,14 @@ class Host:
         logger.warning("%s may not join%s: %s", who, " yet" * again, why)
         if not again:
             self._turned_away = f"{join.side}[{join.rank}]", f"{who} was not let in, and told: {why}"
-        return Refused(why, settings, again)
+        return JoinRefused(why, settings, again)
 
-    def _objection(self, join: Join) -> tuple[str, bool, bool]:
+    def _objection(self, join: JoinRequest) -> tuple[str, bool, bool]:
         """Why this process cannot have the place, blank where it can; whether its settings are at fault, and whether it
         may ask again."""
         options = self._session.options
-        if join.version != our_version():
-            return f"it runs graftlab {join.version}, and the session graftlab {our_version()}", False, False
+        if join.version != graftlab_version():
+            return f"it runs graftlab {join.version}, and the session graftlab {graftlab_version()}", False, False
         mine, others = options.baseline, options.target
         if join.side == "target":
             mine, others = others, mine
@@ -268,16 +279,16 @@ class Host:
             return _difference(from_wire(join.plan), self._agreed), True, False
         return "", False, False
 
-    def _let_in(self, connection: socket.socket, join: Join, segment: int | None) -> None:
+    def _let_in(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
         line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
-        tell(connection, self._joined(rank, line, local=True))
+        send_handshake(connection, self._joined(rank, line, local=True))
         send_descriptors(connection, line)
         rank.handed_over()
         if join.membership is not None:
             self._session.joined.tell_plan(rank)
 
-    def _admit(self, join: Join, segment: int | None) -> tuple[AttachedRank, str]:
+    def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """The place of a process that may join, and what is to be noted of it."""
         rank = self._rank_of(join)
         if self._turned_away is not None and self._turned_away[0] == rank.label:
@@ -311,9 +322,9 @@ class Host:
                 logger.warning("%s: %s", rank.label, note)
         return rank, note
 
-    def _joined(self, rank: AttachedRank, line: list[int], *, local: bool = False) -> Joined:
+    def _joined(self, rank: AttachedRankHandle, line: list[int], *, local: bool = False) -> JoinAccepted:
         options, gate = self._session.options, self._gate
-        return Joined(
+        return JoinAccepted(
             folder=str(self._session.folder),
             log=str(rank.log),
             tap_timeout=options.tap_limit,
@@ -325,7 +336,7 @@ class Host:
             session=self._name,
         )
 
-    def _rank_of(self, join: Join | Fetch) -> AttachedRank:
+    def _rank_of(self, join: JoinRequest | WorldShareRequest) -> AttachedRankHandle:
         sizes = (join.world_size, join.other_world_size)
         if not 0 <= join.rank < join.world_size:
             raise SessionError(f"there is no {join.side}[{join.rank}] among {join.world_size}")
@@ -371,8 +382,8 @@ class Host:
                 self.over.set()
 
 
-def _attached(rank: RankHandle) -> AttachedRank:
-    assert isinstance(rank, AttachedRank)
+def _attached(rank: RankHandle) -> AttachedRankHandle:
+    assert isinstance(rank, AttachedRankHandle)
     return rank
 
 
@@ -385,18 +396,18 @@ def _is_running(pid: int | None) -> bool:
     return state not in "ZX"
 
 
-def listen_as(
+def open_session_server(
     kind: type[S],
     options: LaunchOptions,
     plan: GraftPlan,
     folder: Path,
-    meeting: Meeting,
+    meeting: Rendezvous,
     listener: socket.socket | None = None,
     *,
     append: bool = False,
     agreed: bool = False,
     gate: tuple[Endpoint, str | None] | None = None,
-) -> tuple[S, Host]:
+) -> tuple[S, SessionServer]:
     """A session of this kind for jobs that join in the meeting's folder, and its host.
 
     With a ``gate`` jobs of other machines join there too: where it listens, and the token, where there is one already.
@@ -415,7 +426,7 @@ def listen_as(
     if gate is not None:
         endpoint, token = gate
         try:
-            opened = Gate(endpoint, meeting.own_token(token))
+            opened = TcpListener(endpoint, meeting.own_token(token))
         except (OSError, GraftError) as error:
             listener.close()
             raise LaunchError(f"{error}; name an address of this machine's, and a port that is free") from error
@@ -424,7 +435,7 @@ def listen_as(
         rows = RowStore(folder, append=append)
         describe_session(folder, (options.baseline, options.target), rows.first_run, meeting.folder)
         places = Place("baseline", 0, options.baseline, options.target).everyone()
-        ranks = [AttachedRank(place, folder) for place in places]
+        ranks = [AttachedRankHandle(place, folder) for place in places]
         session = kind(options, ranks, plan, rows, folder)
     except BaseException as error:
         listener.close()
@@ -436,7 +447,7 @@ def listen_as(
         if isinstance(error, (SessionError, OSError)) and not isinstance(error, LaunchError):
             raise LaunchError(str(error)) from error
         raise
-    return session, Host(session, meeting, listener, plan if agreed else None, opened)
+    return session, SessionServer(session, meeting, listener, plan if agreed else None, opened)
 
 
 def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:

@@ -19,12 +19,12 @@ from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.exchanging import RankExchange
 from graftlab.grafting.arrival import Unasked
-from graftlab.jobs.greeting import Joined, Share
-from graftlab.jobs.job_line import JobLine
-from graftlab.jobs.linking import Linker
+from graftlab.jobs.handshake import JoinAccepted, WorldShare
+from graftlab.jobs.job_connection import JobConnection
+from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.messages import Assemble, Contact, Contacts, Linked
+from graftlab.ranks.messages import Contact, Contacts, Linked, WorldSetupOrder
 from graftlab.ranks.wiring import exchange_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class World:
     exchange: LiveExchange[Unasked]
     page: mmap
     segment: int | None
-    linker: Linker | None
+    linker: PeerConnector | None
 
     def close(self) -> None:
         self.exchange.close()
@@ -61,24 +61,26 @@ class World:
 
 
 @dataclass(frozen=True)
-class Means:
+class SetupContext:
     """With what a rank connects: ``fetch`` gets its share of a world where the holder of the session has made that,
     ``make_linker`` begins to make connections where every rank makes its own."""
 
     place: Place
-    joined: Joined
-    line: JobLine
-    fetch: Callable[[int], tuple[Share, list[int]]]
-    make_linker: Callable[[], Linker] | None
+    joined: JoinAccepted
+    line: JobConnection
+    fetch: Callable[[int], tuple[WorldShare, list[int]]]
+    make_linker: Callable[[], PeerConnector] | None
 
 
-class Assembly:
+class WorldSetup:
     """One time: it works on a thread of its own until :meth:`finish` or :meth:`give_up`.
 
     ``tell`` gets the world, or what went wrong, on that thread.
     """
 
-    def __init__(self, means: Means, message: Assemble, tell: Callable[[World | Exception], None]) -> None:
+    def __init__(
+        self, means: SetupContext, message: WorldSetupOrder, tell: Callable[[World | Exception], None]
+    ) -> None:
         self._means = means
         self._message = message
         self._tell = tell
@@ -88,7 +90,7 @@ class Assembly:
         # Whoever waits for a share, which comes with nothing but patience, looks at these events alone.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = threading.Lock()
-        self._linker: Linker | None = None
+        self._linker: PeerConnector | None = None
         threading.Thread(target=self._work, name="graftlab-assembly", daemon=True).start()
 
     @property
@@ -182,7 +184,7 @@ class Assembly:
         )
         return self._world(exchange, linker.arena.map, None, linker)
 
-    def _link(self, linker: Linker) -> bool:
+    def _link(self, linker: PeerConnector) -> bool:
         """Whether all connections are there, and are to be used."""
         poller = select.poll()
         for descriptor in (self._wake, *linker.descriptors()):
@@ -202,6 +204,8 @@ class Assembly:
                 os.eventfd_read(self._wake)
         return False
 
-    def _world(self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, linker: Linker | None) -> World:
+    def _world(
+        self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, linker: PeerConnector | None
+    ) -> World:
         message = self._message
         return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, linker)

@@ -1,4 +1,4 @@
-"""The rank's end of its line to the notebook."""
+"""The rank's end of its control connection to the session."""
 
 from __future__ import annotations
 
@@ -6,60 +6,54 @@ import contextlib
 import socket
 from typing import Any
 
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.ranks.messages import FromRank, PlanAdopted, TapSeen, pack, pack_row
 from graftlab.rows.schema import Row
 
-# Some thousand rows: what comes faster than the notebook reads it costs the model's thread no turns of another one.
-_ROOM = 4 << 20
+# Room for some thousand rows: bursts fit into the socket, and need no thread of the rank to send them.
+_SEND_BUFFER = 4 << 20
 
 
-class Line:
-    """Sends messages and rows, from any thread; also what a grafter reports to.
+class ControlConnection:
+    """Sends messages and rows, from any thread; a grafter reports to it.
 
-    The notebook lets rows gather for a moment before it looks again; the bell asks it to look now.
+    The session lets rows gather for a moment before it reads them; a byte on the ``wake`` socket makes it read now.
     """
 
-    def __init__(self, channel: Channel, bell: socket.socket) -> None:
-        self.channel = channel
-        channel.make_room(_ROOM)
-        bell.setblocking(False)
-        self._bell = bell
-        self._rung = False
+    def __init__(self, channel: SocketChannel, wake: socket.socket) -> None:
+        self._set_ends(channel, wake)
 
-    def reconnect(self, channel: Channel, bell: socket.socket) -> None:
-        """Go on with another notebook, on its channel."""
-        channel.make_room(_ROOM)
-        bell.setblocking(False)
-        self._bell.close()
-        self.channel, self._bell, self._rung = channel, bell, False
+    def _set_ends(self, channel: SocketChannel, wake: socket.socket) -> None:
+        channel.make_room(_SEND_BUFFER)
+        wake.setblocking(False)
+        self.channel, self._wake_socket, self._was_full = channel, wake, False
 
     def send(self, message: FromRank) -> None:
-        """Send what somebody may wait for."""
+        """Send a message that the session should read at once."""
         self.channel.send(pack(message))
-        self._ring()
+        self._wake()
 
     # ---- what the grafter reports -------------------------------------------------------------------------------
 
     def row(self, row: Row) -> None:
-        self._post(pack_row(row))
+        self._send_later(pack_row(row))
 
     def seen(self, tags: dict[str, Any]) -> None:
-        self._post(pack(TapSeen(tags)))
+        self._send_later(pack(TapSeen(tags)))
 
     def adopted(self, version: int, step: int) -> None:
         self.send(PlanAdopted(version, step))
 
-    def _post(self, frame: bytes) -> None:
-        """Send what may wait with others of its kind."""
+    def _send_later(self, frame: bytes) -> None:
+        """Send a frame that may wait for others of its kind."""
         self.channel.send(frame)
-        # More rows than the socket holds: ring once.
-        backed_up = self.channel.backed_up
-        if backed_up and not self._rung:
-            self._ring()
-        self._rung = backed_up
+        # Wake the session once when more rows wait than the socket holds.
+        is_full = self.channel.backed_up
+        if is_full and not self._was_full:
+            self._wake()
+        self._was_full = is_full
 
-    def _ring(self) -> None:
-        # A full bell is ringing already, and one without a notebook rings for nobody.
+    def _wake(self) -> None:
+        # A full socket wakes already; one that is closed wakes no reader.
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._wake_socket.send(b"!")

@@ -19,7 +19,7 @@ from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.line import Line
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.messages import (
     Answer,
     AskKeptInput,
@@ -65,7 +65,7 @@ class Desk:
 
     def __init__(
         self,
-        line: Line,
+        line: ControlConnection,
         grafter: Grafter,
         kept: KeptPairs,
         interrupt: Callable[[int], None],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.messages import IsAt, Linked
@@ -31,7 +31,7 @@ class RankHandle:
     """Where a signal makes it write its threads' stacks, whatever they do; None where a signal would end it."""
 
     def __init__(
-        self, place: Place, seat: Seat, channel: Channel, bell: socket.socket, segment: int | None, log: Path
+        self, place: Place, seat: Seat, channel: SocketChannel, bell: socket.socket, segment: int | None, log: Path
     ) -> None:
         self.place = place
         self.seat = seat

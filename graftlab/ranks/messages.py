@@ -110,7 +110,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Contact(Message, frozen=True):
-    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
+    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.peer_connector`.
 
     ``socket`` is a path on its machine, and ``nonce`` what can be read in its memory by whoever shares that; ``name``
     is what it is called at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
@@ -130,11 +130,11 @@ class Contacts(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
-class Assemble(Message, frozen=True):
+class WorldSetupOrder(Message, frozen=True):
     """All ranks are there: connect to each of them anew, and report :class:`Linked`.
 
     What is connected is called a world, by number. A rank that is at work goes on in the world that it has, until it
-    hears :class:`Assembled` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
+    hears :class:`WorldComplete` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
     """
 
     world: int
@@ -142,7 +142,7 @@ class Assemble(Message, frozen=True):
     plan: WirePlan
 
 
-class Assembled(Message, frozen=True):
+class WorldComplete(Message, frozen=True):
     """All ranks are connected in this world: move there at the end of the step."""
 
     world: int
@@ -395,7 +395,18 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | ForAWhile | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
+ToRank = (
+    RunRequest
+    | PlanUpdate
+    | ForAWhile
+    | Query
+    | Interrupt
+    | Shutdown
+    | Contacts
+    | WorldSetupOrder
+    | WorldComplete
+    | Missing
+)
 FromRank = (
     Hello
     | Contact

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from graftlab.base.world import Place
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.lifeline import end_what_it_started
@@ -27,7 +27,7 @@ class RankProcess(RankHandle):
         place: Place,
         seat: Seat,
         process: BaseProcess,
-        channel: Channel,
+        channel: SocketChannel,
         bell: socket.socket,
         lifeline: socket.socket,
         segment: int,

@@ -9,7 +9,7 @@ from mmap import mmap
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.contract import LiveExchange
 from graftlab.exchange.exchanging import RankExchange
 from graftlab.grafting.arrival import Unasked
@@ -29,6 +29,6 @@ def exchange_of(
         arenas[world_rank] = Arena(descriptor, segment_size, writable=world_rank == place.world_rank)
         os.close(descriptor)
     own = arenas.pop(place.world_rank)
-    channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
+    channels = (SocketChannel(socket.socket(fileno=descriptor)) for descriptor in sockets)
     links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
     return RankExchange(place, own, links, budget=budget, timeout=timeout), own.map

@@ -20,17 +20,17 @@ from functools import partial
 import torch
 
 from graftlab.base import shipping
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.interrupts import may_raise_at
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.desk import Desk
 from graftlab.ranks.displays import show_displays
 from graftlab.ranks.lifeline import die_with_the_notebook
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Dispatch,
     Hello,
@@ -66,7 +66,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     *descriptors, store, bell, lifeline = receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
     die_with_the_notebook(lifeline)
-    line = Line(Channel(connection), socket.socket(fileno=bell))
+    line = ControlConnection(SocketChannel(connection), socket.socket(fileno=bell))
     settle_in(spec, spec.store or f"/proc/self/fd/{store}")
     Rank(spec, line, descriptors).serve()
     line.channel.drain(5.0)
@@ -80,7 +80,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
 class Rank:
     """What a rank holds between runs: its grafter, its namespace, and its line to the notebook."""
 
-    def __init__(self, spec: RankSpec, line: Line, descriptors: list[int]) -> None:
+    def __init__(self, spec: RankSpec, line: ControlConnection, descriptors: list[int]) -> None:
         self._line = line
         place = spec.place
         self._exchange, own = exchange_of(

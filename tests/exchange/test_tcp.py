@@ -15,25 +15,25 @@ from typing import Any
 import pytest
 import torch
 from kit.gpus import LateGpu, Machine, on_gpu
-from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
+from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_router
 from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
 from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Carried, Post, RemoteChannel
+from graftlab.exchange.tcp import FrameWithPayload, TcpChannel, TcpRouter
 
 
 @pytest.fixture
-def posts() -> Iterator[tuple[Post, Post]]:
-    made = make_post(0), make_post(1)
+def routers() -> Iterator[tuple[TcpRouter, TcpRouter]]:
+    made = make_router(0), make_router(1)
     yield made
-    for post in made:
-        post.close()
+    for router in made:
+        router.close()
 
 
-def joined(posts: tuple[Post, Post]) -> tuple[RemoteChannel, RemoteChannel]:
-    """Both ends of a connection; the second post has made it."""
-    first, second = posts
+def joined(routers: tuple[TcpRouter, TcpRouter]) -> tuple[TcpChannel, TcpChannel]:
+    """Both ends of a connection; the second router has made it."""
+    first, second = routers
     ours = second.connect(first.name, "127.0.0.1", first.port)
 
     def both() -> bool:
@@ -47,7 +47,7 @@ def joined(posts: tuple[Post, Post]) -> tuple[RemoteChannel, RemoteChannel]:
     return theirs, ours
 
 
-def heard(channel: RemoteChannel, count: int) -> list[bytes]:
+def heard(channel: TcpChannel, count: int) -> list[bytes]:
     frames: list[bytes] = []
 
     def enough() -> bool:
@@ -58,10 +58,10 @@ def heard(channel: RemoteChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[Post, Post]) -> None:
-    third = make_post(2)
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(routers: tuple[TcpRouter, TcpRouter]) -> None:
+    third = make_router(2)
     try:
-        first, second = posts
+        first, second = routers
         from_second, to_first = joined((first, second))
         from_third, also_to_first = joined((first, third))
         to_first.send(b"one")
@@ -93,26 +93,26 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_path: Path) -> None:
-    stranger = Post(keys_of(new_token()), b"stranger")
-    channel = stranger.connect(posts[0].name, "127.0.0.1", posts[0].port)
+def test_who_does_not_know_the_token_is_not_heard(routers: tuple[TcpRouter, TcpRouter], tmp_path: Path) -> None:
+    stranger = TcpRouter(keys_of(new_token()), b"stranger")
+    channel = stranger.connect(routers[0].name, "127.0.0.1", routers[0].port)
     frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
     assert (channel.reached, channel.linked) == (True, False)
-    posts[0].pump()
-    assert posts[0].channels() == []
+    routers[0].pump()
+    assert routers[0].channels() == []
     assert not (tmp_path / "gone off").exists()
     # Nor are those that do kept out by it.
-    theirs, ours = joined(posts)
+    theirs, ours = joined(routers)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
     stranger.close()
 
 
-def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[Post, Post]) -> None:
+def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tuple[TcpRouter, TcpRouter]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        channel = posts[0].connect(b"host", *other.getsockname())
+        channel = routers[0].connect(b"host", *other.getsockname())
         connection, _ = other.accept()
         with connection:
             connection.recv(64)
@@ -120,20 +120,20 @@ def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[
         wait_until(lambda: channel.receive() or channel.closed, "the end")
         nowhere = other.getsockname()
     assert (channel.reached, channel.linked) == (True, False)
-    posts[0].forget(channel)
-    again = posts[0].connect(b"host", *nowhere)
+    routers[0].forget(channel)
+    again = routers[0].connect(b"host", *nowhere)
     wait_until(lambda: again.receive() or again.closed, "the refusal")
     assert (again.reached, again.linked) == (False, False)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
-def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[Post, Post]) -> None:
-    with socket.create_connection(("127.0.0.1", posts[0].port)) as noisy:
+def test_noise_at_the_port_harms_nobody(said: bytes, routers: tuple[TcpRouter, TcpRouter]) -> None:
+    with socket.create_connection(("127.0.0.1", routers[0].port)) as noisy:
         noisy.sendall(said)
-        theirs, ours = joined(posts)
+        theirs, ours = joined(routers)
         ours.send(b"frame")
         assert heard(theirs, 1) == [b"frame"]
-    assert posts[0].channels() == [theirs]
+    assert routers[0].channels() == [theirs]
 
 
 def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
@@ -144,17 +144,17 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
             to.sendall(data)
 
 
-def test_what_travels_cannot_be_read_on_the_way(posts: tuple[Post, Post]) -> None:
+def test_what_travels_cannot_be_read_on_the_way(routers: tuple[TcpRouter, TcpRouter]) -> None:
     secret, seen = b"what nobody else may know " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
-        channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
+        channel = routers[1].connect(routers[0].name, "127.0.0.1", between.getsockname()[1])
         channel.send(secret)
         near, _ = between.accept()
-        with near, socket.create_connection(("127.0.0.1", posts[0].port)) as far:
+        with near, socket.create_connection(("127.0.0.1", routers[0].port)) as far:
             for source, to in ((near, far), (far, near)):
                 threading.Thread(target=pass_on, args=(source, to, seen), daemon=True).start()
-            wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
-            assert heard(posts[0].channels()[0], 1) == [secret]
+            wait_until(lambda: routers[0].pump() or routers[0].channels(), "the connection")
+            assert heard(routers[0].channels()[0], 1) == [secret]
     assert b"CURVE" in seen
     assert b"what nobody" not in seen
 
@@ -163,27 +163,29 @@ def test_what_travels_cannot_be_read_on_the_way(posts: tuple[Post, Post]) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
-def test_what_is_attached_arrives_in_pieces_that_are_whole_together(size: int, posts: tuple[Post, Post]) -> None:
-    theirs, ours = joined(posts)
+def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
+    size: int, routers: tuple[TcpRouter, TcpRouter]
+) -> None:
+    theirs, ours = joined(routers)
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
     ours.send(b"before")
     ours.send(b"tensor", memoryview(sent.numpy()))
     ours.send(b"after")
     frames = heard(theirs, 3)
     assert frames == [b"before", b"tensor", b"after"]
-    assert isinstance(frames[1], Carried)
+    assert isinstance(frames[1], FrameWithPayload)
     assert b"".join(bytes(piece) for piece in frames[1].payload) == sent.numpy().tobytes()
     assert max(map(len, frames[1].payload)) <= 4 * MIB
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
-def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[Post, Post]) -> None:
-    theirs, ours = joined(posts)
+def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple[TcpRouter, TcpRouter]) -> None:
+    theirs, ours = joined(routers)
     if ends == "who was connected to":
-        posts, theirs, ours = (posts[1], posts[0]), ours, theirs
+        routers, theirs, ours = (routers[1], routers[0]), ours, theirs
     for number in range(100):
         ours.send(b"%d frame" % number)
-    posts[1].close()
+    routers[1].close()
     assert heard(theirs, 101) == [b"%d frame" % number for number in range(100)]
     assert theirs.closed
     assert theirs.said_goodbye
@@ -191,14 +193,16 @@ def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[P
     theirs.send(b"in vain")
 
 
-def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(posts: tuple[Post, Post]) -> None:
+def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(
+    routers: tuple[TcpRouter, TcpRouter],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     for _ in range(3):
-        channel = posts[1].connect(posts[0].name, "127.0.0.1", port)
+        channel = routers[1].connect(routers[0].name, "127.0.0.1", port)
         wait_until(lambda channel=channel: channel.receive() or channel.closed, "the end")  # type: ignore[misc]
-        posts[1].forget(channel)
-    theirs, ours = joined(posts)
+        routers[1].forget(channel)
+    theirs, ours = joined(routers)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
 
@@ -224,7 +228,7 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
     frame = Published(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
     channel = world.baseline.channels[0]
-    assert isinstance(channel, RemoteChannel)
+    assert isinstance(channel, TcpChannel)
     channel.send(encode(frame), memoryview(attached) if attached else None)
     receipt = world.target.receive(key())
     receipt.release()

@@ -10,12 +10,20 @@ import pytest
 
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.gathering import Gathering
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.membership import Membership
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import Assemble, Assembled, Linked, Moved, PlanUpdate, RunRequest, unpack_to_rank
+from graftlab.ranks.messages import (
+    Linked,
+    Moved,
+    PlanUpdate,
+    RunRequest,
+    WorldComplete,
+    WorldSetupOrder,
+    unpack_to_rank,
+)
 
 
 class Runs:
@@ -30,9 +38,9 @@ class Runs:
         self.count += 1
         return info, GraftPlan()
 
-    def note_moved(self, rank: AttachedRank) -> None: ...
+    def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def tell_plan(self, rank: AttachedRank) -> None: ...
+    def tell_plan(self, rank: AttachedRankHandle) -> None: ...
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -42,11 +50,11 @@ class Jobs:
     """One baseline rank and two of the target, for each of which the test speaks."""
 
     def __init__(self, folder: Path) -> None:
-        self.ranks = [AttachedRank(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
+        self.ranks = [AttachedRankHandle(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
         self.runs = Runs()
         runs: Any = self.runs
-        self.gathering = Gathering(self.ranks, runs, makes_links=True)
-        self._ends: dict[int, Channel] = {}
+        self.gathering = Membership(self.ranks, runs, makes_links=True)
+        self._ends: dict[int, SocketChannel] = {}
 
     def come(self, *ranks: int, first_step: int | None = None) -> None:
         """A new process takes each of these places, and is ready."""
@@ -56,7 +64,7 @@ class Jobs:
                 rank.renew()
             rank.hand_over(1000 + number, Seat("cpu", "none"))
             line, bell = rank.take_line()
-            self._ends[number] = Channel(line)
+            self._ends[number] = SocketChannel(line)
             bell.close()
             self.gathering.enter(rank, None, first_step)
             self.gathering.greet(rank)
@@ -114,7 +122,7 @@ def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_link
     jobs.come(0, 1)
     assert jobs.heard(0) == []
     jobs.come(2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assemble]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldSetupOrder]] * 3
     jobs.link(1, 0, 1)
     assert jobs.heard(0) == []
     jobs.link(1, 2)
@@ -132,7 +140,7 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
     assert assemble.info.generations == (2, 1)
     jobs.heard(0), jobs.heard(2)
     jobs.link(2, 0, 1, 2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [Assembled], [Assembled]]
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [WorldComplete], [WorldComplete]]
     # The ranks of one side need not come to the same step.
     jobs.move(1, 2, 151)
     assert jobs.heard(0) == []
@@ -210,13 +218,13 @@ def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs
         rank = jobs.ranks[number]
         rank.hand_over(number, Seat("cpu", "none"))
         line, bell = rank.take_line()
-        jobs._ends[number] = Channel(line)
+        jobs._ends[number] = SocketChannel(line)
         bell.close()
         jobs.gathering.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
         jobs.gathering.greet(rank)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assemble]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldSetupOrder]] * 3
     jobs.link(1, 0, 1, 2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assembled]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldComplete]] * 3
     for number in range(3):
         jobs.move(number, 1, 130)
     assert [jobs.heard(number) for number in range(3)] == [[], [], []]

@@ -13,16 +13,16 @@ from kit.support import wait_until
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import new_token
-from graftlab.exchange.tcp import RemoteChannel
-from graftlab.jobs.linking import Linker
+from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.ranks.messages import Contact
 
 
 @dataclass
 class Ranks:
-    linkers: list[Linker]
+    linkers: list[PeerConnector]
 
     def link(self, seen_by: Callable[[int, Contact], Contact] = lambda rank, contact: contact) -> None:
         """Tell each of all others, as ``seen_by`` says that it sees them, and have all work until each has its links.
@@ -51,7 +51,7 @@ def ranks() -> Iterator[Callable[[int, int], Ranks]]:
         def make(baseline: int, target: int) -> Ranks:
             token = new_token()
             places = Place("baseline", 0, baseline, target).everyone()
-            made = [Linker(place, token, "127.0.0.1") for place in places]
+            made = [PeerConnector(place, token, "127.0.0.1") for place in places]
             for linker in made:
                 closing.callback(linker.close)
             return Ranks(made)
@@ -74,9 +74,9 @@ def test_ranks_that_share_memory_listen_no_more_when_they_are_linked(ranks: Call
     world.link()
     for linker in world.linkers:
         linker.seal()
-        assert linker._post.over.is_set()
+        assert linker._router.over.is_set()
     channel, _ = world.linkers[0].links[1]
-    assert isinstance(channel, Channel)
+    assert isinstance(channel, SocketChannel)
     channel.send(b"still here")
     other, _ = world.linkers[1].links[0]
     assert other.receive() == [b"still here"]
@@ -101,7 +101,7 @@ def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
     assert [linker.kinds() for linker in world.linkers] == [((1,), (2,)), ((0, 2), ()), ((1,), (0,))]
     channel, arena = world.linkers[2].links[0]
     assert arena is None
-    assert isinstance(channel, RemoteChannel)
+    assert isinstance(channel, TcpChannel)
 
 
 def test_memory_in_which_the_other_does_not_find_what_was_announced_is_shared_by_neither(

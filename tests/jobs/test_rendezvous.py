@@ -13,8 +13,8 @@ import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
 from graftlab.jobs import meeting
-from graftlab.jobs.entering import Entrance
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_client import SessionClient
 from graftlab.ranks.messages import AskMissing, Missing, pack, unpack_to_rank
 
 
@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
 
 
 def test_nobody_else_can_enter_where_jobs_meet(tmp_path: Path) -> None:
-    with Meeting(tmp_path / "run") as place, place.locked():
+    with Rendezvous(tmp_path / "run") as place, place.locked():
         listener = place.listen()
         assert listener is not None
         (room,) = (tmp_path / "run").iterdir()
@@ -32,11 +32,11 @@ def test_nobody_else_can_enter_where_jobs_meet(tmp_path: Path) -> None:
         listener.close()
     room.chmod(0o750)
     with pytest.raises(gl.ConfigError, match=r"mode 0700.*name another address"):
-        Meeting(tmp_path / "run")
+        Rendezvous(tmp_path / "run")
 
 
 def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Meeting(tmp_path) as place, place.locked():
+    with Rendezvous(tmp_path) as place, place.locked():
         assert place.connect(1.0) is None
         listener = place.listen()
         assert listener is not None
@@ -52,15 +52,15 @@ def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_made_is_named_with_the_variables_that_may_have_named_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(gl.ConfigError, match=r"cannot meet in the folder .*/file/run: .*GRAFTLAB_RUN_DIR"):
-        Meeting(tmp_path / "file" / "run")
+        Rendezvous(tmp_path / "file" / "run")
 
 
-def entrance(folder: Path, timeout: float = 60.0) -> Entrance:
+def entrance(folder: Path, timeout: float = 60.0) -> SessionClient:
     """Of a baseline's only rank."""
     config = GraftConfig(
         role="baseline", baseline_world_size=1, target_world_size=1, address=str(folder), timeout=timeout
     )
-    return Entrance(Place("baseline", 0, 1, 1), config)
+    return SessionClient(Place("baseline", 0, 1, 1), config)
 
 
 def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path)
 
 
 def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> None:
-    with Meeting(tmp_path) as place, place.locked():
+    with Rendezvous(tmp_path) as place, place.locked():
         listener = place.listen()
     assert listener is not None
     with (

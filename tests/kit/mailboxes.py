@@ -19,12 +19,12 @@ import torch.multiprocessing
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import Channel, SocketChannel
 from graftlab.exchange.contract import LiveExchange, Receipt
 from graftlab.exchange.device import Gpu
 from graftlab.exchange.exchanging import RankExchange
 from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.tcp import TcpChannel, TcpRouter
 from graftlab.exchange.whereabouts import WhereaboutsPage
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
@@ -80,7 +80,7 @@ class Mailbox:
         place: Place,
         exchange: LiveExchange[Any],
         page: WhereaboutsPage,
-        channels: Sequence[Channel | RemoteChannel],
+        channels: Sequence[Channel],
         put: Put = as_it_is,
         gpu: Any = None,
     ) -> None:
@@ -136,8 +136,8 @@ class Mailbox:
         for channel in self.channels:
             channel.close()
         for channel in self.channels:
-            if isinstance(channel, RemoteChannel):
-                channel._post.close()
+            if isinstance(channel, TcpChannel):
+                channel._router.close()
 
 
 class World:
@@ -164,7 +164,7 @@ class World:
         wires = make_wires(count)
         self.mailboxes: list[Mailbox] = []
         far = range(count) if tcp else far
-        remote = connect_all(make_posts(count)) if far else {}
+        remote = connect_all(make_routers(count)) if far else {}
         for me in Place("baseline", 0, baseline, target).everyone():
             links: dict[int, Any] = {
                 other: remote[rank][other] if rank in far or other in far else link
@@ -257,17 +257,17 @@ def make_mailbox(
     place: Place,
     segments: list[int],
     size: int,
-    links: Mapping[int, socket.socket | RemoteChannel],
+    links: Mapping[int, socket.socket | TcpChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
-    channels = {rank: Channel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
+    channels = {rank: SocketChannel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
     arenas = {
         rank: Arena(descriptor, size, writable=rank == place.world_rank)
         for rank, descriptor in enumerate(segments)
-        if not isinstance(channels.get(rank), RemoteChannel)
+        if not isinstance(channels.get(rank), TcpChannel)
     }
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
@@ -300,10 +300,10 @@ TOKEN = new_token()
 _MARK = b"all before this has been delivered"
 
 
-def _take_mark(channel: RemoteChannel) -> bool:
+def _take_mark(channel: TcpChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
-    channel._post.pump()
-    channel._post.rouse()
+    channel._router.pump()
+    channel._router.rouse()
     # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
@@ -311,51 +311,51 @@ def _take_mark(channel: RemoteChannel) -> bool:
     return True
 
 
-def make_post(rank: int, token: str = TOKEN) -> Post:
-    return Post(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+def make_router(rank: int, token: str = TOKEN) -> TcpRouter:
+    return TcpRouter(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_posts(count: int) -> list[Post]:
-    return [make_post(rank) for rank in range(count)]
+def make_routers(count: int) -> list[TcpRouter]:
+    return [make_router(rank) for rank in range(count)]
 
 
-Remote = dict[int, RemoteChannel]
+Remote = dict[int, TcpChannel]
 
 
-def connect_all(posts: list[Post]) -> dict[int, Remote]:
+def connect_all(routers: list[TcpRouter]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
-    ports = [post.port for post in posts]
-    made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
-    return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
+    ports = [router.port for router in routers]
+    made = [connect_to_lower(router, rank, ports) for rank, router in enumerate(routers)]
+    return {rank: wait_for_links(router, made[rank], len(routers)) for rank, router in enumerate(routers)}
 
 
-def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
-    return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
+def connect_to_lower(router: TcpRouter, rank: int, ports: list[int]) -> Remote:
+    return {lower: router.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+def wait_for_links(router: TcpRouter, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 
     def complete() -> bool:
-        post.pump()
+        router.pump()
         for other in range(len(made) + 1, count):
-            channel = post.channel_from(f"rank {other}".encode())
+            channel = router.channel_from(f"rank {other}".encode())
             if channel is not None:
                 links[other] = channel
         return len(links) == count - 1 and all(channel.linked for channel in links.values())
 
     wait_until(complete, "the connections")
-    post.rouse()
+    router.rouse()
     return dict(sorted(links.items()))
 
 
 def link_over_tcp(rank: int, line: Any) -> Remote:
     """In a process of its own: listen, hear from the test where the others do, and connect."""
     token, count = line.recv()
-    post = make_post(rank, token)
-    line.send(post.port)
-    return wait_for_links(post, connect_to_lower(post, rank, line.recv()), count)
+    router = make_router(rank, token)
+    line.send(router.port)
+    return wait_for_links(router, connect_to_lower(router, rank, line.recv()), count)
 
 
 # ---- one process a rank ---------------------------------------------------------------------------------------------

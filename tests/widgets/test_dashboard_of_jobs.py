@@ -11,9 +11,8 @@ from kit.pages import Browser, Screen
 from kit.support import wait_until
 
 import graftlab as gl
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.host import Host
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.messages import Linked, Moved
 from graftlab.widgets.refresher import refresher_of
@@ -24,11 +23,11 @@ class Jobs:
 
     def __init__(self, session: gl.Session) -> None:
         self.session = session
-        self.ranks = cast("list[AttachedRank]", session.ranks)
+        self.ranks = cast("list[AttachedRankHandle]", session.ranks)
         # The session knows of it no more than how to end it.
         closes: Any = session.closes_first
         self.host: Host = closes.__self__
-        self._ends: dict[int, Channel] = {}
+        self._ends: dict[int, SocketChannel] = {}
 
     def come(self, *numbers: int) -> None:
         """A new process takes each of these places; then all have their connections."""
@@ -41,7 +40,7 @@ class Jobs:
                     self.session.joined.hear(rank)
                 rank.hand_over(1000 + number, Seat("cpu", "none"))
                 line, bell = rank.take_line()
-                self._ends[number] = Channel(line)
+                self._ends[number] = SocketChannel(line)
                 bell.close()
                 gathering.enter(rank, None, None)
             for number in numbers:
