@@ -142,11 +142,11 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
-    session, host = open_session_server(
-        Session, options, plan or GraftPlan(), where, Rendezvous(where), append=append, gate=gate
+    listen_at = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
+    session, server = open_session_server(
+        Session, options, plan or GraftPlan(), where, Rendezvous(where), append=append, listen_at=listen_at
     )
-    sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
+    sys.stdout.write(f"start each job with these variables, and its own command:\n{server.invitation}\n")
     return session
 
 

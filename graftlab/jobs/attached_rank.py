@@ -62,11 +62,11 @@ from graftlab.taps import calls as taps
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks whether another notebook listens, after one went away.
-_LOOK_FOR_ANOTHER = 0.5
+_RETRY = 0.5
 # Seconds between two words to a notebook that cannot look where this process is.
-_TELL_WHERE = 0.25
+_STATUS_INTERVAL = 0.25
 # Seconds for the holder of the session to say for whom this process has waited in vain.
-_SAYING_LIMIT = 5.0
+_MISSING_LIMIT = 5.0
 
 
 class AttachedRank:
@@ -76,11 +76,11 @@ class AttachedRank:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
         self.place = place_of(config)
         self._config = config
-        self._entrance = SessionClient(self.place, config)
-        self._entry = self._entrance.enter()
-        self._proxy = self._entry.proxy
-        self.folder = Path(self._entry.joined.folder)
-        self._line = JobConnection(self._entry.channel, self._entry.wake)
+        self._client = SessionClient(self.place, config)
+        self._joined_as = self._client.join()
+        self._proxy = self._joined_as.proxy
+        self.folder = Path(self._joined_as.joined.folder)
+        self._connection = JobConnection(self._joined_as.channel, self._joined_as.wake)
         self._run: RunInfo | None = None
         # What is in force again when a notebook goes away that has changed the plan for a while.
         self._lasting: GraftPlan | None = None
@@ -89,10 +89,10 @@ class AttachedRank:
         # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
         # assembly, and the job's own look at these.
         self._world: World | None = None
-        self._assembly: WorldSetup | None = None
-        self._assembling = threading.Lock()
+        self._setup: WorldSetup | None = None
+        self._setup_lock = threading.Lock()
         # What comes of assemblies until the run begins.
-        self._arrived: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
+        self._worlds: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
@@ -102,18 +102,18 @@ class AttachedRank:
         Raises :class:`SessionError` when some are not in time.
         """
         try:
-            self._line.send(Hello(os.getpid()))
+            self._connection.send(Hello(os.getpid()))
             request, world, rest = self._await_request()
         except BaseException:
-            self._drop_assembly()
-            self._line.channel.close()
-            self._let_go_of_line()
+            self._drop_setup()
+            self._connection.channel.close()
+            self._close_proxy()
             raise
-        joined = self._entry.joined
+        joined = self._joined_as.joined
         self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._line, self._kept
+            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._connection, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())
@@ -129,14 +129,14 @@ class AttachedRank:
 
     def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
         """What begins the run, what joins this rank with the others, and the frames that came with it."""
-        channel = self._line.channel
+        channel = self._connection.channel
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
         request: RunRequest | None = None
         rest: list[bytes] = []
         while not channel.closed:
-            poller.poll(min(self._entrance.remaining(), _LOOK_FOR_ANOTHER) * 1000)
-            if self._entrance.remaining() <= 0.001:
+            poller.poll(min(self._client.remaining(), _RETRY) * 1000)
+            if self._client.remaining() <= 0.001:
                 raise SessionError(
                     f"{self._what_is_missing()} within {self._config.timeout:g} s; a larger timeout (GRAFTLAB_TIMEOUT) "
                     f"waits longer"
@@ -146,34 +146,34 @@ class AttachedRank:
                 if isinstance(message, RunRequest):
                     request = message
                 elif isinstance(message, (WorldSetupOrder, Contacts)):
-                    self._assemble(message)
+                    self._set_up_world(message)
                 elif request is not None:
                     rest.append(frame)
                 # Plans that come before are older than the one that follows the request.
-            if request is not None or not self._arrived.empty():
-                if request is not None and self._assembly is not None:
-                    self._assembly.finish()
-                arrived = self._next_arrived()
+            if request is not None or not self._worlds.empty():
+                if request is not None and self._setup is not None:
+                    self._setup.finish()
+                arrived = self._next_world()
                 if request is None or isinstance(arrived, Exception):
                     raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
                 return request, arrived, rest
         raise SessionError("whoever held the session went away before all had joined")
 
-    def _next_arrived(self) -> World | Exception:
+    def _next_world(self) -> World | Exception:
         try:
-            return self._arrived.get(timeout=self._entrance.remaining())
+            return self._worlds.get(timeout=self._client.remaining())
         except queue.Empty:
             return SessionError(f"connecting to the others took longer than {self._config.timeout:g} s")
 
     def _what_is_missing(self) -> str:
         """For what this rank has waited in vain: the holder of the session knows."""
-        channel = self._line.channel
-        if self._assembly is not None and (unlinked := self._assembly.missing()):
+        channel = self._connection.channel
+        if self._setup is not None and (unlinked := self._setup.missing()):
             return f"{', '.join(unlinked)} had not joined"
-        self._line.send(AskMissing())
+        self._connection.send(AskMissing())
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
-        deadline = time.monotonic() + _SAYING_LIMIT
+        deadline = time.monotonic() + _MISSING_LIMIT
         while not channel.closed and (remaining := deadline - time.monotonic()) > 0:
             poller.poll(remaining * 1000)
             for frame in channel.receive():
@@ -184,63 +184,63 @@ class AttachedRank:
 
     def _enter(self, world: World, run: RunInfo) -> None:
         """Go on in this world, of which the exchange's owner knows already."""
-        with self._assembling:
+        with self._setup_lock:
             before, self._world, self._run = self._world, world, run
         if before is not None and before is not world:
-            before.let_go()
-        self._line.generations = run.generations
-        if world.linker is not None:
-            line = self._line
+            before.close_but_exchange()
+        self._connection.generations = run.generations
+        if world.connector is not None:
+            connection = self._connection
             Beacon(
                 WhereaboutsPage(world.page),
-                line.send_status,
-                lambda: line.generation,
+                connection.send_status,
+                lambda: connection.generation,
                 lambda: self._over.is_set() or self._world is not world,
-                rest=_TELL_WHERE,
+                rest=_STATUS_INTERVAL,
             ).start()
 
     # ---- other peers --------------------------------------------------------------------------------------------
 
-    def _assemble(self, message: WorldSetupOrder | WorldComplete | Contacts) -> None:
+    def _set_up_world(self, message: WorldSetupOrder | WorldComplete | Contacts) -> None:
         """Come together with all others, in a world that is there when all of them have."""
         if isinstance(message, WorldSetupOrder):
-            self._drop_assembly()
-            joined, token = self._entry.joined, self._entry.token
-            make_linker = None
+            self._drop_setup()
+            joined, token = self._joined_as.joined, self._joined_as.token
+            make_connector = None
             if joined.address:
                 assert token is not None
                 address, ports = self._own_address(), self._config.port_range()
 
-                def make_linker() -> PeerConnector:
+                def make_connector() -> PeerConnector:
                     return PeerConnector(self.place, token, address, ports)
 
-            means = SetupContext(self.place, joined, self._line, self._entrance.fetch, make_linker)
-            with self._assembling:
-                self._assembly = WorldSetup(means, message, self._on_arrival)
-        elif self._assembly is not None:
+            context = SetupContext(self.place, joined, self._connection, self._client.fetch_share, make_connector)
+            with self._setup_lock:
+                self._setup = WorldSetup(context, message, self._on_world)
+        elif self._setup is not None:
             if isinstance(message, Contacts):
-                self._assembly.meet(message)
-            elif message.world == self._assembly.world:
-                self._assembly.finish()
+                self._setup.add_contacts(message)
+            elif message.world == self._setup.world:
+                self._setup.finish()
 
-    def _drop_assembly(self) -> None:
-        with self._assembling:
-            assembly, self._assembly = self._assembly, None
-        if assembly is not None:
-            assembly.give_up()
+    def _drop_setup(self) -> None:
+        with self._setup_lock:
+            setup, self._setup = self._setup, None
+        if setup is not None:
+            setup.abandon()
         if self._run is not None:
             self._grafter.offer(None)
 
-    def _on_arrival(self, arrived: World | Exception) -> None:
+    def _on_world(self, arrived: World | Exception) -> None:
         """On the thread of an assembly."""
         run = self._run
         if run is None:
-            self._arrived.put(arrived)
+            self._worlds.put(arrived)
         elif isinstance(arrived, World):
             self._offer(arrived)
         elif isinstance(arrived, (GraftError, OSError, EOFError)):
             what = f"graftlab could not connect to the ranks that came anew, whose tensors are missing here: {arrived}"
-            self._line.send(Output(f"{what}\n"))
+            self._connection.send(Output(f"{what}\n"))
             warn(f"{self.place.label}: {what}; the job goes on")
         else:
             self._fail(arrived)
@@ -254,8 +254,8 @@ class AttachedRank:
             lambda run: self._on_moved(world, run),
             world.close,
         )
-        with self._assembling:
-            is_wanted = self._assembly is not None and self._assembly.world == world.number
+        with self._setup_lock:
+            is_wanted = self._setup is not None and self._setup.world == world.number
             if is_wanted:
                 self._grafter.offer(offer)
         if not is_wanted:
@@ -266,14 +266,14 @@ class AttachedRank:
     def _on_moved(self, world: World, run: RunInfo) -> None:
         """On the job's own thread, at the end of a step."""
         self._enter(world, run)
-        self._line.send(Moved(world.number, run.first_step))
+        self._connection.send(Moved(world.number, run.first_step))
         logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
     def _own_address(self) -> str:
         """Where other machines reach this one: at the address from which it reaches who holds the session."""
         endpoint = self._config.endpoint
         if self._proxy is None or endpoint is None:
-            return self._entry.joined.address
+            return self._joined_as.joined.address
         try:
             return address_towards(*endpoint)
         except OSError as error:
@@ -281,9 +281,11 @@ class AttachedRank:
 
     def _own_log(self) -> Path:
         """A file of the session's folder; on another machine one of the same name in this job's own folder."""
-        log = Path(self._entry.joined.log)
+        log = Path(self._joined_as.joined.log)
         if self._proxy is not None:
-            folder = self._config.meeting if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
+            folder = (
+                self._config.rendezvous if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
+            )
             log = folder / "logs" / log.name
             # Where that cannot be, whoever opens the log tells.
             with contextlib.suppress(OSError):
@@ -292,11 +294,11 @@ class AttachedRank:
 
     def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
         self._desk = Desk(
-            self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone, fail=self._fail
+            self._connection, self._grafter, self._kept, lambda run: None, end=self._on_server_gone, fail=self._fail
         )
-        self._desk.on(WorldSetupOrder, self._assemble)
-        self._desk.on(WorldComplete, self._assemble)
-        self._desk.on(Contacts, self._assemble)
+        self._desk.on(WorldSetupOrder, self._set_up_world)
+        self._desk.on(WorldComplete, self._set_up_world)
+        self._desk.on(Contacts, self._set_up_world)
         self._desk.on(ForAWhile, self._on_plans_for_a_while)
         self._desk.on_question(RunAgainstItself, self._run_against_itself)
         self._desk.on_question(AskAgainstItself, self._against_itself)
@@ -333,13 +335,13 @@ class AttachedRank:
             except Exception as error:
                 # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
-            self._drop_assembly()
-            self._line.channel.close()
-            self._let_go_of_line()
+            self._drop_setup()
+            self._connection.channel.close()
+            self._close_proxy()
             if self._world is not None:
-                self._world.let_go()
+                self._world.close_but_exchange()
 
-    def _let_go_of_line(self) -> None:
+    def _close_proxy(self) -> None:
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.close(when_done=True)
@@ -351,22 +353,22 @@ class AttachedRank:
         self._grafter.end_run()
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
-        self._line.send(RunDone(run.run, None, failure))
+        self._connection.send(RunDone(run.run, None, failure))
         if not self._settle():
-            self._line.send(
+            self._connection.send(
                 Output(
                     f"this job ended, and did not wait longer than {self._config.timeout:g} s for the others: whether "
                     f"somebody asked for what it sent last is not known, and has no rows\n"
                 )
             )
         self._grafter.close_run()
-        self._line.send(RunSettled(run.run, self._grafter.next_step))
-        self._line.channel.drain(5.0)
+        self._connection.send(RunSettled(run.run, self._grafter.next_step))
+        self._connection.channel.drain(5.0)
         # Last, because a warning may be an error here.
         if self.place.rank == 0:
-            line = self._line
-            nothing = nothing_measured(line.taps, line.statuses, line.last_errors, self.folder)
-            for said in filter(None, (nothing, *unmatched_filters(self._config, self._grafter.plan, line.taps))):
+            connection = self._connection
+            nothing = nothing_measured(connection.taps, connection.statuses, connection.last_errors, self.folder)
+            for said in filter(None, (nothing, *unmatched_filters(self._config, self._grafter.plan, connection.taps))):
                 warn(f"{self.place.label}: {said}")
 
     def _settle(self) -> bool:
@@ -396,16 +398,18 @@ class AttachedRank:
                 self._grafter.end_run()
             except Exception as another:
                 logger.warning("%s could not tell the others that it takes no more taps: %s", self.place.label, another)
-            self._line.send(Output(f"graftlab failed and takes no more taps here: {type(error).__name__}: {error}\n"))
-            self._line.channel.drain(1.0)
-            self._line.channel.close()
+            self._connection.send(
+                Output(f"graftlab failed and takes no more taps here: {type(error).__name__}: {error}\n")
+            )
+            self._connection.channel.drain(1.0)
+            self._connection.channel.close()
         warn(f"graftlab failed on {self.place.label} and takes no more taps; the job goes on ({error})")
 
     # ---- without a notebook -------------------------------------------------------------------------------------
 
-    def _on_host_gone(self) -> None:
+    def _on_server_gone(self) -> None:
         """On the desk's thread, which ends with this."""
-        self._line.channel.close()
+        self._connection.channel.close()
         if self._over.is_set():
             return
         nothing = self._config.without_host == "nothing"
@@ -413,7 +417,7 @@ class AttachedRank:
             "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
             self.place.label,
             "compares nothing" if nothing else "with the plan that it has",
-            f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.meeting}",
+            f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.rendezvous}",
         )
         self._grafter.keeps_step = False
         lasting, self._lasting = self._lasting, None
@@ -422,43 +426,43 @@ class AttachedRank:
         self._grafter.forget_itself(self._grafter.newest_plan.version)
         if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
-        self._drop_assembly()
-        while not self._over.wait(_LOOK_FOR_ANOTHER):
+        self._drop_setup()
+        while not self._over.wait(_RETRY):
             try:
-                if self._come_back():
+                if self._rejoin():
                     return
             except (GraftError, OSError) as error:
                 logger.warning("%s could not join the session that listens: %s", self.place.label, error)
                 # It stays what it is; ask again, but not all the time.
-                self._over.wait(10 * _LOOK_FOR_ANOTHER)
+                self._over.wait(10 * _RETRY)
 
-    def _come_back(self) -> bool:
-        with self._assembling:
+    def _rejoin(self) -> bool:
+        with self._setup_lock:
             run, world = self._run, self._world
         assert run is not None
         assert world is not None
         now = replace(run, first_step=self._grafter.next_step)
-        membership = RejoinState(
+        state = RejoinState(
             now,
             to_wire(self._grafter.newest_plan),
-            self._line.lost_rows,
-            world.linker is not None,
-            self._entry.joined.session,
+            self._connection.lost_rows,
+            world.connector is not None,
+            self._joined_as.joined.session,
         )
-        self._let_go_of_line()
-        entry = self._entrance.come_back(membership, world.segment)
-        if entry is None:
+        self._close_proxy()
+        result = self._client.rejoin(state, world.segment)
+        if result is None:
             return False
-        is_same = entry.joined.session == self._entry.joined.session
-        self._entry, self._proxy = entry, entry.proxy
-        self._line.reconnect(entry.channel, entry.wake)
-        self._line.lost_rows = 0
+        is_same = result.joined.session == self._joined_as.joined.session
+        self._joined_as, self._proxy = result, result.proxy
+        self._connection.reconnect(result.channel, result.wake)
+        self._connection.lost_rows = 0
         self._open_desk()
-        if world.linker is not None:
-            self._line.send(world.linker.linked(world.number))
-        self._line.send(Hello(os.getpid()))
+        if world.connector is not None:
+            self._connection.send(world.connector.linked(world.number))
+        self._connection.send(Hello(os.getpid()))
         which = "its session again" if is_same else "another session"
-        logger.info("%s has joined %s; rows go to %s", self.place.label, which, entry.joined.folder)
+        logger.info("%s has joined %s; rows go to %s", self.place.label, which, result.joined.folder)
         return True
 
 

@@ -28,7 +28,7 @@ class AttachedRankHandle(RankHandle):
     takes_work = False
 
     def __init__(self, place: Place, folder: Path) -> None:
-        channel, bell = self._new_line()
+        channel, bell = self._new_connection()
         log = folder / "logs" / f"{place.side}-{place.rank}.log"
         super().__init__(place, _NOWHERE, channel, bell, None, log)
         self.alive = False
@@ -39,19 +39,19 @@ class AttachedRankHandle(RankHandle):
         # What it has said last, where it is not this process that made its memory.
         self._told: Whereabouts | None = None
 
-    def _new_line(self) -> tuple[SocketChannel, socket.socket]:
-        ours, self._their_line = socket.socketpair()
-        bell, self._their_bell = socket.socketpair()
+    def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
+        ours, self._their_end = socket.socketpair()
+        bell, self._their_wake = socket.socketpair()
         return SocketChannel(ours), bell
 
     def hand_over(self, pid: int, seat: Seat) -> list[int]:
         """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
         self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
-        return [self._their_line.fileno(), self._their_bell.fileno()]
+        return [self._their_end.fileno(), self._their_wake.fileno()]
 
     def take_ends(self) -> tuple[socket.socket, socket.socket]:
         """The other ends of the line, for whoever speaks for a process on another machine."""
-        ends = self._their_line.dup(), self._their_bell.dup()
+        ends = self._their_end.dup(), self._their_wake.dup()
         self.handed_over()
         return ends
 
@@ -74,15 +74,15 @@ class AttachedRankHandle(RankHandle):
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""
-        self._their_line.close()
-        self._their_bell.close()
+        self._their_end.close()
+        self._their_wake.close()
 
     def renew(self) -> None:
         """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
         self._forget_next_segment()
         old = (self.channel, self.bell)
         self.handed_over()
-        self.channel, self.bell = self._new_line()
+        self.channel, self.bell = self._new_connection()
         old[0].close()
         old[1].close()
         self.alive = self.has_joined = False

@@ -43,7 +43,7 @@ class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JoinRequest(HandshakeMessage, frozen=True):
     """A process asks to be this rank. With ``plan`` it is one that wants to meet others that have the same.
 
-    One that has a ``membership`` asks for a new line alone; the descriptor of its own segment follows.
+    One that has a ``rejoins`` asks for a new line alone; the descriptor of its own segment follows.
     """
 
     version: str
@@ -55,7 +55,7 @@ class JoinRequest(HandshakeMessage, frozen=True):
     device: str
     backend: str
     plan: WirePlan | None
-    membership: RejoinState | None
+    rejoins: RejoinState | None
     first_step: int | None = None
 
 
@@ -78,11 +78,12 @@ class WorldShare(HandshakeMessage, frozen=True):
 
 
 class JoinAccepted(HandshakeMessage, frozen=True):
-    """It is. Descriptors follow, so many: its line and its bell.
+    """The process is that rank from now on. Its ends of the control connection follow as ``descriptors`` descriptors.
 
-    With ``address`` ranks may be on several machines: what they share they make themselves
-    (:mod:`graftlab.jobs.peer_connector`), under the keys of ``token``. Who has come over a network gets no descriptors, and no
-    token, which it has: its line goes on where it has asked. ``session`` is a name that no other session has.
+    With ``address`` ranks may be on several machines, and connect to each other themselves
+    (:mod:`graftlab.jobs.peer_connector`), under the keys of ``token``. A process that asked over TCP gets no
+    descriptors, because that connection becomes its control connection, and no token, because it has it. ``session``
+    names the session uniquely.
     """
 
     folder: str

@@ -45,7 +45,7 @@ class Membership:
         self._joined = joined
         self._makes_links = makes_links
         # By world rank: whose place has a process; which of these are ready, in a run, and in the run of this session.
-        self.held: set[int] = set()
+        self.occupied: set[int] = set()
         self._ready: set[int] = set()
         self._at_work: set[int] = set()
         self._current: set[int] = set()
@@ -55,7 +55,7 @@ class Membership:
         self._has_begun = [False, False]
         # The newest world, and how far it has come.
         self._world = 0
-        self._assembling = False
+        self._setting_up = False
         self._info: RunInfo | None = None
         self._plan = GraftPlan()
         self._shared: Shared | None = None
@@ -79,7 +79,7 @@ class Membership:
     def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
         """A process has the place from now on: a new one, or one that is in this ``run`` already."""
         number = rank.place.world_rank
-        self.held.add(number)
+        self.occupied.add(number)
         self._first_steps[number] = first_step
         if run is None:
             return
@@ -90,28 +90,28 @@ class Membership:
         if run.run == self._info.run:
             self._current.add(number)
 
-    def greet(self, rank: AttachedRankHandle) -> None:
+    def note_ready(self, rank: AttachedRankHandle) -> None:
         """The process is ready."""
         self._ready.add(rank.place.world_rank)
         if len(self._ready) == len(self._ranks) and len(self._current) < len(self._ranks):
-            self._assemble()
+            self._set_up_world()
 
     def leave(self, rank: AttachedRankHandle) -> None:
         """The process is gone. A world that is not complete never will be."""
         number = rank.place.world_rank
-        if self._assembling and number in self._ready:
-            self._assembling = False
+        if self._setting_up and number in self._ready:
+            self._setting_up = False
             self._release()
-        for those in (self.held, self._ready, self._at_work, self._current, self._linked):
+        for those in (self.occupied, self._ready, self._at_work, self._current, self._linked):
             those.discard(number)
 
     def close(self) -> None:
-        self._assembling = False
+        self._setting_up = False
         self._release()
 
     # ---- a world ------------------------------------------------------------------------------------------------
 
-    def _assemble(self) -> None:
+    def _set_up_world(self) -> None:
         for index, side in enumerate(SIDES):
             is_new = any(r.place.side == side and r.place.world_rank not in self._at_work for r in self._ranks)
             if is_new and self._has_begun[index]:
@@ -133,7 +133,7 @@ class Membership:
         base = None if self._info is None else self._info.base
         generations = cast("tuple[int, int]", tuple(self._generations))
         self._info, self._plan = self._joined.assemble(generations, base)
-        self._assembling = True
+        self._setting_up = True
         message = pack(WorldSetupOrder(self._world, self._info, to_wire(self._plan)))
         for rank in self._ranks:
             rank.channel.send(message)
@@ -156,7 +156,7 @@ class Membership:
     def note_linked(self, rank: AttachedRankHandle, message: Linked) -> None:
         """The rank is connected with all others."""
         rank.note_links(message)
-        if not self._assembling or message.world != self._world or rank.place.world_rank in self._linked:
+        if not self._setting_up or message.world != self._world or rank.place.world_rank in self._linked:
             return
         self._linked.add(rank.place.world_rank)
         if len(self._linked) == len(self._ranks):
@@ -178,7 +178,7 @@ class Membership:
         self._moved[number] = message.step
         self._current.add(number)
         self._settle(rank)
-        if self._assembling:
+        if self._setting_up:
             self._begin_when_all_have_moved()
 
     def _settle(self, rank: AttachedRankHandle) -> None:
@@ -192,15 +192,15 @@ class Membership:
             return
         assert self._info is not None
         # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
-        meeting = max(self._moved.values(), default=self._info.first_step)
-        self._assembling = False
+        common_step = max(self._moved.values(), default=self._info.first_step)
+        self._setting_up = False
         newcomers: dict[Side, int] = {}
         for rank in self._ranks:
             number = rank.place.world_rank
             if number in self._at_work:
                 continue
             own = self._first_steps.get(number)
-            first_step = meeting if own is None else self._info.base + own
+            first_step = common_step if own is None else self._info.base + own
             self._settle(rank)
             if rank.generation > 1:
                 note = f"joined again as generation {rank.generation}, and began at step {first_step}"

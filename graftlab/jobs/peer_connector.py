@@ -42,9 +42,9 @@ _NONCE = 32
 # In a segment's first page, behind what says where its rank is.
 _NONCE_AT = slice(PAGE - _NONCE, PAGE)
 # Seconds for two processes of one machine to hand each other their memory.
-_HANDING_OVER = 10.0
+_SHARE_LIMIT = 10.0
 # Seconds after which a connection that has not come about is tried again.
-_TRY_AGAIN = 15.0
+_RETRY = 15.0
 
 
 class _PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,19 +88,19 @@ class PeerConnector:
 
     # ---- what is known of the others ----------------------------------------------------------------------------
 
-    def meet(self, contacts: Sequence[Contact]) -> None:
+    def add(self, contacts: Sequence[Contact]) -> None:
         """These ranks are there."""
         for contact in contacts:
             if self._nonces.get(contact.world_rank) == contact.nonce:
                 # It was here before word of it.
                 self._known[contact.world_rank] = contact
                 continue
-            self.part(contact.world_rank)
+            self.remove(contact.world_rank)
             self._known[contact.world_rank] = contact
             if contact.world_rank < self._place.world_rank:
                 self._connect(contact)
 
-    def part(self, world_rank: int) -> None:
+    def remove(self, world_rank: int) -> None:
         """This rank is there no more."""
         self._known.pop(world_rank, None)
         self._nonces.pop(world_rank, None)
@@ -163,7 +163,7 @@ class PeerConnector:
             self._links[world_rank] = (channel, None)
             logger.info("%s and %s are joined by TCP", self._place.label, self._label(world_rank))
         for world_rank, (channel, since) in list(self._trying.items()):
-            if time.monotonic() - since > _TRY_AGAIN or channel.ended:
+            if time.monotonic() - since > _RETRY or channel.ended:
                 self._router.forget(channel)
                 self._connect_over_tcp(self._known[world_rank])
 
@@ -185,7 +185,7 @@ class PeerConnector:
     def _share_memory_with(self, contact: Contact) -> Link:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(_HANDING_OVER)
+            connection.settimeout(_SHARE_LIMIT)
             connection.connect(contact.socket)
             self._require_own_user(connection)
             self._hand_over(connection, contact)
@@ -201,17 +201,17 @@ class PeerConnector:
         except BlockingIOError:
             return False
         try:
-            connection.settimeout(_HANDING_OVER)
+            connection.settimeout(_SHARE_LIMIT)
             self._require_own_user(connection)
-            meet = self._hear(connection)
-            contact = self._known.get(meet.world_rank)
+            hello = self._receive_hello(connection)
+            contact = self._known.get(hello.world_rank)
             if contact is None:
                 # It has heard of this rank sooner than this one of it. What it says must hold all the same.
-                contact = Contact(meet.world_rank, "", meet.nonce, b"", "", 0)
-            if meet.yours != self.contact.nonce or meet.nonce != contact.nonce:
+                contact = Contact(hello.world_rank, "", hello.nonce, b"", "", 0)
+            if hello.yours != self.contact.nonce or hello.nonce != contact.nonce:
                 raise MessageError("it takes this rank for another, or is another than was announced")
-            if meet.world_rank <= self._place.world_rank or meet.world_rank >= len(self._place.everyone()):
-                raise MessageError(f"it says that it is rank {meet.world_rank}, which does not connect to this one")
+            if hello.world_rank <= self._place.world_rank or hello.world_rank >= len(self._place.everyone()):
+                raise MessageError(f"it says that it is rank {hello.world_rank}, which does not connect to this one")
             arena = self._their_arena(connection, contact)
             self._hand_over(connection, contact)
             self._keep(contact, (SocketChannel(connection), arena))
@@ -221,20 +221,20 @@ class PeerConnector:
         return True
 
     def _hand_over(self, connection: socket.socket, contact: Contact) -> None:
-        meet = wire.encode(_PeerHello(self._place.world_rank, self.contact.nonce, contact.nonce))
-        connection.sendall(len(meet).to_bytes(2, "little") + meet)
+        hello = wire.encode(_PeerHello(self._place.world_rank, self.contact.nonce, contact.nonce))
+        connection.sendall(len(hello).to_bytes(2, "little") + hello)
         send_descriptors(connection, [self._segment])
 
     def _take_over(self, connection: socket.socket, contact: Contact) -> Link:
-        meet = self._hear(connection)
-        if (meet.world_rank, meet.nonce, meet.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
+        hello = self._receive_hello(connection)
+        if (hello.world_rank, hello.nonce, hello.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
             raise MessageError("another process answers there")
         return SocketChannel(connection), self._their_arena(connection, contact)
 
-    def _hear(self, connection: socket.socket) -> _PeerHello:
+    def _receive_hello(self, connection: socket.socket) -> _PeerHello:
         length = int.from_bytes(_exactly(connection, 2), "little")
-        meet: _PeerHello = _decoder.decode(_exactly(connection, length))
-        return meet
+        hello: _PeerHello = _decoder.decode(_exactly(connection, length))
+        return hello
 
     def _their_arena(self, connection: socket.socket, contact: Contact) -> Arena:
         """The other's memory, once it is proved to be what was announced."""

@@ -39,7 +39,7 @@ from graftlab.ranks.shared import send_descriptors
 # Seconds between two attempts to find who holds the session, on another machine.
 _ASK_AGAIN = 0.5
 # So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
-_HOSTS = 3
+_SERVERS = 3
 # Seconds for which a process is not let in because the one before it seems to be there: a machine that has vanished is
 # noticed so late.
 _MIND_CHANGES = 30.0
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JoinResult:
-    """What the host has handed over. With a ``proxy`` the session server is on another machine, or is reached as if it were."""
+    """What the session server has sent; with a ``proxy`` it was reached over TCP."""
 
     joined: JoinAccepted
     channel: SocketChannel
@@ -76,84 +76,86 @@ class SessionClient:
         self._config = config
         self._deadline = time.monotonic() + config.timeout
         self._token = config.join_token()
-        self._from_afar = False
+        self._joined_over_network = False
         # At the last try.
-        self._met_stranger = False
+        self._reached_stranger = False
 
     def remaining(self) -> float:
         """Seconds until the deadline; never quite none."""
         return max(0.001, self._deadline - time.monotonic())
 
-    def enter(self) -> JoinResult:
+    def join(self) -> JoinResult:
         """Raises :class:`ConfigError` for settings that do not fit, :class:`SessionError` where nobody lets it in."""
         rest = threading.Event()
         last = time.monotonic() + min(_MIND_CHANGES, self.remaining())
         while True:
             try:
-                return self._enter()
+                return self._try_to_join()
             except _RankTakenError:
                 if time.monotonic() + _ASK_AGAIN > last:
                     raise
             rest.wait(_ASK_AGAIN)
 
-    def _enter(self) -> JoinResult:
+    def _try_to_join(self) -> JoinResult:
         endpoint = self._config.endpoint
         if endpoint is None:
-            with Rendezvous(self._config.meeting) as meeting:
-                return self._enter_here(meeting, None)
+            with Rendezvous(self._config.rendezvous) as rendezvous:
+                return self._join_here(rendezvous, None)
         try:
-            if is_own_address(endpoint.host) and not self._somebody_listens(endpoint):
+            if is_own_address(endpoint.host) and not self._is_listening(endpoint):
                 # Nobody holds the session yet, or one of the jobs' own does, which is in the folder too.
-                with Rendezvous(self._config.meeting) as meeting:
-                    return self._enter_here(meeting, endpoint)
-            return self._enter_from_afar(endpoint)
+                with Rendezvous(self._config.rendezvous) as rendezvous:
+                    return self._join_here(rendezvous, endpoint)
+            return self._join_over_network(endpoint)
         except socket.gaierror as error:
             raise ConfigError(f"address (GRAFTLAB_ADDRESS) is {endpoint}, and {endpoint.host}: {error}") from error
 
-    def _somebody_listens(self, endpoint: Endpoint) -> bool:
+    def _is_listening(self, endpoint: Endpoint) -> bool:
         try:
             socket.create_connection(endpoint, timeout=self.remaining()).close()
         except OSError:
             return False
         return True
 
-    def _enter_here(self, meeting: Rendezvous, endpoint: Endpoint | None) -> JoinResult:
-        host: subprocess.Popen[bytes] | None = None
-        for _ in range(_HOSTS):
-            with meeting.locked():
-                connection = meeting.connect(self.remaining())
+    def _join_here(self, rendezvous: Rendezvous, endpoint: Endpoint | None) -> JoinResult:
+        server: subprocess.Popen[bytes] | None = None
+        for _ in range(_SERVERS):
+            with rendezvous.locked():
+                connection = rendezvous.connect(self.remaining())
                 if connection is None:
-                    listener = meeting.listen()
+                    listener = rendezvous.listen()
                     assert listener is not None
                     with listener:
-                        host = start_headless_server(
-                            self._config, meeting, listener, self._token_to_listen(meeting, endpoint)
+                        server = start_headless_server(
+                            self._config, rendezvous, listener, self._token_to_listen(rendezvous, endpoint)
                         )
-                    connection = meeting.connect(self.remaining())
+                    connection = rendezvous.connect(self.remaining())
             if connection is None:
                 continue
             with connection:
-                entry = self._ask(connection, None)
-            if entry is not None:
-                return entry
+                result = self._ask(connection, None)
+            if result is not None:
+                return result
             # It ended before it answered: for the last of its jobs was gone, or because it could not begin.
-        log = meeting.folder / "host.log"
-        ended = "" if host is None else f" (exit code {host.poll()})"
-        raise SessionError(f"whoever held the session in {meeting.folder} ended before it answered{ended}; see {log}")
+        log = rendezvous.folder / "session-server.log"
+        ended = "" if server is None else f" (exit code {server.poll()})"
+        raise SessionError(
+            f"whoever held the session in {rendezvous.folder} ended before it answered{ended}; see {log}"
+        )
 
-    def _token_to_listen(self, meeting: Rendezvous, endpoint: Endpoint | None) -> str | None:
+    def _token_to_listen(self, rendezvous: Rendezvous, endpoint: Endpoint | None) -> str | None:
         """The token of the session that this job starts, for jobs on other machines; told where nobody gave one."""
         if endpoint is None:
             return None
         if self._token is None:
-            self._token = meeting.own_token()
+            self._token = rendezvous.session_token()
             sys.stderr.write(
                 f"graftlab listens at {endpoint} for jobs on other machines; they join with GRAFTLAB_TOKEN="
                 f"{self._token}\n"
             )
         return self._token
 
-    def _enter_from_afar(self, endpoint: Endpoint) -> JoinResult:
+    def _join_over_network(self, endpoint: Endpoint) -> JoinResult:
         if self._token is None:
             raise ConfigError(
                 f"token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is {endpoint}, "
@@ -162,63 +164,63 @@ class SessionClient:
             )
         rest = threading.Event()
         while True:
-            entry = self._ask_from_afar(endpoint, None)
-            if entry is not None:
-                return entry
+            result = self._ask_over_network(endpoint, None)
+            if result is not None:
+                return result
             if self.remaining() < _ASK_AGAIN:
                 guess = "is somebody listening there, and does a firewall let TCP pass?"
                 raise SessionError(
                     f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: "
-                    f"{_STRANGER if self._met_stranger else guess}"
+                    f"{_STRANGER if self._reached_stranger else guess}"
                 )
             rest.wait(_ASK_AGAIN)
 
-    def _ask_from_afar(self, endpoint: Endpoint, membership: RejoinState | None) -> JoinResult | None:
+    def _ask_over_network(self, endpoint: Endpoint, state: RejoinState | None) -> JoinResult | None:
         assert self._token is not None
-        limit = min(_ANSWER_LIMIT, self.remaining()) if membership is None else _ANSWER_LIMIT
-        distant = TcpSessionClient(endpoint, self._token)
+        limit = min(_ANSWER_LIMIT, self.remaining()) if state is None else _ANSWER_LIMIT
+        client = TcpSessionClient(endpoint, self._token)
         try:
-            answer = distant.ask(self._join(membership), limit)
+            answer = client.ask(self._request(state), limit)
             if answer is None:
-                self._note_stranger(endpoint, distant.reached_stranger)
+                self._warn_of_stranger(endpoint, client.reached_stranger)
                 return None
             reply, early = answer
             joined = self._accepted(reply)
-            channel, wake, proxy = distant.open_connection(early)
+            channel, wake, proxy = client.open_connection(early)
         except BaseException:
-            distant.close()
+            client.close()
             raise
-        self._from_afar = True
+        self._joined_over_network = True
         return JoinResult(joined, channel, wake, self._token, proxy)
 
-    def _note_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
+    def _warn_of_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
         """Say at once what waiting will hardly change: nothing else is heard of it until the time is over."""
-        if is_stranger and not self._met_stranger:
+        if is_stranger and not self._reached_stranger:
             logger.warning("%s: at %s %s. This job goes on trying", self._config.role, endpoint, _STRANGER)
-        self._met_stranger = is_stranger
+        self._reached_stranger = is_stranger
 
-    def come_back(self, membership: RejoinState, segment: int | None) -> JoinResult | None:
+    def rejoin(self, state: RejoinState, segment: int | None) -> JoinResult | None:
         """What another host hands over to a process that is in a graft world already; None where none listens.
 
         ``segment`` is the descriptor of its memory, if the host is to look into that.
         """
         endpoint = self._config.endpoint
-        if self._from_afar and endpoint is not None:
-            return self._ask_from_afar(endpoint, membership)
-        with Rendezvous(self._config.meeting) as meeting:
-            connection = meeting.connect(self._config.timeout)
+        if self._joined_over_network and endpoint is not None:
+            return self._ask_over_network(endpoint, state)
+        with Rendezvous(self._config.rendezvous) as rendezvous:
+            connection = rendezvous.connect(self._config.timeout)
             if connection is None:
                 return None
             with connection:
-                return self._ask(connection, membership, segment)
+                return self._ask(connection, state, segment)
 
     def _ask(
-        self, connection: socket.socket, membership: RejoinState | None, segment: int | None = None
+        self, connection: socket.socket, state: RejoinState | None, segment: int | None = None
     ) -> JoinResult | None:
         """What the host hands over; None where it ended before it answered."""
-        connection.settimeout(self.remaining() if membership is None else self._config.timeout)
+        connection.settimeout(self.remaining() if state is None else self._config.timeout)
         try:
-            send_handshake(connection, self._join(membership))
+            send_handshake(connection, self._request(state))
             if segment is not None:
                 send_descriptors(connection, [segment])
             reply = receive_handshake(connection)
@@ -230,24 +232,26 @@ class SessionClient:
             return None
         except TimeoutError:
             raise SessionError(
-                f"whoever holds the session in {self._config.meeting} did not answer within "
+                f"whoever holds the session in {self._config.rendezvous} did not answer within "
                 f"{self._config.timeout:g} s. A process of the jobs' own may take so long to start: a larger timeout "
-                f"(GRAFTLAB_TIMEOUT) waits longer; its log is host.log there"
+                f"(GRAFTLAB_TIMEOUT) waits longer; its log is session-server.log there"
             ) from None
         line = SocketChannel(socket.socket(fileno=channel)), socket.socket(fileno=wake)
         return JoinResult(joined, *line, joined.token)
 
-    def fetch(self, world: int) -> tuple[WorldShare, list[int]]:
+    def fetch_share(self, world: int) -> tuple[WorldShare, list[int]]:
         """What this rank shares with all others in a world, from the holder of the session, on this machine."""
         place = self._place
-        fetch = WorldShareRequest(world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid())
-        with Rendezvous(self._config.meeting) as meeting:
-            connection = meeting.connect(self._config.timeout)
+        request = WorldShareRequest(
+            world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid()
+        )
+        with Rendezvous(self._config.rendezvous) as rendezvous:
+            connection = rendezvous.connect(self._config.timeout)
             if connection is None:
                 raise SessionError("whoever held the session went away")
             with connection:
                 connection.settimeout(self._config.timeout)
-                send_handshake(connection, fetch)
+                send_handshake(connection, request)
                 reply = receive_handshake(connection)
                 if isinstance(reply, JoinRefused):
                     raise SessionError(reply.error)
@@ -255,7 +259,7 @@ class SessionClient:
                     raise SessionError(f"the holder of the session answered {type(reply).__name__}")
                 return reply, receive_descriptors(connection, reply.descriptors)
 
-    def _join(self, membership: RejoinState | None) -> JoinRequest:
+    def _request(self, state: RejoinState | None) -> JoinRequest:
         return JoinRequest(
             version=graftlab_version(),
             side=self._place.side,
@@ -265,8 +269,8 @@ class SessionClient:
             pid=os.getpid(),
             device=str(own_device()),
             backend=own_backend(),
-            plan=to_wire(self._config.plan()) if membership is None else None,
-            membership=membership,
+            plan=to_wire(self._config.plan()) if state is None else None,
+            rejoins=state,
             first_step=self._config.first_step,
         )
 

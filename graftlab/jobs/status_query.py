@@ -35,12 +35,12 @@ def query_status(folder: Path, *, stacks: bool = False) -> StatusReply | None:
 
     Raises :class:`SessionError` for a folder that is none, and where there is no answer.
     """
-    meeting = _meeting_of(folder)
-    if meeting is None:
+    where = _rendezvous_of(folder)
+    if where is None:
         return None
     try:
-        with Rendezvous(meeting) as there:
-            connection = there.connect(_LIMIT)
+        with Rendezvous(where) as rendezvous:
+            connection = rendezvous.connect(_LIMIT)
             if connection is None:
                 return None
             with connection:
@@ -62,7 +62,7 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
     return reply
 
 
-def _meeting_of(folder: Path) -> Path | None:
+def _rendezvous_of(folder: Path) -> Path | None:
     """Where the jobs of this run folder meet, which is mostly the folder itself."""
     try:
         said = json.loads((folder / "session.json").read_bytes())
@@ -70,8 +70,8 @@ def _meeting_of(folder: Path) -> Path | None:
         raise SessionError(f"{folder} is no run folder: it has no session.json") from None
     except (OSError, ValueError) as error:
         raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
-    meeting = said.get("meeting") if isinstance(said, dict) else None
-    return None if not isinstance(meeting, str) or not Path(meeting).is_dir() else Path(meeting)
+    rendezvous = said.get("rendezvous") if isinstance(said, dict) else None
+    return None if not isinstance(rendezvous, str) or not Path(rendezvous).is_dir() else Path(rendezvous)
 
 
 def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> StatusReply:

@@ -83,13 +83,13 @@ def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: p
     caplog.set_level(logging.ERROR, "graftlab")
     router: Any = FailingRouter()
     far: Any = FarEnd()
-    relay = Proxy(router)
+    proxy = Proxy(router)
     ours, theirs = socket.socketpair()
-    relay.join(far, theirs)
+    proxy.forward(far, (theirs, socket.socket()))
     os.write(router.wake, b"x")
     ours.settimeout(DEADLINE)
     assert ours.recv(1) == b""
-    relay.close()
+    proxy.close()
     assert (far.closed, router.closed) == (True, True)
     for descriptor in (router.ready, router.wake):
         os.close(descriptor)
@@ -112,9 +112,9 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
 ) -> None:
     broken, whole = FarEnd(), FarEnd()
     router: Any = QuietRouter(broken, whole)
-    relay = Proxy(router, lambda far, frame: None)
+    proxy = Proxy(router, lambda far, frame: None)
     ends = []
-    # More than a hundred of them are there before the relay looks.
+    # More than a hundred of them are there before the proxy looks.
     rows = [b"r%d" % number for number in range(1000)]
     for far, said in ((broken, []), (whole, rows)):
         ours, theirs = socket.socketpair()
@@ -122,7 +122,7 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
         for row in said:
             ends[-1].send(row)
         line: Any = far
-        relay.join(line, theirs)
+        proxy.forward(line, (theirs, socket.socket()))
     broken.arrived, whole.arrived = [b"broken"], [bundled(b"mfirst", b"rsecond")]
     os.write(router.wake, b"x")
     heard: list[bytes] = []
@@ -138,7 +138,7 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
     wait_until(lambda: sum(map(len, map(unbundled, whole.sent))) == len(rows), "the rows")
     assert [row for bundle in whole.sent for row in unbundled(bundle)] == rows
     assert len(whole.sent) < len(rows)
-    relay.close()
+    proxy.close()
     for end in ends:
         end.close()
     for descriptor in (router.ready, router.wake):

@@ -56,9 +56,9 @@ def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFi
     shown = ""
 
     def looks() -> int:
-        nonlocal format_status
-        format_status += capsys.readouterr().out
-        return format_status.count("<Session 1+1")
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return shown.count("<Session 1+1")
 
     wait_until(lambda: looks() > 1, "two looks")
     session.close()
@@ -156,7 +156,7 @@ def test_nothing_listens_on_a_network_unless_it_is_asked_for(tmp_path: Path) -> 
     with gl.listen(folder=tmp_path / "two", address="tcp://127.0.0.1:0") as session:
         (added,) = listening() - before
         assert "0100007F:" in added  # 127.0.0.1
-        token = session.folder / ".meeting" / "token"
+        token = session.folder / ".rendezvous" / "token"
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert listening() == before
 
@@ -184,7 +184,7 @@ def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.C
     with gl.listen(folder=tmp_path, address="tcp://127.0.0.1:0") as session:
         said = capsys.readouterr().out
         address = said.partition("GRAFTLAB_ADDRESS=")[2].split()[0]
-        assert (tmp_path / ".meeting" / "token").read_text().strip() in said
+        assert (tmp_path / ".rendezvous" / "token").read_text().strip() in said
         # The connection itself needs nobody's answer, so the time that passes here may be short.
         told = {"address": address, "timeout": 3, "token": new_token()}
         code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))
