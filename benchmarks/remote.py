@@ -8,8 +8,8 @@ import time
 
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import TcpChannel, TcpRouter
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import TcpChannel, RouterSocket
 from graftlab.jobs.proxy import SERVER_NAME, Ends, Proxy
 
 
@@ -54,7 +54,7 @@ class _Server:
     def __init__(self, setup: Setup, ranks: int, rows: int) -> None:
         self.hearing = Hearing(setup, ranks, rows)
         self.token = new_token()
-        router = TcpRouter(keys_of(self.token), SERVER_NAME, "127.0.0.1")
+        router = RouterSocket(derive_keys(self.token), SERVER_NAME, "127.0.0.1")
         self.port = router.port
         self._proxy = Proxy(router, self._accept)
 

@@ -20,9 +20,9 @@ from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
 from graftlab.exchange.interrupts import merely_waits
-from graftlab.exchange.lanes import Lanes
+from graftlab.exchange.waiter_threads import Lanes
 from graftlab.exchange.tcp import FrameWithPayload, TcpChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage, WhereaboutsToTell
+from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ Link = tuple[Channel, Arena | None]
 class Page(Protocol):
     """What says where a rank is."""
 
-    def read(self) -> Whereabouts: ...
+    def read(self) -> RankStatus: ...
 
 
 class ToldPage:
     """Where a rank is whose memory cannot be looked at: what it has said last."""
 
     def __init__(self) -> None:
-        self.look = Whereabouts()
+        self.look = RankStatus()
 
-    def read(self) -> Whereabouts:
+    def read(self) -> RankStatus:
         return self.look
 
 
@@ -156,7 +156,7 @@ class Peers:
         self.timeout = timeout
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self.by_rank = {
-            rank: Peer(everyone[rank], channel, arena, ToldPage() if arena is None else WhereaboutsPage(arena.map))
+            rank: Peer(everyone[rank], channel, arena, ToldPage() if arena is None else StatusPage(arena.map))
             for rank, (channel, arena) in sorted(links.items())
         }
         self.others = [peer for peer in self.by_rank.values() if peer.place.side != place.side]
@@ -253,7 +253,7 @@ class Peers:
             peer.heard += 1
             peer.attached = data.payload if isinstance(data, FrameWithPayload) else ()
             if isinstance(peer.page, ToldPage):
-                peer.page.look = Whereabouts("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
+                peer.page.look = RankStatus("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
         elif type(frame) is ChunkShared:
             raise ValueError("a handle of GPU memory from another machine")
 
@@ -287,9 +287,9 @@ class Peers:
 
     # ---- ranks that share no memory -----------------------------------------------------------------------------
 
-    def tell_where(self, look: Whereabouts) -> None:
+    def tell_where(self, look: RankStatus) -> None:
         """Let the ranks of the other side that cannot see it know where this one is. Any thread may say so."""
-        where = WhereaboutsToTell.of(look)
+        where = WireStatus.of(look)
         for peer in self.others:
             if peer.remote and peer.in_run and not peer.gone:
                 peer.send(IsAt(where, peer.heard))

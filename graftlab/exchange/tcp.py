@@ -48,7 +48,7 @@ _IN_VAIN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_routers: weakref.WeakSet[TcpRouter] = weakref.WeakSet()
+_routers: weakref.WeakSet[RouterSocket] = weakref.WeakSet()
 
 
 class FrameWithPayload(bytes):
@@ -60,7 +60,7 @@ class FrameWithPayload(bytes):
 class TcpChannel:
     """A channel to a process that shares no memory, over TCP. Its socket is that of its router."""
 
-    def __init__(self, router: TcpRouter, name: bytes, endpoint: str = "") -> None:
+    def __init__(self, router: RouterSocket, name: bytes, endpoint: str = "") -> None:
         self._router = router
         self.name = name
         # Where we have connected to; blank where the other end has.
@@ -100,7 +100,7 @@ class TcpChannel:
         self._router.end(self)
 
 
-class TcpRouter:
+class RouterSocket:
     """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
     It listens at ``address``, if one is given, at one of these ports, or at any that is free.

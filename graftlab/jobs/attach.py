@@ -104,7 +104,7 @@ def _tell_at_exit(process: int) -> None:
         tell_never_joined(os.path.basename(sys.argv[0]) or "this process")
 
 
-def _join_by_itself() -> calls.StepTaker | None:
+def _join_by_itself() -> calls.RankTapHandler | None:
     import torch
 
     # A data loader's worker is no rank, whatever it taps.

@@ -20,8 +20,8 @@ import msgspec
 from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
-from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.heartbeat import Heartbeat
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
@@ -30,7 +30,7 @@ from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
-from graftlab.jobs.place import own_device, place_of
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
 from graftlab.plan.plan import GraftPlan
@@ -113,7 +113,7 @@ class AttachedRank:
         self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._connection, self._kept
+            self.place, world.exchange, StatusPage(world.page), taps.ambient, self._connection, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())
@@ -191,8 +191,8 @@ class AttachedRank:
         self._connection.generations = run.generations
         if world.connector is not None:
             connection = self._connection
-            Beacon(
-                WhereaboutsPage(world.page),
+            Heartbeat(
+                StatusPage(world.page),
                 connection.send_status,
                 lambda: connection.generation,
                 lambda: self._over.is_set() or self._world is not world,
@@ -248,7 +248,7 @@ class AttachedRank:
     def _offer(self, world: World) -> None:
         offer = WorldOffer(
             world.exchange,
-            WhereaboutsPage(world.page),
+            StatusPage(world.page),
             world.run,
             world.plan,
             lambda run: self._on_moved(world, run),

@@ -10,7 +10,7 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import IsAt, Linked
@@ -37,7 +37,7 @@ class AttachedRankHandle(RankHandle):
         self.has_joined = False
         self.links = ""
         # What it has said last, where it is not this process that made its memory.
-        self._told: Whereabouts | None = None
+        self._told: RankStatus | None = None
 
     def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
         ours, self._their_end = socket.socketpair()
@@ -64,13 +64,13 @@ class AttachedRankHandle(RankHandle):
             if ranks
         )
 
-    def note_whereabouts(self, where: IsAt) -> None:
+    def note_status(self, where: IsAt) -> None:
         self._told = where.where.look()
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> RankStatus:
         look = super().whereabouts() if self._told is None else self._told
         # A page on which nothing has been written yet says nothing of steps either.
-        return Whereabouts("idle" if self.alive else "starting") if look.state == "starting" else look
+        return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""
@@ -108,7 +108,7 @@ class AttachedRankHandle(RankHandle):
 
     def _look_into(self, page: mmap.mmap) -> None:
         old, self._map = self._map, page
-        self._page = WhereaboutsPage(page)
+        self._page = StatusPage(page)
         old.close()
 
     def _forget_next_segment(self) -> None:

@@ -103,7 +103,7 @@ class StatusQuery(HandshakeMessage, frozen=True):
     stacks: bool
 
 
-class RankStatus(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """One rank: the columns of the session's ``status()``, as text."""
 
     label: str
@@ -111,7 +111,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     stacks: str
 
 
-class TapStatus(msgspec.Struct, frozen=True):
+class TapReport(msgspec.Struct, frozen=True):
     """The newest row of one tap on one rank."""
 
     name: str
@@ -127,8 +127,8 @@ class StatusReply(HandshakeMessage, frozen=True):
     summary: str
     rows: int
     behind: int
-    ranks: list[RankStatus]
-    taps: list[TapStatus]
+    ranks: list[RankReport]
+    taps: list[TapReport]
 
 
 class JoinRefused(HandshakeMessage, frozen=True):

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsToTell
+from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.messages import IsAt, TapSeen, pack
 from graftlab.rows.schema import Row
@@ -51,9 +51,9 @@ class JobConnection(ControlConnection):
             row = row._replace(note="; ".join(filter(None, (row.note, _describe_generations(self.generations)))))
         super().row(row)
 
-    def send_status(self, look: Whereabouts) -> None:
+    def send_status(self, look: RankStatus) -> None:
         """Send where this rank is, for a session that cannot read its status page."""
-        self.channel.send(pack(IsAt(WhereaboutsToTell.of(look))))
+        self.channel.send(pack(IsAt(WireStatus.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

@@ -28,9 +28,9 @@ from graftlab.base.world import Place
 from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.exchange.arena import PAGE, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.keys import keys_of
+from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
-from graftlab.exchange.tcp import TcpChannel, TcpRouter
+from graftlab.exchange.tcp import TcpChannel, RouterSocket
 from graftlab.jobs.rendezvous import peer_uid
 from graftlab.ranks.messages import Contact, Linked
 from graftlab.ranks.settling import receive_descriptors
@@ -72,7 +72,7 @@ class PeerConnector:
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
         try:
-            self._router = TcpRouter(keys_of(token), name, address, ports)
+            self._router = RouterSocket(derive_keys(token), name, address, ports)
         except OSError as error:
             raise SessionError(f"{place.label} cannot be reached by ranks on other machines: {error}") from error
         self._segment, self._size = create_segment()

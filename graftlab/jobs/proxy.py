@@ -21,8 +21,8 @@ from typing import Any
 from graftlab.config import Endpoint
 from graftlab.errors import GraftError, MessageError
 from graftlab.exchange.channel import SocketChannel, frames_in
-from graftlab.exchange.keys import keys_of
-from graftlab.exchange.tcp import TcpChannel, TcpRouter
+from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.tcp import TcpChannel, RouterSocket
 from graftlab.jobs.handshake import JoinRequest, pack_handshake, unpack_handshake
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _ForwardedPair:
 class Proxy:
     """Forwards until :meth:`close`. With ``on_first_frame`` it accepts connections; without it ends with its last."""
 
-    def __init__(self, router: TcpRouter, on_first_frame: OnFirstFrame | None = None) -> None:
+    def __init__(self, router: RouterSocket, on_first_frame: OnFirstFrame | None = None) -> None:
         self._router = router
         self._on_first_frame = on_first_frame
         self._pairs: dict[TcpChannel, _ForwardedPair] = {}
@@ -217,7 +217,7 @@ class TcpListener:
     def __init__(self, endpoint: Endpoint, token: str) -> None:
         """Raises OSError where it cannot listen there, and :class:`ConfigError` for a token that could be guessed."""
         self.token = token
-        self._router = TcpRouter(keys_of(token), SERVER_NAME, endpoint.host, (endpoint.port,))
+        self._router = RouterSocket(derive_keys(token), SERVER_NAME, endpoint.host, (endpoint.port,))
         self.endpoint = Endpoint(endpoint.host, self._router.port)
         self._proxy: Proxy | None = None
 
@@ -236,7 +236,7 @@ class TcpSessionClient:
     """A job's connection to a session server on another machine, from the first request on."""
 
     def __init__(self, endpoint: Endpoint, token: str) -> None:
-        self._router = TcpRouter(keys_of(token), b"job " + secrets.token_hex(8).encode())
+        self._router = RouterSocket(derive_keys(token), b"job " + secrets.token_hex(8).encode())
         self._channel = self._router.connect(SERVER_NAME, *endpoint)
 
     @property

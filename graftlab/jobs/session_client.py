@@ -29,7 +29,7 @@ from graftlab.jobs.handshake import (
 )
 from graftlab.jobs.headless import start_headless_server
 from graftlab.jobs.peer_connector import is_own_address
-from graftlab.jobs.place import own_backend, own_device
+from graftlab.ranks.own_place import own_backend, own_device
 from graftlab.jobs.proxy import Proxy, TcpSessionClient
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import to_wire

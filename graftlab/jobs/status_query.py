@@ -13,10 +13,10 @@ from graftlab.control.core import SessionCore
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs.handshake import (
     JoinRefused,
-    RankStatus,
+    RankReport,
     StatusQuery,
     StatusReply,
-    TapStatus,
+    TapReport,
     receive_handshake,
     send_handshake,
 )
@@ -81,11 +81,11 @@ def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -
     lines = []
     for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
         named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
-        lines.append(RankStatus(rank.label, named, code.get(rank.label, "")))
+        lines.append(RankReport(rank.label, named, code.get(rank.label, "")))
     rows = [row for row in taps.look() if row.rel_l2 is not None]
     rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
     furthest = [
-        TapStatus(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
+        TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
         for row in rows[:_TAPS]
     ]
     return StatusReply(repr(session), session.row_count, taps.behind, lines, furthest)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from mmap import mmap
 
 from graftlab.base.world import Place, RunInfo
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.jobs.handshake import JoinAccepted, WorldShare
 from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.peer_connector import PeerConnector
@@ -43,7 +43,7 @@ class World:
     number: int
     run: RunInfo
     plan: GraftPlan
-    exchange: LiveExchange[Unasked]
+    exchange: Exchange[PendingRow]
     page: mmap
     segment: int | None
     connector: PeerConnector | None
@@ -175,7 +175,7 @@ class WorldSetup:
         if not complete:
             return None
         joined = context.joined
-        exchange: LiveExchange[Unasked] = RankExchange(
+        exchange: Exchange[PendingRow] = RankExchange(
             context.place,
             connector.arena,
             connector.links,
@@ -205,7 +205,7 @@ class WorldSetup:
         return False
 
     def _world(
-        self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, connector: PeerConnector | None
+        self, exchange: Exchange[PendingRow], page: mmap, segment: int | None, connector: PeerConnector | None
     ) -> World:
         message = self._message
         return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, connector)

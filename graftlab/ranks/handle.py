@@ -9,7 +9,7 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.messages import IsAt, Linked
 
@@ -43,8 +43,8 @@ class RankHandle:
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
             self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
-        self._last_look = Whereabouts()
+        self._page = StatusPage(self._map)
+        self._last_look = RankStatus()
         self._ended: str | None = None
 
     generation = 1
@@ -56,14 +56,14 @@ class RankHandle:
     def note_links(self, linked: Linked) -> None:
         """It says what joins it with the other ranks."""
 
-    def note_whereabouts(self, where: IsAt) -> None:
+    def note_status(self, where: IsAt) -> None:
         """It says where it is, for its memory cannot be looked at."""
 
     @property
     def label(self) -> str:
         return self.place.label
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> RankStatus:
         """Where the rank is at this moment, or was when it was released."""
         try:
             return self._page.read()

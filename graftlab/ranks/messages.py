@@ -18,7 +18,7 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
@@ -185,7 +185,7 @@ class AskMissing(Message, frozen=True):
 class IsAt(Message, frozen=True):
     """Where the rank is, for a notebook that cannot look into its memory."""
 
-    where: WhereaboutsToTell
+    where: WireStatus
 
 
 class Output(Message, frozen=True):

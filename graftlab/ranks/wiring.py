@@ -10,14 +10,14 @@ from mmap import mmap
 from graftlab.base.world import Place
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 
 
 def exchange_of(
     place: Place, descriptors: Sequence[int], segment_size: int, *, budget: int, timeout: float
-) -> tuple[LiveExchange[Unasked], mmap]:
+) -> tuple[Exchange[PendingRow], mmap]:
     """The exchange of this rank, and its own segment's map, whose first page says where it is.
 
     ``descriptors`` are what :meth:`graftlab.ranks.shared.Shared.of` gave, without a store.

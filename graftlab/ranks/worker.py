@@ -22,7 +22,7 @@ import torch
 from graftlab.base import shipping
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
@@ -88,7 +88,7 @@ class Rank:
         )
         kept = KeptPairs(spec.keep_budget)
         self._first_plan = spec.plan
-        self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own), taps.ambient, line, kept)
+        self._grafter = Grafter(place, self._exchange, StatusPage(own), taps.ambient, line, kept)
         self._workplace = Workplace()
         here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._workplace.namespace)
         active.activate(self._grafter, here)

@@ -19,19 +19,19 @@ from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, mak
 from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import FrameWithPayload, TcpChannel, TcpRouter
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import FrameWithPayload, TcpChannel, RouterSocket
 
 
 @pytest.fixture
-def routers() -> Iterator[tuple[TcpRouter, TcpRouter]]:
+def routers() -> Iterator[tuple[RouterSocket, RouterSocket]]:
     made = make_router(0), make_router(1)
     yield made
     for router in made:
         router.close()
 
 
-def joined(routers: tuple[TcpRouter, TcpRouter]) -> tuple[TcpChannel, TcpChannel]:
+def joined(routers: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
     """Both ends of a connection; the second router has made it."""
     first, second = routers
     ours = second.connect(first.name, "127.0.0.1", first.port)
@@ -58,7 +58,7 @@ def heard(channel: TcpChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(routers: tuple[TcpRouter, TcpRouter]) -> None:
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(routers: tuple[RouterSocket, RouterSocket]) -> None:
     third = make_router(2)
     try:
         first, second = routers
@@ -93,8 +93,8 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_who_does_not_know_the_token_is_not_heard(routers: tuple[TcpRouter, TcpRouter], tmp_path: Path) -> None:
-    stranger = TcpRouter(keys_of(new_token()), b"stranger")
+def test_who_does_not_know_the_token_is_not_heard(routers: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
+    stranger = RouterSocket(derive_keys(new_token()), b"stranger")
     channel = stranger.connect(routers[0].name, "127.0.0.1", routers[0].port)
     frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
@@ -110,7 +110,7 @@ def test_who_does_not_know_the_token_is_not_heard(routers: tuple[TcpRouter, TcpR
     stranger.close()
 
 
-def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tuple[TcpRouter, TcpRouter]) -> None:
+def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         channel = routers[0].connect(b"host", *other.getsockname())
         connection, _ = other.accept()
@@ -127,7 +127,7 @@ def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tupl
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
-def test_noise_at_the_port_harms_nobody(said: bytes, routers: tuple[TcpRouter, TcpRouter]) -> None:
+def test_noise_at_the_port_harms_nobody(said: bytes, routers: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_connection(("127.0.0.1", routers[0].port)) as noisy:
         noisy.sendall(said)
         theirs, ours = joined(routers)
@@ -144,7 +144,7 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
             to.sendall(data)
 
 
-def test_what_travels_cannot_be_read_on_the_way(routers: tuple[TcpRouter, TcpRouter]) -> None:
+def test_what_travels_cannot_be_read_on_the_way(routers: tuple[RouterSocket, RouterSocket]) -> None:
     secret, seen = b"what nobody else may know " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         channel = routers[1].connect(routers[0].name, "127.0.0.1", between.getsockname()[1])
@@ -164,7 +164,7 @@ def test_what_travels_cannot_be_read_on_the_way(routers: tuple[TcpRouter, TcpRou
 
 @pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
 def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
-    size: int, routers: tuple[TcpRouter, TcpRouter]
+    size: int, routers: tuple[RouterSocket, RouterSocket]
 ) -> None:
     theirs, ours = joined(routers)
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -179,7 +179,7 @@ def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
-def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple[TcpRouter, TcpRouter]) -> None:
+def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple[RouterSocket, RouterSocket]) -> None:
     theirs, ours = joined(routers)
     if ends == "who was connected to":
         routers, theirs, ours = (routers[1], routers[0]), ours, theirs
@@ -194,7 +194,7 @@ def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple
 
 
 def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(
-    routers: tuple[TcpRouter, TcpRouter],
+    routers: tuple[RouterSocket, RouterSocket],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]

@@ -14,7 +14,7 @@ from typing import Any
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.devices import Seat
 from graftlab.ranks.messages import ToRank, unpack_to_rank
@@ -69,7 +69,7 @@ class TalkingRank:
 
     def is_at(self, state: str, step: int = 0) -> None:
         """Let the notebook see the rank in this state."""
-        WhereaboutsPage(self._map).write(state, step=step, plan_version=0, taps=0)
+        StatusPage(self._map).write(state, step=step, plan_version=0, taps=0)
 
     def hear(self) -> ToRank:
         """The next message of the notebook."""

@@ -20,12 +20,12 @@ from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel, SocketChannel
-from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import TcpChannel, TcpRouter
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.status_page import StatusPage
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -78,8 +78,8 @@ class Mailbox:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Any],
-        page: WhereaboutsPage,
+        exchange: Exchange[Any],
+        page: StatusPage,
         channels: Sequence[Channel],
         put: Put = as_it_is,
         gpu: Any = None,
@@ -273,7 +273,7 @@ def make_mailbox(
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
     exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, **options)
-    return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
+    return Mailbox(place, exchange, StatusPage(own.map), list(channels.values()), put, made)
 
 
 class Wires:
@@ -311,29 +311,29 @@ def _take_mark(channel: TcpChannel) -> bool:
     return True
 
 
-def make_router(rank: int, token: str = TOKEN) -> TcpRouter:
-    return TcpRouter(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+def make_router(rank: int, token: str = TOKEN) -> RouterSocket:
+    return RouterSocket(derive_keys(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_routers(count: int) -> list[TcpRouter]:
+def make_routers(count: int) -> list[RouterSocket]:
     return [make_router(rank) for rank in range(count)]
 
 
 Remote = dict[int, TcpChannel]
 
 
-def connect_all(routers: list[TcpRouter]) -> dict[int, Remote]:
+def connect_all(routers: list[RouterSocket]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
     ports = [router.port for router in routers]
     made = [connect_to_lower(router, rank, ports) for rank, router in enumerate(routers)]
     return {rank: wait_for_links(router, made[rank], len(routers)) for rank, router in enumerate(routers)}
 
 
-def connect_to_lower(router: TcpRouter, rank: int, ports: list[int]) -> Remote:
+def connect_to_lower(router: RouterSocket, rank: int, ports: list[int]) -> Remote:
     return {lower: router.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(router: TcpRouter, made: Remote, count: int) -> Remote:
+def wait_for_links(router: RouterSocket, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 

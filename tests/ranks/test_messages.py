@@ -15,7 +15,7 @@ from kit.in_process import a_row
 
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import messages
@@ -114,7 +114,7 @@ FROM_RANK = [
     Linked(2, (1,), (0, 3)),
     Moved(2, 17),
     AskMissing(),
-    IsAt(WhereaboutsToTell("waiting", 7, 2, 30, 0.25, "attn", (0, 3))),
+    IsAt(WireStatus("waiting", 7, 2, 30, 0.25, "attn", (0, 3))),
     Output("two\nlines\n"),
     LiveOutput(1, " 45%|####"),
     Shown({"text/plain": "3", "image/png": "iVBORw0K"}),
