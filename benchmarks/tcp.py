@@ -16,8 +16,8 @@ from benchmarks.lines import Line, Setup, Spread, quantity
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.tcp import RouterSocket
 
 _SIZES = ((64 << 10, 300), (4 << 20, 60), (64 << 20, 10))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
 from graftlab.config import Endpoint, GraftConfig
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of, launch_as
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import LaunchError, PlanError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from graftlab.control.replay import Replay
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
-    from graftlab.control.works import Callee
     from graftlab.matching.proposal import Proposal
+    from graftlab.ranks.remote_functions import Callee
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.match_editor import MatchEditor
@@ -84,9 +84,9 @@ def launch(
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    session = Session.launched(options, plan or GraftPlan(), made, append=append)
+    session = launch_as(Session, options, plan or GraftPlan(), made, append=append)
     sides = {"baseline": baseline, "target": target}
-    session.by_default = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
+    internals_of(session).default_callees = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
     return session
 
 

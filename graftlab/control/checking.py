@@ -13,15 +13,16 @@ import numpy as np
 
 from graftlab.base.html import bundle
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import is_data
 from graftlab.base.world import Side
-from graftlab.control.works import Callee, arguments, call_here, refuse_no_expression
+from graftlab.control.works import arguments, refuse_no_expression
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
-from graftlab.grafting.sketches import replicas_of, show
+from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
 from graftlab.layouts.text import parse_layout
+from graftlab.ranks.remote_functions import Callee, sketch_callee
 from graftlab.verdict.added import roundoff
-from graftlab.verdict.groups import is_data
-from graftlab.verdict.replicas import Checked, Held, Replicas, Shown, check_replicas
+from graftlab.verdict.replicas import Checked, Held, check_replicas
 from graftlab.verdict.replicas_wording import judged, text_of_check
 
 if TYPE_CHECKING:
@@ -108,11 +109,11 @@ def check(
         )
     declared = _Declared(layouts or {}, mesh, size)
     if target is not None:
-        call = partial(_show_here, target, *given)
-        results: list[tuple[list[Shown], list[str]]] = session.run(target=call).target
+        call = partial(sketch_callee, target, *given)
+        results: list[tuple[list[TapSketch], list[str]]] = session.run(target=call).target
     else:
         assert baseline is not None
-        call = partial(_show_here, baseline, *given)
+        call = partial(sketch_callee, baseline, *given)
         results = session.run(baseline=call).baseline
     checked = check_replicas([shown for shown, _ in results], declared, _groups_along(mesh, size))
     skipped = list(dict.fromkeys(name for _, names in results for name in names))
@@ -144,7 +145,7 @@ class _Declared:
         return None if found is None else replicas_of(found)
 
 
-def _inputs(shown: Sequence[Shown]) -> list[str]:
+def _inputs(shown: Sequence[TapSketch]) -> list[str]:
     """The taps of what the model is given: those of kind ``input``, and integers before all computation."""
     found: dict[str, None] = {}
     leads = True
@@ -155,7 +156,3 @@ def _inputs(shown: Sequence[Shown]) -> list[str]:
         if leads or each.tags.get("kind") == "input":
             found[each.name] = None
     return list(found)
-
-
-def _show_here(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Shown], list[str]]:
-    return show(call_here(callee, args, kwargs))

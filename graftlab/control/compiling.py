@@ -13,15 +13,16 @@ from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
+from graftlab.control.core import start_under
 from graftlab.control.judging import judge
 from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, arguments, call_here
+from graftlab.control.works import arguments
 from graftlab.errors import SessionError
-from graftlab.grafting.in_float64 import in_float64
-from graftlab.grafting.self_graft import RoundedResults, rounded_results
+from graftlab.grafting.self_graft import RoundedResults
 from graftlab.plan.plan import PlanEdit
+from graftlab.ranks.remote_functions import Callee, call_in_float64, round_callee
 from graftlab.taps.compiled_calls import CompiledCall
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def compare_compiled(
         function,
         CompiledCall(_source(function), packed, options),
         threshold=threshold,
-        exact=None if floor.error is not None else partial(_in_float64_here, function),
+        exact=None if floor.error is not None else partial(call_in_float64, function),
         args=args,
         kwargs=kwargs,
     )
@@ -217,7 +218,7 @@ class _Compiled:
         return names[agreed - 1]
 
     def _measured(self, expected: Results, found: Results) -> ResultFloor:
-        call = partial(_rounded_here, self._function, self._args, self._kwargs, self._session.options.keep_budget)
+        call = partial(round_callee, self._function, self._args, self._kwargs, self._session.options.keep_budget)
         ranks: list[RoundedResults] = list(self._run("the eager result against itself", call, None).baseline)
         error = next((each.error for each in ranks if each.error is not None), None)
         in_float64 = _results([each.exact for each in ranks])
@@ -241,7 +242,7 @@ class _Compiled:
         # A graft of the plan in force would repair the very thing that is looked for.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
-        run, plan = self._session.start_under(nothing, callees, args, kwargs or {})
+        run, plan = start_under(self._session, nothing, callees, args, kwargs)
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:
@@ -255,18 +256,6 @@ class _Compiled:
 
 def _results(ranks: Sequence[Any]) -> Results:
     return [tensors_of(each) for each in ranks]
-
-
-# ---- on the baseline's ranks ----------------------------------------------------------------------------------------
-
-
-def _rounded_here(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> RoundedResults:
-    return rounded_results(call_here(function, args, kwargs), budget=budget)
-
-
-def _in_float64_here(function: Callee, *args: Any, **kwargs: Any) -> Any:
-    with in_float64():
-        return call_here(function, args, kwargs)()
 
 
 def _far(distance: float) -> str:

@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 
 from graftlab.base import shipping
-from graftlab.control.works import Callee
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import pack_plan
+from graftlab.ranks.remote_functions import Callee
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
 

@@ -6,6 +6,7 @@ import time
 
 from graftlab.control.core import SessionCore
 from graftlab.control.groups import collective_in
+from graftlab.control.run import state_of
 from graftlab.ranks.handle import RankHandle
 
 PATIENCE = 2.0
@@ -14,11 +15,11 @@ PATIENCE = 2.0
 
 def interrupt_and_tell(session: SessionCore, patience: float = PATIENCE) -> list[str]:
     """Interrupt the run that goes on; a line on each of its ranks: what it was in, and whether that has ended."""
-    run = session.runs[-1] if session.runs else None
+    run = state_of(session.runs[-1]) if session.runs else None
     if run is None or run.done:
         return ["nothing is running"]
-    going_on = [rank for rank in run.participants if not run.has_ended(rank)]
-    before = {rank.label: str(rank.whereabouts()) for rank in going_on}
+    going_on = [rank for rank in run.ranks if not run.has_ended(rank)]
+    before = {rank.label: str(rank.status()) for rank in going_on}
     session.interrupt()
     run.wait_ended(going_on, time.monotonic() + patience)
     lines = []

@@ -10,12 +10,15 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.core import internals_of
 from graftlab.control.judging_jobs import StepRuns
 from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import Callee, arguments, refuse_no_expression
+from graftlab.control.works import arguments, refuse_no_expression
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import Added, SelfGraft
+from graftlab.grafting.self_graft import AddedRounding, SelfGraft
+from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
@@ -26,7 +29,6 @@ from graftlab.verdict.contradicting import contradicting_pairs
 from graftlab.verdict.crossing import Order, crossing
 from graftlab.verdict.floor import Floor, pool
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
-from graftlab.verdict.groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out
@@ -63,8 +65,9 @@ def judge(
     constant = None if floor == "auto" else float(floor)
     given = arguments("verdict", args, kwargs)
     if all(rank.takes_work for rank in session.ranks):
-        baseline = session.by_default.get("baseline") if baseline is None else baseline
-        target = session.by_default.get("target") if target is None else target
+        default = internals_of(session).default_callees
+        baseline = default.get("baseline") if baseline is None else baseline
+        target = default.get("target") if target is None else target
         if baseline is None or target is None:
             raise SessionError(
                 "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "
@@ -261,14 +264,14 @@ class _Judging:
 
     # ---- the floor ----------------------------------------------------------------------------------------------
 
-    def _groups(self, added: Added) -> list[str]:
+    def _groups(self, added: AddedRounding) -> list[str]:
         return [group_of(name, added.tags) for name in self._paired(added)]
 
-    def _paired(self, added: Added) -> list[str]:
+    def _paired(self, added: AddedRounding) -> list[str]:
         """What filters call a tap of the baseline's run against itself: one name for each pair it is in."""
         return [pairing.name for pairing in self._before.pairings("baseline", added.name, own_tags(added.tags))]
 
-    def _pool(self, rows: Iterable[Added]) -> dict[str, Floor]:
+    def _pool(self, rows: Iterable[AddedRounding]) -> dict[str, Floor]:
         return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
 
     def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:

@@ -13,10 +13,11 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.control.core import internals_of
 from graftlab.control.judging_runs import EDITED, VerdictRuns, Wanted, coarser_dtypes
 from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
-from graftlab.control.run import Run
+from graftlab.control.run import Run, state_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
@@ -58,7 +59,8 @@ class StepRuns(VerdictRuns):
         self.never_grafted = (
             "(kind == 'optimizer' and not updated)" if graft_weights else "(kind == 'param' or kind == 'optimizer')"
         )
-        self._run = _run_of_jobs(session)
+        self._jobs = internals_of(session).jobs
+        self._state = state_of(_run_of_jobs(session))
         self._steps = steps
         self._graft_weights = graft_weights
         self._weights_grafted = 0
@@ -78,7 +80,7 @@ class StepRuns(VerdictRuns):
     def _tell(self, message: ForAWhile) -> None:
         for rank in self.session.ranks:
             if rank.alive:
-                self.session.joined.tell(rank, message)
+                self._jobs.tell(rank, message)
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
@@ -91,8 +93,8 @@ class StepRuns(VerdictRuns):
         for rank in self.session.ranks:
             # Its answer comes after its rows.
             self._ask(rank, AskKeptTags(failed=False), KeptTags)
-        frame = self.session.joined.rows_from(before)
-        frame = frame[(frame["run"] == self._run.number) & frame["step"].between(first, first + self._steps - 1)]
+        frame = self._jobs.rows_from(before)
+        frame = frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + self._steps - 1)]
         if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise SessionError(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
@@ -205,9 +207,9 @@ class StepRuns(VerdictRuns):
 
     def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         try:
-            return self.session.joined.ask(rank, question, expected)
+            return self._jobs.ask(rank, question, expected)
         except SessionError:
-            self._run.raise_failures(_GIVEN_UP)
+            self._state.raise_failures(_GIVEN_UP)
             raise
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -223,15 +225,15 @@ class StepRuns(VerdictRuns):
 
         def there() -> bool:
             # A sender hears in the step after it what nobody has asked for.
-            return min(rank.whereabouts().step for rank in ranks) > first() + runs * self._steps
+            return min(rank.status().step for rank in ranks) > first() + runs * self._steps
 
         title = f"verdict, run {self.count}: {why}"
-        steps = self._run.steps
+        steps = self._state.steps
         patience = _Patience(self.session)
-        bar = LongWait(title, "steps", lambda: self._run.steps - steps, where=self._run.where)
+        bar = LongWait(title, "steps", lambda: self._state.steps - steps, where=self._state.where)
         # Of two plans that are published between two steps the jobs never hear of the first.
         edited = partial(self._is_edited, version)
-        self._run.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
+        self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
         if edited():
             raise SessionError(EDITED)
         if not there():
@@ -242,19 +244,19 @@ class StepRuns(VerdictRuns):
         return self.session.plan.version != version
 
     def _has_ended(self) -> list[str]:
-        return [rank.label for rank in self._run.participants if self._run.has_ended(rank)]
+        return [rank.label for rank in self._state.ranks if self._state.has_ended(rank)]
 
     def _refuse(self, patience: _Patience) -> None:
         """Say why the jobs did not make the steps that were waited for."""
-        self._run.raise_failures(_GIVEN_UP)
+        self._state.raise_failures(_GIVEN_UP)
         if ended := self._has_ended():
             raise SessionError(
                 f"the verdict was given up: {', '.join(ended)} ended before it was there, after run {self.count - 1} "
                 f"of it. A verdict takes some twenty steps of the jobs; let them make more"
             )
         raise SessionError(
-            f"the verdict was given up: for {patience.seconds:g} s no job got on ({self._run.where()}). Each run of a "
-            f"verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
+            f"the verdict was given up: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
+            f"run of a verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
             f"gl.listen(timeout=...) says how long one may take"
         )
 
@@ -269,7 +271,7 @@ class _Patience:
         self._since = time.monotonic()
 
     def is_over(self) -> bool:
-        seen = [(where.step, where.taps) for where in (rank.whereabouts() for rank in self._ranks)]
+        seen = [(where.step, where.taps) for where in (rank.status() for rank in self._ranks)]
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return time.monotonic() - self._since > self.seconds

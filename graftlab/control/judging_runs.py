@@ -11,17 +11,18 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tap_groups import DATA
 from graftlab.base.world import Side
+from graftlab.control.core import start_under
 from graftlab.control.floors import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
-from graftlab.control.works import Callee, call_here
 from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import SelfGraft, differences_of_repeat, graft_self
-from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.plan.plan import FILTERS, PlanEdit
+from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
-from graftlab.verdict.groups import DATA
 from graftlab.verdict.of_jobs import account_of_recording
 from graftlab.verdict.wording import OfJobs
 
@@ -165,7 +166,7 @@ class CalledRuns(VerdictRuns):
         if changes:
             # Beforehand too, because an interrupt may come between the edit and its result.
             self.expect()
-        run, plan = self.session.start_under(changes or {}, callees, args, kwargs or {})
+        run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
         if changes:
             self.expect(plan.version)
         title = f"verdict, run {self.count}: {why}"
@@ -187,7 +188,7 @@ class CalledRuns(VerdictRuns):
         if known is not None:
             return known
         call = partial(
-            _graft_self_here,
+            graft_baseline_into_itself,
             self._callees[0],
             self._exact,
             self._args,
@@ -203,7 +204,7 @@ class CalledRuns(VerdictRuns):
         return measured
 
     def target_against_itself(self) -> list[str]:
-        call = partial(_repeat_here, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
+        call = partial(repeat_callee, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
 
@@ -228,30 +229,3 @@ def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
         name = row["name"]
         dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
     return dtypes
-
-
-# ---- on the baseline's ranks ----------------------------------------------------------------------------------------
-
-
-def _graft_self_here(
-    baseline: Callee,
-    exact: Callee | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtypes: dict[str, str],
-    plan: GraftPlan,
-    budget: int,
-    keep: list[str],
-) -> SelfGraft:
-    return graft_self(
-        call_here(baseline, args, kwargs),
-        dtypes,
-        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
-        budget=budget,
-        exact=None if exact is None else call_here(exact, args, kwargs),
-        keep=keep,
-    )
-
-
-def _repeat_here(target: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
-    return differences_of_repeat(call_here(target, args, kwargs), budget=budget)

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.recording_ranks import Graft, Records, forget_here, record_here, value_here
-from graftlab.control.works import Callee, arguments, refuse_no_expression
+from graftlab.control.works import arguments, refuse_no_expression
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
 from graftlab.matching.items import BUDGET, RecordedTap
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal
 from graftlab.matching.rounds import ROUNDS, match_in_rounds
+from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
+from graftlab.ranks.remote_functions import Callee
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
@@ -99,7 +100,7 @@ class _Matching:
 
     def end(self) -> None:
         if not self._session.closed and not any(not run.done for run in self._session.runs[-1:]):
-            self._session.run(forget_here, forget_here)
+            self._session.run(forget_match, forget_match)
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
@@ -107,8 +108,8 @@ class _Matching:
         """See :data:`graftlab.matching.rounds.Record`. The baseline runs once."""
         new, gone = self._changed(grafts)
         given = self._args, self._kwargs, self._budget, self._sent
-        ours = None if self._runs else partial(record_here, self._callees[0], *given, {}, [])
-        theirs = partial(record_here, self._callees[1], *given, new, gone)
+        ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
+        theirs = partial(record_taps, self._callees[1], *given, new, gone)
         title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
         self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
@@ -128,16 +129,18 @@ class _Matching:
         self._order = {"baseline": ours_in_order, "target": theirs_in_order}
         return self._baseline, target
 
-    def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[Graft]], list[str]]:
+    def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
         """What is grafted now and was not in the run before, and which of the target's taps no longer are."""
         wanted: dict[str, list[Pair]] = {}
         for pair in grafts:
             wanted.setdefault(pair.target, []).append(pair)
-        new: dict[str, list[Graft]] = {}
+        new: dict[str, list[MatchGraft]] = {}
         for name, pairs in wanted.items():
             if self._grafted.get(name) == pairs:
                 continue
-            made = [Graft(pair.layout, pair.whole, value) for pair in pairs if (value := self._value(pair)) is not None]
+            made = [
+                MatchGraft(pair.layout, pair.whole, value) for pair in pairs if (value := self._value(pair)) is not None
+            ]
             if made:
                 new[name] = made
         gone = [name for name in self._grafted if name not in wanted]
@@ -156,7 +159,7 @@ class _Matching:
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:
         """A value that only a rank has."""
-        work = partial(value_here, name)
+        work = partial(recorded_value, name)
         if side == "baseline":
             values: list[Tensor | None] = self._session.run(baseline=work).baseline
         else:
@@ -166,7 +169,7 @@ class _Matching:
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 
-    def _one(self, ranks: Sequence[Records], side: Side) -> list[RecordedTap]:
+    def _one(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
         """One side's taps as one rank would have them, of what each of its ranks recorded."""
         for rank, records in enumerate(ranks):
             self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)

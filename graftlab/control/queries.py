@@ -42,7 +42,7 @@ class Queries:
             rank.channel.send(pack(Query(number, question)))
             answer = waiting.get(timeout=limit)
         except queue.Empty:
-            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.whereabouts()})") from None
+            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.status()})") from None
         finally:
             del self._answers[number]
         if isinstance(answer, Refused):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graftlab.base.live import LivePlace, publisher
+from graftlab.base.live import LiveText, publisher
 from graftlab.ranks.messages import LiveOutput, Output, Shown
 
 Piece = Output | LiveOutput | Shown
@@ -18,7 +18,7 @@ class RankOutput:
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._bars: dict[tuple[str, int], LivePlace] = {}
+        self._bars: dict[tuple[str, int], LiveText] = {}
 
     def show(self, pieces: list[tuple[str, bool, Piece]]) -> None:
         """Each with the label of its rank, and whether that rank is trusted."""
@@ -30,7 +30,7 @@ class RankOutput:
             elif isinstance(piece, Shown):
                 self._display(label, piece.data if trusted else _harmless(piece.data))
         for (label, stream), text in last.items():
-            place = self._bars.setdefault((label, stream), LivePlace())
+            place = self._bars.setdefault((label, stream), LiveText())
             place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
 
     def close(self) -> None:

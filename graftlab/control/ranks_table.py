@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from graftlab.base.html import cell, shortened, table
+from graftlab.base.html import cell, table
+from graftlab.base.text import shortened
 from graftlab.ranks.handle import RankHandle
 
 
@@ -40,7 +41,7 @@ def ranks_frame(
     """
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         lines.append(
             {
                 "side": rank.place.side,
@@ -68,7 +69,7 @@ def ranks_table(
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         if closed:
             state, kind = "closed", "quiet"
         else:

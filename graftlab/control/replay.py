@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,14 @@ import numpy as np
 import torch
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tags import told_tags
+from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
 from graftlab.errors import DumpError, RequestError
+from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
-from graftlab.taps.calls import here, step, tags
-from graftlab.transforms import user_traceback
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 logger = logging.getLogger(__name__)
-
-Feed = Callable[[list[Any]], Sequence[Any]] | str
 
 COLUMNS = (
     *("rid", "index", "step", "status", "same_tokens", "first_divergent", "first_rel_l2", "final_difference"),
@@ -79,14 +76,6 @@ class Replay:
         return {"text/plain": f"{self!r}\n{self.summary}", "text/html": self.summary.to_html(max_rows=20)}
 
 
-@dataclass(frozen=True)
-class _Fed:
-    """One rank's answer to a batch: what its function returned, one output a request, or how it failed."""
-
-    outputs: list[Any]
-    error: str | None = None
-
-
 def replay(
     session: SessionCore,
     path: str | Path,
@@ -113,8 +102,8 @@ def replay(
     names = [",".join(_rid(index, record) for index, record in batch) for batch in batches]
     requests = [[record.request for _, record in batch] for batch in batches]
     run = session.start(
-        partial(_feed, baseline),
-        partial(_feed, target),
+        partial(feed_batches, baseline),
+        partial(feed_batches, target),
         args=(list(zip(names, requests, strict=True)),),
     )
 
@@ -206,32 +195,6 @@ def _reasons(skipped: Iterable[Skipped]) -> str:
     return "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
 
 
-# ---- on the ranks ---------------------------------------------------------------------------------------------------
-
-
-def _feed(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[_Fed]:
-    """Give a rank's function one batch a step. What it raises fails that batch alone."""
-    if isinstance(function, str):
-        me = here()
-        assert me is not None
-        function = eval(function, me.vars)
-    if not callable(function):
-        raise RequestError(f"replay: {function!r} is not a function of a list of requests")
-    fed = []
-    for number, (rid, requests) in enumerate(batches):
-        if number:
-            step()
-        try:
-            with tags(rid=rid):
-                outputs = list(function(requests))
-            if len(outputs) != len(requests):
-                raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
-            fed.append(_Fed(outputs))
-        except (Exception, SystemExit) as error:
-            fed.append(_Fed([None] * len(requests), user_traceback(error)))
-    return fed
-
-
 # ---- the summary ----------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +260,7 @@ def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def _tap(row: Any) -> str:
     # The line of a summary has the request's id already.
-    given = {tag: value for tag, value in told_tags(row["tags"]).items() if tag != "rid"}
+    given = {tag: value for tag, value in display_tags(row["tags"]).items() if tag != "rid"}
     return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
 
 

@@ -51,7 +51,7 @@ class Reports:
         self._handle.on(Linked, lambda linked, rank: self.on_linked(rank, linked))
         self._handle.on(Moved, lambda moved, rank: self.on_moved(rank, moved))
         self._handle.on(AskMissing, lambda ask, rank: self.on_ask_missing(rank))
-        self._handle.on(IsAt, lambda where, rank: rank.note_whereabouts(where))
+        self._handle.on(IsAt, lambda where, rank: rank.note_status(where))
         # For whoever lets jobs join.
         self.on_contact: Callable[[RankHandle, Contact], None] = lambda rank, contact: None
         self.on_joined: Callable[[RankHandle], None] = lambda rank: None

@@ -12,7 +12,7 @@ import numpy as np
 
 from graftlab import plots
 from graftlab.errors import SessionError
-from graftlab.plots.of_run import draw_run
+from graftlab.plots.step_heatmap import run_heatmap
 from graftlab.rows.digest import FirstAbove, RunDigest
 from graftlab.rows.store import to_frame
 from graftlab.verdict.summary import floor_of_run
@@ -100,7 +100,7 @@ class SessionPlots:
             if steps is not None and len(frame):
                 frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
             return plots.over_steps(frame, **options)
-        return draw_run(run, steps=steps, **options)
+        return run_heatmap(run, steps=steps, **options)
 
     def _newest_run(self) -> RunDigest | None:
         self._session.digest.catch_up()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import CodeType
 from typing import Any, Literal
 
@@ -15,19 +14,8 @@ from graftlab.base.world import Side
 from graftlab.errors import SessionError, warn
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Call, Evaluate, Execute
+from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
-from graftlab.taps.calls import here
-
-Callee = Callable[..., Any] | str
-
-
-def call_here(callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """On a rank: what calls a function there, or evaluates an expression where ``%%graft`` cells run."""
-    if isinstance(callee, str):
-        me = here()
-        assert me is not None
-        return partial(eval, callee, me.vars)
-    return partial(callee, *args, **kwargs)
 
 
 def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -58,7 +58,7 @@ class FrameWithPayload(bytes):
 
 
 class TcpChannel:
-    """A channel to a process that shares no memory, over TCP. Its socket is that of its router."""
+    """A channel to a process that shares no memory, over TCP. Its descriptor is that of its router."""
 
     def __init__(self, router: RouterSocket, name: bytes, endpoint: str = "") -> None:
         self._router = router
@@ -160,7 +160,7 @@ class RouterSocket:
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_AllowedKeys(self._keys))
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_SessionKeyCheck(self._keys))
         socket = self._socket
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -408,7 +408,7 @@ class RouterSocket:
             channel.closed = True
 
 
-class _AllowedKeys:
+class _SessionKeyCheck:
     """Says which keys may connect."""
 
     def __init__(self, keys: Keys) -> None:

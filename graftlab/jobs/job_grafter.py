@@ -14,6 +14,7 @@ from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
+from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
 from graftlab.plan.plan import GraftPlan
@@ -192,11 +193,11 @@ class JobGrafter(Grafter):
         # In the place of the method, so that no other step pays for a look whether this is such a one.
         self.__dict__["tap"] = self._guarded(itself.handler_at(self._step))
 
-    def _guarded(self, taker: TapHandler) -> Callable[..., Any]:
+    def _guarded(self, handler: TapHandler) -> Callable[..., Any]:
         @outside_compiled_code
         def tap(name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
             try:
-                return taker.tap(name, value, extras, tags, replace)
+                return handler.tap(name, value, extras, tags, replace)
             except GraftError:
                 raise
             except Exception as error:

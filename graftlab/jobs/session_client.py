@@ -33,6 +33,7 @@ from graftlab.ranks.own_place import own_backend, own_device
 from graftlab.jobs.proxy import Proxy, TcpSessionClient
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.own_place import own_backend, own_device
 from graftlab.ranks.settling import receive_descriptors
 from graftlab.ranks.shared import send_descriptors
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from graftlab.base.world import Place
 from graftlab.config import Endpoint
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
 from graftlab.exchange.tcp import TcpChannel
@@ -80,7 +80,7 @@ class SessionServer:
         self._agreed = agreed
         self._first_plan = session.plan
         self._tcp_listener = tcp_listener
-        self._membership = Membership(self._ranks, session.joined, makes_links=tcp_listener is None)
+        self._membership = Membership(self._ranks, self._jobs, makes_links=tcp_listener is None)
         # For those who look on from a terminal, one at a time.
         self._taps = session.live_taps()
         self._status_lock = threading.Lock()
@@ -90,11 +90,11 @@ class SessionServer:
         self._lock = threading.Lock()
         self._resumed = False
         self._closed = False
-        reports = session.reports
+        reports = internals_of(session).reports
         reports.on_joined, reports.on_left = self._on_joined, self._on_left
         reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
         reports.on_ask_missing = self._on_ask_missing
-        session.closes_first = self.close
+        internals_of(session).close_first = self.close
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
         self._thread.start()
@@ -234,7 +234,7 @@ class SessionServer:
             rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._joined(rank, [])))
             if join.rejoins is not None:
-                self._session.joined.tell_plan(rank)
+                self._jobs.tell_plan(rank)
             return rank.take_ends()
 
     def _refusal(self, join: JoinRequest) -> JoinRefused | None:
@@ -290,7 +290,7 @@ class SessionServer:
         send_descriptors(connection, line)
         rank.handed_over()
         if join.rejoins is not None:
-            self._session.joined.tell_plan(rank)
+            self._jobs.tell_plan(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """The place of a process that may join, and what is to be noted of it."""
@@ -301,7 +301,7 @@ class SessionServer:
         if rank.has_joined:
             # Another process had it, whose line has ended.
             rank.renew()
-            self._session.joined.hear(rank)
+            self._jobs.hear(rank)
         run = None if join.rejoins is None else join.rejoins.run
         self._membership.enter(rank, run, join.first_step)
         if join.rejoins is not None:
@@ -312,15 +312,15 @@ class SessionServer:
                 rank.adopt_segment(segment)
             if join.rejoins.session == self._name:
                 # Its line was cut, and it is in this session's run all the time.
-                self._session.joined.note_return(rank, join.rejoins.run.run)
-                self._session.joined.outrank(from_wire(join.rejoins.plan))
+                self._jobs.note_return(rank, join.rejoins.run.run)
+                self._jobs.outrank(from_wire(join.rejoins.plan))
             elif not self._resumed:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
-                self._session.joined.resume(join.rejoins.run, from_wire(join.rejoins.plan), published=published)
+                self._jobs.resume(join.rejoins.run, from_wire(join.rejoins.plan), published=published)
             else:
-                self._session.joined.outrank(from_wire(join.rejoins.plan))
+                self._jobs.outrank(from_wire(join.rejoins.plan))
             if join.rejoins.lost_rows:
                 note = f"at least {join.rejoins.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
@@ -381,7 +381,7 @@ class SessionServer:
             if not had_begun and not self._closed:
                 # It never began, so nobody is to be told how it ended; another process may have the place.
                 attached.renew()
-                self._session.joined.hear(attached)
+                self._jobs.hear(attached)
             if not self._membership.occupied:
                 self.over.set()
 

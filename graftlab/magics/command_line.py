@@ -34,7 +34,7 @@ class HelpShown(Exception):
         self.text = text
 
 
-class _Parser(argparse.ArgumentParser):
+class _MagicParser(argparse.ArgumentParser):
     """An argparse parser that raises where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
@@ -91,7 +91,7 @@ def _commands() -> dict[str, Command]:
     found: dict[str, Command] = {}
 
     def command(name: str, summary: str, raw: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
-        parser = _Parser(
+        parser = _MagicParser(
             prog=f"%graft {name}",
             usage=usage,
             description=summary,

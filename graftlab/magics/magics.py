@@ -19,7 +19,7 @@ from graftlab.base.world import Side
 from graftlab.control.interrupting import interrupt_and_tell
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch, listen
@@ -251,9 +251,9 @@ class GraftMagics(Magics):
             return session.plan
         plan = session.edit(**changes)
         for name, text in changes.items():
-            check = Check(text)
+            check = FilterCheck(text)
             check.catch_up(session.taps)
-            sys.stdout.write(f"{name}: {told(check, session.taps)}\n")
+            sys.stdout.write(f"{name}: {check_summary(check, session.taps)}\n")
         return plan
 
     def _transform(self, arguments: argparse.Namespace) -> Any:

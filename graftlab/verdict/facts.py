@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tags import told_tags
+from graftlab.base.tags import display_tags
 from graftlab.rows.digest import KINDS, OTHER, Digest, RunDigest
 from graftlab.rows.schema import Row, are_whole, converted
 from graftlab.verdict.order import Array, apart, numbers
@@ -16,7 +16,7 @@ from graftlab.verdict.order import Array, apart, numbers
 
 def tap_name(name: str, tags: Mapping[str, Any]) -> str:
     """A tap as sentences name it: with its own tags."""
-    return " ".join([name, *(f"{tag}={value}" for tag, value in told_tags(tags).items())])
+    return " ".join([name, *(f"{tag}={value}" for tag, value in display_tags(tags).items())])
 
 
 class Facts(Protocol):

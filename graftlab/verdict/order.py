@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tags import tells_taps_apart
+from graftlab.base.tags import distinguishes_taps
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
@@ -97,11 +97,11 @@ def tag_columns(frame: pd.DataFrame) -> list[str]:
         names: dict[str, None] = {}
         for tags in frame["tags"]:
             if isinstance(tags, Mapping):
-                names.update(dict.fromkeys(filter(tells_taps_apart, map(str, tags))))
+                names.update(dict.fromkeys(filter(distinguishes_taps, map(str, tags))))
         # A tag whose name is a row's own column is kept as tag_<name>.
         columns = [f"tag_{name}" if f"tag_{name}" in frame.columns else name for name in names]
     else:  # a frame made by hand
-        columns = [str(column) for column in frame.columns if column not in COLUMNS and tells_taps_apart(str(column))]
+        columns = [str(column) for column in frame.columns if column not in COLUMNS and distinguishes_taps(str(column))]
     return [column for column in columns if column in frame.columns]
 
 

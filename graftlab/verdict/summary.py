@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest

@@ -202,7 +202,7 @@ def test_a_run_asks_those_that_take_part_and_begins_where_the_last_one_ended(
 
 def test_a_second_run_meanwhile_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
     runs.begin({0: WORK}, PLAN)
-    with pytest.raises(SessionBusyError, match="run 0 is still going on"):
+    with pytest.raises(SessionBusyError, match="run 0 is still running"):
         runs.begin({1: WORK}, PLAN)
     assert len(runs.all()) == 1
 

@@ -1,4 +1,4 @@
-"""What the shared-memory exchange is made of: the allocator, the segment, the channel and the whereabouts page."""
+"""What the shared-memory exchange is made of: the allocator, the segment, the channel and the status page."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kit.values import assert_values
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.waiter_threads import _Looker
 from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.exchange.waiter_threads import _Waiter
 from graftlab.ranks import forkserver
 
 SEGMENT = PAGE + 64 * ALIGNMENT
@@ -268,7 +268,7 @@ def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[SocketChannel, 
     assert receive(other, 1) == []
 
 
-# ---- the whereabouts page -------------------------------------------------------------------------------------------
+# ---- the status page -------------------------------------------------------------------------------------------
 
 
 def a_page() -> tuple[Arena, StatusPage]:
@@ -313,7 +313,7 @@ def test_a_page_that_was_never_written_says_starting() -> None:
     ],
     ids=["idle", "waiting", "running", "before the first tap"],
 )
-def test_whereabouts_in_words(look: RankStatus, text: str) -> None:
+def test_rank_status_in_words(look: RankStatus, text: str) -> None:
     assert text in str(look)
 
 
@@ -412,7 +412,7 @@ def test_values_of_the_room_cannot_be_changed() -> None:
 
 def test_a_thread_that_waits_wakes_for_whichever_descriptors_it_follows() -> None:
     pipes = [os.pipe() for _ in range(3)]
-    looker = _Looker()
+    looker = _Waiter()
     try:
         for readers in ({0}, {0, 1}, {1, 2}, {2}, set()):
             looker.follow(frozenset(pipes[at][0] for at in readers))

@@ -18,7 +18,7 @@ from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_router
 from kit.support import wait_until
 
-from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.tcp import FrameWithPayload, TcpChannel, RouterSocket
 
@@ -96,7 +96,7 @@ class Bomb:
 def test_who_does_not_know_the_token_is_not_heard(routers: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
     stranger = RouterSocket(derive_keys(new_token()), b"stranger")
     channel = stranger.connect(routers[0].name, "127.0.0.1", routers[0].port)
-    frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
+    frame = PublishFrame(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
     assert (channel.reached, channel.linked) == (True, False)
@@ -210,8 +210,8 @@ def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_agai
 # ---- what a rank on another machine may not send --------------------------------------------------------------------
 
 FORBIDDEN = {
-    "a handle of GPU memory, which torch would unpickle": ChunkShared(0, pickle.dumps(0)),
-    "a place on its GPU": Published(key(), 1, "float32", (), 4, DeviceLocation(0, 0, 0, b""), None),
+    "a handle of GPU memory, which torch would unpickle": ChunkFrame(0, pickle.dumps(0)),
+    "a place on its GPU": PublishFrame(key(), 1, "float32", (), 4, DeviceLocation(0, 0, 0, b""), None),
 }
 
 
@@ -226,7 +226,7 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
 
 
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
-    frame = Published(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
+    frame = PublishFrame(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
     channel = world.baseline.channels[0]
     assert isinstance(channel, TcpChannel)
     channel.send(encode(frame), memoryview(attached) if attached else None)
@@ -287,7 +287,7 @@ def test_a_word_of_a_wait_that_is_older_than_what_was_sent_counts_for_nothing() 
 
         def waits_for_sender() -> bool:
             sender.exchange.end_step(-1)  # reads what has come
-            return bool(peers.who_waits_for_me())
+            return bool(peers.ranks_waiting_for_me())
 
         waiting = in_background(lambda: receiver.receive(key("later")))
         receiver.until_it_waits()

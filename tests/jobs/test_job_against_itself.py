@@ -12,7 +12,7 @@ from kit.grafters import OneThreadExchange, Post
 
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter
 from graftlab.plan.plan import GraftPlan
@@ -50,7 +50,7 @@ def job(reports: Reports, post: Post) -> JobGrafter:
     place, run = Place("baseline", 0, 1, 1), RunInfo(0, 0, (0, 1))
     exchange: Any = OneThreadExchange(place, post)
     OneThreadExchange(Place("target", 0, 1, 1), post).begin_run(run)
-    page = WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+    page = StatusPage(mmap.mmap(-1, mmap.PAGESIZE))
     grafter = JobGrafter(place, exchange, page, ContextVar("tags", default=()), reports, KeptPairs())
     grafter.begin_run(run, GraftPlan(version=1))
     return grafter

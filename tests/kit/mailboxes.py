@@ -22,10 +22,10 @@ from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel, SocketChannel
 from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
-from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.keys import derive_keys, new_token
-from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.status_page import StatusPage
+from graftlab.exchange.tcp import TcpChannel, RouterSocket
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -70,7 +70,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Mailbox:
-    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date.
+    """One rank's exchange, with what the grafter would do around it: the status page is kept up to date.
 
     ``put`` brings a tensor to where this kind of exchange has its tensors; ``gpu`` is the stand-in for its GPU.
     """

@@ -13,7 +13,7 @@ from kit.digests import digest_of, row
 from matplotlib.figure import Figure
 
 import graftlab as gl
-from graftlab.plots.of_run import draw_run
+from graftlab.plots.step_heatmap import run_heatmap
 from graftlab.rows.store import to_frame
 
 
@@ -107,7 +107,7 @@ def test_what_is_kept_of_a_run_gives_the_figure_that_a_frame_of_it_does(seed: in
                 differ = random.choice([0, 0, 2]) if measured else None
                 tags = {"own": {"layer": ord(name) % 2}, "side": side, "rank": rank}
                 rows.append(row(name, order, step, status=status, rel_l2=value, nonfinite_differ=differ, **tags))
-    mine, full = draw_run(digest_of(*rows)), gl.plots.over_steps(to_frame(rows))
+    mine, full = run_heatmap(digest_of(*rows)), gl.plots.over_steps(to_frame(rows))
     names = [[tick.get_text() for tick in each.axes[0].get_yticklabels()] for each in (mine, full)]
     assert names[0] == names[1]
     assert title(mine) == title(full)

@@ -13,6 +13,7 @@ from kit.pages import Browser, Screen
 from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
 from graftlab.rows import digest as digests
 from graftlab.rows.digest import RunDigest
 from graftlab.rows.encoding import encode
@@ -94,8 +95,8 @@ def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: BoardScreen
 
     go = tmp_path / "go"
     run = session.start(late, early, args=(str(go),))
-    wait_until(lambda: all(rank.whereabouts().awaits for rank in session.ranks[1:]), "waiting at the tap")
-    wait_until(lambda: session.ranks[0].whereabouts().state == "running", "the beginning of the baseline's run")
+    wait_until(lambda: all(rank.status().awaits for rank in session.ranks[1:]), "waiting at the tap")
+    wait_until(lambda: session.ranks[0].status().state == "running", "the beginning of the baseline's run")
     board.panel.refresh()
     assert [line[3] for line in board.lines("ranks")] == ["running", *["waiting for baseline[0]"] * 2]
     go.touch()
@@ -243,7 +244,7 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
         taken.append(self.row_count - before)
 
     monkeypatch.setattr(RunDigest, "take", counted)
-    session.reports.on_rows([line(index) for index in range(20_000)])
+    internals_of(session).reports.on_rows([line(index) for index in range(20_000)])
     board.panel.refresh()
     assert sum(taken) <= ROWS_A_TICK
     assert f"{20_000 - ROWS_A_TICK:,} not summed up yet" in board.view["count"]

@@ -15,14 +15,15 @@ from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
 from graftlab.matching.items import RecordedTap, Recorder
+from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import here
-from graftlab.taps.extras import Laid
-from graftlab.taps.routing import taken_by
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import kinds_of_watched
 
 
 @dataclass(frozen=True)
-class Graft:
+class MatchGraft:
     """What overwrites a target's tap: the baseline's tensor, in the layout of their pair."""
 
     layout: Layout
@@ -31,7 +32,7 @@ class Graft:
 
 
 @dataclass
-class Records:
+class MatchRecord:
     """What one rank recorded, in the order of its taps. ``notes`` say what was not, or not as it was meant."""
 
     taps: list[RecordedTap]
@@ -42,18 +43,18 @@ class Records:
 
 # What this rank recorded last and has not sent, and what is grafted here: both for the next call of the same match.
 _held: dict[str, Tensor] = {}
-_grafts: dict[str, list[Graft]] = {}
+_grafts: dict[str, list[MatchGraft]] = {}
 
 
-def record_here(
-    callee: Any,
+def record_taps(
+    callee: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     budget: int,
     send: int,
-    grafts: Mapping[str, list[Graft]],
+    grafts: Mapping[str, list[MatchGraft]],
     forget: list[str],
-) -> Records:
+) -> MatchRecord:
     """Run the code once. Up to ``budget`` bytes are recorded here, of which up to ``send`` travel at once.
 
     ``grafts`` are new ones, by the name of the target's tap, and ``forget`` those that hold no longer.
@@ -61,14 +62,9 @@ def record_here(
     for name in forget:
         _grafts.pop(name, None)
     _grafts.update(grafts)
-    recorder = _RankRecorder(_grafts, budget)
-    with taken_by(recorder):
-        if isinstance(callee, str):
-            me = here()
-            assert me is not None
-            eval(callee, me.vars)
-        else:
-            callee(*args, **kwargs)
+    recorder = _MatchRecorder(_grafts, budget)
+    with handled_by(recorder):
+        bind_callee(callee, args, kwargs)()
     _held.clear()
     for tap in recorder.taps:
         tap.forget()
@@ -82,24 +78,24 @@ def record_here(
         else:
             _held[tap.name] = value
             tap.value = None
-    return Records(recorder.taps, recorder.layouts, recorder.skipped, recorder.notes)
+    return MatchRecord(recorder.taps, recorder.layouts, recorder.skipped, recorder.notes)
 
 
-def value_here(name: str) -> Tensor | None:
+def recorded_value(name: str) -> Tensor | None:
     """A value that was recorded and has not travelled."""
     return _held.get(name)
 
 
-def forget_here() -> None:
+def forget_match() -> None:
     """The match is over."""
     _held.clear()
     _grafts.clear()
 
 
-class _RankRecorder(Recorder):
-    """Records what a rank itself holds, with its layout there; and overwrites what is to be grafted, once recorded."""
+class _MatchRecorder(Recorder):
+    """Records the tensors of this rank with their layouts, then overwrites those that have a graft."""
 
-    def __init__(self, grafts: Mapping[str, list[Graft]], budget: int) -> None:
+    def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int) -> None:
         super().__init__(kinds_of_watched(), budget)
         self.layouts: dict[str, RankLayout] = {}
         self.notes: list[str] = []
@@ -126,7 +122,7 @@ class _RankRecorder(Recorder):
         place = here()
         assert place is not None
         try:
-            given = extras.layout if isinstance(extras, Laid) else None
+            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
             layout = rank_layout(shown, given, place.world_size)
         except LayoutError as error:
             self.note(f"{recorded.name}: {error}")
@@ -143,7 +139,7 @@ class _RankRecorder(Recorder):
         written, _ = overwrite(own, result)
         return written if written is not own and own is value else value
 
-    def _grafted(self, name: str, graft: Graft, layout: RankLayout | None, own: Tensor, rank: int) -> Tensor:
+    def _grafted(self, name: str, graft: MatchGraft, layout: RankLayout | None, own: Tensor, rank: int) -> Tensor:
         split = Layout() if layout is None else layout.layout
         shape = tuple(own.shape) if layout is None else layout.shape
         value = graft.value.to(own.device)

@@ -11,15 +11,15 @@ from graftlab.base.tensor_bytes import assembled, dtype_named
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.device import DeviceReader, Gpu
 from graftlab.exchange.frames import (
-    ChunkAnswered,
-    ChunkShared,
-    Declined,
+    ChunkFrame,
+    ChunkReplyFrame,
+    DeclineFrame,
     DeviceLocation,
-    Published,
-    Released,
-    StepEnded,
-    WaitsForYou,
-    Yield,
+    PublishFrame,
+    ReleaseFrame,
+    StepEndFrame,
+    YieldFrame,
+    YieldQueryFrame,
 )
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
@@ -35,9 +35,9 @@ _READ_POLL = 0.001
 # How soon a rank that waits looks whether a peer waits for it in turn, and how often in the end.
 _FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
 # Taps that never repeat must not fill the memory.
-_HEARD_LIMIT = 100_000
+_SEEN_LIMIT = 100_000
 
-Taken = list[tuple[Peer, Published]]
+ReceivedTensors = list[tuple[Peer, PublishFrame]]
 
 
 class Receiver:
@@ -60,7 +60,7 @@ class Receiver:
         self._awaited: dict[int, TapKey] = {}
         self._wait_number = 0
         # Names and tags that the other side has ever reached.
-        self._heard: set[tuple[object, ...]] = set()
+        self._seen_taps: set[tuple[object, ...]] = set()
 
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class Receiver:
         for peer in self._peers.others:
             self._send_releases(peer)
             if peer.in_run:
-                peer.send(StepEnded(step))
+                peer.send(StepEndFrame(step))
             for ended in [known for known in peer.inbox if known <= step]:
                 for published in peer.inbox.pop(ended).values():
                     if published is not None:
@@ -93,7 +93,7 @@ class Receiver:
             self._peers.pump(0)
         unanswered, has_yielded = ({}, False) if self._all_answered(key) else self._wait_for(key)
         receipt = Receipt([], timed_out=bool(unanswered) and not has_yielded)
-        taken: Taken = []
+        taken: ReceivedTensors = []
         read_on_device = False
         for peer in self._peers.others:
             rank = peer.place.rank
@@ -106,7 +106,7 @@ class Receiver:
                 receipt.absent[rank] = f"{peer.label} did not send this tap"
                 continue
             try:
-                tensor = self._look_at(peer, published, near)
+                tensor = self._open(peer, published, near)
             except Exception as error:
                 receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be brought here: {error}"
                 self._release([(peer, published)])
@@ -126,7 +126,7 @@ class Receiver:
         receipt.on_release = lambda: release(taken)
         return receipt
 
-    def _look_at(self, peer: Peer, published: Published, near: torch.Tensor | None) -> torch.Tensor:
+    def _open(self, peer: Peer, published: PublishFrame, near: torch.Tensor | None) -> torch.Tensor:
         """Return a published tensor, without a copy where it is on the device of ``near``."""
         location, nbytes = published.location, published.nbytes
         dtype, shape = dtype_named(published.dtype), published.shape
@@ -156,15 +156,15 @@ class Receiver:
                 return False
         return True
 
-    def on_published(self, peer: Peer, frame: Published) -> None:
-        self._hear(peer, frame.key, frame)
+    def on_publish(self, peer: Peer, frame: PublishFrame) -> None:
+        self._note_answer(peer, frame.key, frame)
 
-    def on_declined(self, peer: Peer, frame: Declined) -> None:
-        self._hear(peer, frame.key, None)
+    def on_decline(self, peer: Peer, frame: DeclineFrame) -> None:
+        self._note_answer(peer, frame.key, None)
 
-    def _hear(self, peer: Peer, key: TapKey, published: Published | None) -> None:
-        if len(self._heard) < _HEARD_LIMIT:
-            self._heard.add((key.name, key.tags))
+    def _note_answer(self, peer: Peer, key: TapKey, published: PublishFrame | None) -> None:
+        if len(self._seen_taps) < _SEEN_LIMIT:
+            self._seen_taps.add((key.name, key.tags))
         # What comes for a step that has ended here is released by the end-of-step frame that is on its way back.
         if key.step > self._ended_step:
             peer.inbox[key.step][key] = published
@@ -190,51 +190,51 @@ class Receiver:
             with peers.wait([peer.world_rank for peer in peers.others if not peer.has_answered(key)]) as wait:
                 while not self._all_answered(key):
                     remaining = wait.remaining()
-                    has_yielded = any(number in peer.told_to_yield for peer in peers.others)
+                    has_yielded = any(number in peer.yielded_waits for peer in peers.others)
                     if remaining <= 0 or has_yielded:
                         return self._why_unanswered(key, has_yielded), has_yielded
                     self.release_read(wait=False)
                     look = min(remaining, pause)
                     if not peers.look(min(look, _READ_POLL) if self._reader.reading else look):
-                        self._ask_who_waits_for_us(number, key)
+                        self._query_mutual_waits(number, key)
                         pause = min(2 * pause, _LAST_LOOK)
             return {}, False
         finally:
             del self._awaited[number]
             for peer in peers.others:
-                peer.told_to_yield.discard(number)
+                peer.yielded_waits.discard(number)
 
-    def _ask_who_waits_for_us(self, number: int, key: TapKey) -> None:
+    def _query_mutual_waits(self, number: int, key: TapKey) -> None:
         # Another thread of this rank may be about to reach what the peer waits for.
-        if self._peers.lanes.several:
+        if self._peers.waiters.several:
             return
-        me, is_known = self._peers.place.world_rank, self._knows(key)
+        me, is_known = self._peers.place.world_rank, self._has_seen(key)
         for peer in self._peers.others:
             if not peer.has_answered(key) and me in peer.page.read().awaits:
-                peer.send(WaitsForYou(number, is_known))
+                peer.send(YieldQueryFrame(number, is_known))
 
-    def on_waits_for_you(self, peer: Peer, frame: WaitsForYou) -> None:
-        if self._has_to_yield_to_us(peer, frame.is_known):
-            peer.send(Yield(frame.wait))
+    def on_yield_query(self, peer: Peer, frame: YieldQueryFrame) -> None:
+        if self._must_yield(peer, frame.is_known):
+            peer.send(YieldFrame(frame.wait))
 
-    def on_yield(self, peer: Peer, frame: Yield) -> None:
+    def on_yield(self, peer: Peer, frame: YieldFrame) -> None:
         if frame.wait in self._awaited:
-            peer.told_to_yield.add(frame.wait)
+            peer.yielded_waits.add(frame.wait)
 
-    def _has_to_yield_to_us(self, peer: Peer, asker_is_known: bool) -> bool:
+    def _must_yield(self, peer: Peer, asker_is_known: bool) -> bool:
         """What this rank says when asked by a peer that waits for it."""
-        if self._peers.lanes.several or len(self._awaited) != 1:
+        if self._peers.waiters.several or len(self._awaited) != 1:
             return False
         [awaited] = self._awaited.values()
         if peer.has_answered(awaited):
             return False
-        if asker_is_known != self._knows(awaited):
+        if asker_is_known != self._has_seen(awaited):
             return not asker_is_known
         return peer.world_rank > self._peers.place.world_rank
 
-    def _knows(self, key: TapKey) -> bool:
+    def _has_seen(self, key: TapKey) -> bool:
         """Whether the other side has ever reached such a tap."""
-        return (key.name, key.tags) in self._heard
+        return (key.name, key.tags) in self._seen_taps
 
     def _why_unanswered(self, key: TapKey, has_yielded: bool) -> dict[int, str]:
         peers = self._peers
@@ -246,14 +246,14 @@ class Receiver:
 
     # ---- releasing ----------------------------------------------------------------------------------------------
 
-    def _release(self, taken: Taken) -> None:
+    def _release(self, taken: ReceivedTensors) -> None:
         for peer, published in taken:
             peer.to_release.append(published.id)
             peer.bytes_to_release += published.nbytes
             if peer.bytes_to_release >= self._large or len(peer.to_release) >= _RELEASE_COUNT:
                 self._send_releases(peer)
 
-    def _release_when_read(self, taken: Taken) -> None:
+    def _release_when_read(self, taken: ReceivedTensors) -> None:
         """The same for tensors some of which are on a GPU, whose streams may have them still to read."""
         for peer, published in taken:
             if isinstance(published.location, DeviceLocation):
@@ -271,15 +271,15 @@ class Receiver:
 
     def _send_releases(self, peer: Peer) -> None:
         if peer.to_release:
-            peer.send(Released(peer.to_release))
+            peer.send(ReleaseFrame(peer.to_release))
             peer.to_release = []
             peer.bytes_to_release = 0
 
     # ---- memory of the senders' GPUs ----------------------------------------------------------------------------
 
-    def on_chunk_shared(self, peer: Peer, frame: ChunkShared) -> None:
+    def on_chunk(self, peer: Peer, frame: ChunkFrame) -> None:
         self._answer(peer, self._reader.open(peer.world_rank, frame.chunk, frame.handle))
 
     def _answer(self, peer: Peer, failure: str | None) -> None:
         # A message of CUDA's may quote a path, which need not be Unicode.
-        peer.send(ChunkAnswered(failure and failure.encode("utf-8", "replace").decode()))
+        peer.send(ChunkReplyFrame(failure and failure.encode("utf-8", "replace").decode()))

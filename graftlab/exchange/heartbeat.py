@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.status_page import RankStatus, StatusPage
 
 _REST = 0.05
 
 
-class Beacon:
+class Heartbeat:
     """A thread that looks into this process's own page, and tells what is new there.
 
     What else may be new is in ``details``: they are told with it, and for their sake. A wait is told at the second
@@ -19,8 +19,8 @@ class Beacon:
 
     def __init__(
         self,
-        page: WhereaboutsPage,
-        tell: Callable[[Whereabouts], None],
+        page: StatusPage,
+        tell: Callable[[RankStatus], None],
         details: Callable[[], object],
         is_over: Callable[[], bool],
         rest: float = _REST,
@@ -32,9 +32,9 @@ class Beacon:
         self._rest = rest
 
     def start(self) -> None:
-        threading.Thread(target=self._shine, name="graftlab-beacon", daemon=True).start()
+        threading.Thread(target=self._run, name="graftlab-beacon", daemon=True).start()
 
-    def _shine(self) -> None:
+    def _run(self) -> None:
         rest = threading.Event()
         told: object = None
         before: object = None

@@ -1,8 +1,8 @@
 """The exchange between ranks: tensors through shared memory where two have it, their addresses through sockets.
 
 Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies a tensor into its own segment once and
-sends each receiver a small frame with the key and the offset (:mod:`.sending`); a receiver looks at the bytes where
-they are (:mod:`.receiving`). What was received is released in batches; what nobody asked for is free when the
+sends each receiver a small frame with the key and the offset (:mod:`.sender`); a receiver looks at the bytes where
+they are (:mod:`.receiver`). What was received is released in batches; what nobody asked for is free when the
 receivers end the step.
 
 Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
@@ -23,31 +23,31 @@ from graftlab.base import limits
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.beacon import Beacon
 from graftlab.exchange.contract import Memo, Receipt
 from graftlab.exchange.device import Cuda, Gpu
 from graftlab.exchange.frames import (
-    Announced,
-    ChunkAnswered,
-    ChunkShared,
-    Declined,
-    IsAt,
-    Published,
-    Released,
-    RunEnded,
-    StepEnded,
-    WaitsForYou,
-    Yield,
+    AnnouncementFrame,
+    ChunkFrame,
+    ChunkReplyFrame,
+    DeclineFrame,
+    PublishFrame,
+    ReleaseFrame,
+    RunEndFrame,
+    StatusFrame,
+    StepEndFrame,
+    YieldFrame,
+    YieldQueryFrame,
 )
+from graftlab.exchange.heartbeat import Heartbeat
 from graftlab.exchange.peers import Link, Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
-from graftlab.exchange.receiving import Receiver
-from graftlab.exchange.sending import Sender
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.receiver import Receiver
+from graftlab.exchange.sender import Sender
+from graftlab.exchange.status_page import StatusPage
 
 
 class RankExchange(Generic[Memo]):
-    """Implements :class:`graftlab.exchange.contract.LiveExchange`; see there for the promises.
+    """Implements :class:`graftlab.exchange.contract.Exchange`; see there for the promises.
 
     ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
     (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
@@ -75,33 +75,33 @@ class RankExchange(Generic[Memo]):
         )
         peers.listen(
             {
-                Published: receiver.on_published,
-                Declined: receiver.on_declined,
-                Released: self._sender.on_released,
-                StepEnded: self._sender.on_step_ended,
-                RunEnded: self._sender.on_run_ended,
-                Announced: _on_announced,
-                ChunkShared: receiver.on_chunk_shared,
-                ChunkAnswered: self._sender.on_chunk_answered,
-                WaitsForYou: receiver.on_waits_for_you,
-                Yield: receiver.on_yield,
-                IsAt: peers.on_is_at,
+                PublishFrame: receiver.on_publish,
+                DeclineFrame: receiver.on_decline,
+                ReleaseFrame: self._sender.on_release,
+                StepEndFrame: self._sender.on_step_end,
+                RunEndFrame: self._sender.on_run_end,
+                AnnouncementFrame: _on_announcement,
+                ChunkFrame: receiver.on_chunk,
+                ChunkReplyFrame: self._sender.on_chunk_reply,
+                YieldQueryFrame: receiver.on_yield_query,
+                YieldFrame: receiver.on_yield,
+                StatusFrame: peers.on_status,
             },
             on_gone=self._sender.on_gone,
         )
         if peers.has_remote:
-            Beacon(WhereaboutsPage(arena.map), peers.tell_where, peers.heard, lambda: peers.all_gone).start()
+            Heartbeat(StatusPage(arena.map), peers.send_status, peers.received_counts, lambda: peers.all_gone).start()
 
     # ---- runs and steps -----------------------------------------------------------------------------------------
 
     def begin_run(self, run: RunInfo) -> None:
-        self._peers.lanes.begin_step()
+        self._peers.waiters.begin_step()
         self._receiver.begin_run(run.first_step)
         for peer in self._peers.by_rank.values():
             peer.begin_run(run)
 
     def end_step(self, step: int) -> None:
-        self._peers.lanes.begin_step()
+        self._peers.waiters.begin_step()
         self._receiver.end_step(step)
         self._peers.pump(0)
 
@@ -109,7 +109,7 @@ class RankExchange(Generic[Memo]):
         self._receiver.end_run()
         for peer in self._peers.by_rank.values():
             if peer.in_run:
-                peer.send(RunEnded())
+                peer.send(RunEndFrame())
         self._peers.pump(0)
 
     def settle(self, wake: int) -> bool:
@@ -122,14 +122,14 @@ class RankExchange(Generic[Memo]):
     # ---- taps ---------------------------------------------------------------------------------------------------
 
     def publish(self, key: TapKey, tensor: torch.Tensor, extras: object, memo: Memo | None = None) -> None:
-        self._peers.lanes.note()
+        self._peers.waiters.note()
         self._sender.publish(key, tensor, extras, memo)
 
     def decline(self, key: TapKey) -> None:
         self._sender.decline(key)
 
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
-        self._peers.lanes.note()
+        self._peers.waiters.note()
         return self._receiver.receive(key, near)
 
     def take_unmatched(self) -> list[Memo]:
@@ -158,20 +158,20 @@ class RankExchange(Generic[Memo]):
         self._peers.on_wait = function
 
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
-        self._peers.lanes.let_go, self._peers.lanes.take_back = let_go, take_back
+        self._peers.waiters.let_go, self._peers.waiters.take_back = let_go, take_back
 
     def lost_peers(self) -> str:
         return self._peers.lost()
 
     def where_peers_are(self) -> str:
-        return self._peers.where_they_are()
+        return self._peers.describe()
 
     # ---- what the leader says, and what followers hear ----------------------------------------------------------
 
     def announce(self, step: int, message: bytes) -> None:
         for peer in self._peers.by_rank.values():
             if peer.in_run:
-                peer.send(Announced(step, message))
+                peer.send(AnnouncementFrame(step, message))
 
     def announcements(self, leader: int, step: int) -> list[bytes] | None:
         peer = self._peers.by_rank[leader]
@@ -199,6 +199,6 @@ class RankExchange(Generic[Memo]):
         return True
 
 
-def _on_announced(peer: Peer, frame: Announced) -> None:
+def _on_announcement(peer: Peer, frame: AnnouncementFrame) -> None:
     peer.announced[frame.step] = frame.message
     peer.announced_step = frame.step

@@ -12,10 +12,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 
-from graftlab.exchange.interrupts import merely_waits
+from graftlab.exchange.interrupts import interruptible
 
 
-class _Looker:
+class _Waiter:
     """What one thread waits with: for descriptors, or to be woken by a thread that has read what came."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class _Looker:
                 self.poller.register(new, select.POLLIN)
             self.follows = descriptors
 
-    @merely_waits
+    @interruptible
     def wait(self, seconds: float) -> list[tuple[int, int]]:
         return self.poller.poll(max(0.0, seconds) * 1000)
 
 
-class Lanes:
+class WaiterThreads:
     """The threads that use one exchange. All calls come from the thread that owns it at the moment."""
 
     def __init__(self, descriptors: Iterable[int]) -> None:
@@ -48,8 +48,8 @@ class Lanes:
         """Whether more than one thread has ever used the exchange in one step."""
         self._thread = 0
         self._descriptors = frozenset(descriptors)
-        self._idle: list[_Looker] = []
-        self._waiting: list[_Looker] = []
+        self._idle: list[_Waiter] = []
+        self._waiting: list[_Waiter] = []
 
     def begin_step(self) -> None:
         self._thread = 0
@@ -70,7 +70,7 @@ class Lanes:
 
         Other threads may own the exchange meanwhile.
         """
-        looker = self._idle.pop() if self._idle else _Looker()
+        looker = self._idle.pop() if self._idle else _Waiter()
         looker.follow(self._descriptors)
         self._waiting.append(looker)
         # An interrupt is raised in the wait itself alone, because the rest is the exchange's: see .interrupts.

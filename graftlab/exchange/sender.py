@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 import torch
 
@@ -17,35 +17,64 @@ from graftlab.exchange.arena import Allocator, Arena
 from graftlab.exchange.contract import Memo
 from graftlab.exchange.device import DeviceStaging, Gpu
 from graftlab.exchange.frames import (
-    ChunkAnswered,
-    ChunkShared,
-    Declined,
+    ChunkFrame,
+    ChunkReplyFrame,
+    DeclineFrame,
     Location,
-    Published,
-    Released,
-    RunEnded,
-    StepEnded,
+    PublishFrame,
+    ReleaseFrame,
+    RunEndFrame,
+    StepEndFrame,
     encode,
 )
 from graftlab.exchange.peers import Peer, Peers, Wait
 from graftlab.exchange.pinned import PinnedMemory, PinnedStaging
-from graftlab.exchange.staging import HostStaging, Staging
 from graftlab.exchange.tcp import TcpChannel
 
 logger = logging.getLogger(__name__)
 
 # So many tensors on their way, or bytes that were sent since the last look, are a reason to look whether some have been
 # released: their memory is still in the processor's cache.
-_MANY = 256
-_MUCH = 1 << 20
+_LOOK_COUNT = 256
+_LOOK_BYTES = 1 << 20
 # How often a sender without room looks whether a receiver waits for it.
 _ROOM_POLL = 0.02
 # Taps that never repeat must not fill the memory.
-_TOLD_LIMIT = 100_000
+_REPORTED_LIMIT = 100_000
+
+
+class Staging(Protocol):
+    """Memory of a sender that its receivers can look at where it is: the host's, or a GPU's (:mod:`.device`)."""
+
+    def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> Any:
+        """Copy a tensor of ``nbytes`` (at least one) here and return its location, which receivers are told.
+
+        None when these receivers (world ranks) cannot get it this way, or there is no room.
+        """
+
+    def release(self, location: Any) -> None:
+        """No receiver looks at this location any more."""
+
+
+class HostStaging:
+    """A rank's own segment of shared memory; a location is an offset in bytes."""
+
+    def __init__(self, arena: Arena, allocator: Allocator) -> None:
+        self._arena = arena
+        self._allocator = allocator
+
+    def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> int | None:
+        offset = self._allocator.take(nbytes)
+        if offset is not None:
+            self._arena.store(offset, nbytes, tensor)
+        return offset
+
+    def release(self, location: int) -> None:
+        self._allocator.release(location)
 
 
 @dataclass(slots=True)
-class _Outgoing(Generic[Memo]):
+class _OutgoingTensor(Generic[Memo]):
     """A published tensor as its sender knows it: which receivers may still look at it, and did any."""
 
     step: int
@@ -82,13 +111,13 @@ class Sender(Generic[Memo]):
         self._device = DeviceStaging(gpu, self._label, budget, self._share_chunk)
         self._gpu = gpu
         self._pinned = PinnedStaging(pinned)
-        self._outgoing: dict[int, _Outgoing[Memo]] = {}
+        self._outgoing: dict[int, _OutgoingTensor[Memo]] = {}
         self._last_id = 0
         self._sent_since_look = 0
         self._unmatched: list[Memo] = []
         self._has_warned = False
         # Names and tags of which receivers that had ended the step were told.
-        self._told: set[tuple[object, ...]] = set()
+        self._reported_taps: set[tuple[object, ...]] = set()
 
     @property
     def bytes_in_use(self) -> int:
@@ -106,8 +135,8 @@ class Sender(Generic[Memo]):
         nbytes = tensor.nbytes
         self._sent_since_look += nbytes
         if (
-            self._sent_since_look > _MUCH
-            or len(self._outgoing) > _MANY
+            self._sent_since_look > _LOOK_BYTES
+            or len(self._outgoing) > _LOOK_COUNT
             or (not on_host and self._device.awaits_answers)
         ):
             self._sent_since_look = 0
@@ -118,7 +147,7 @@ class Sender(Generic[Memo]):
         # Only now: a receiver may have ended the step, or died, while this rank waited for room.
         receivers = [peer for peer in others if not peer.is_past(key.step)]
         if len(receivers) < len(others):
-            self._tell_of(key)
+            self._report_tap(key)
         if not receivers:
             if memo is not None:
                 self._unmatched.append(memo)
@@ -130,9 +159,9 @@ class Sender(Generic[Memo]):
         if nbytes:
             staging, location = self._stage(key, tensor, nbytes, ranks, len(remote))
         self._last_id += 1
-        self._outgoing[self._last_id] = _Outgoing(key.step, staging, location, ranks, memo)
+        self._outgoing[self._last_id] = _OutgoingTensor(key.step, staging, location, ranks, memo)
         dtype = DTYPE_NAMES[tensor.dtype]
-        frame = encode(Published(key, self._last_id, dtype, tuple(tensor.shape), nbytes, location, packed))
+        frame = encode(PublishFrame(key, self._last_id, dtype, tuple(tensor.shape), nbytes, location, packed))
         if not remote:
             for peer in receivers:
                 peer.channel.send(frame)
@@ -193,19 +222,19 @@ class Sender(Generic[Memo]):
     def decline(self, key: TapKey) -> None:
         for peer in self._peers.others:
             if not peer.is_past(key.step):
-                peer.send(Declined(key))
+                peer.send(DeclineFrame(key))
 
-    def _tell_of(self, key: TapKey) -> None:
+    def _report_tap(self, key: TapKey) -> None:
         """Let those that have ended the step know, once, that this rank reaches such a tap.
 
         Of two ranks that wait for each other, the one whose tap the other has never reached gives up; see
-        :meth:`.receiving.Receiver`.
+        :meth:`.receiver.Receiver`.
         """
-        if (key.name, key.tags) not in self._told and len(self._told) < _TOLD_LIMIT:
-            self._told.add((key.name, key.tags))
+        if (key.name, key.tags) not in self._reported_taps and len(self._reported_taps) < _REPORTED_LIMIT:
+            self._reported_taps.add((key.name, key.tags))
             for peer in self._peers.others:
                 if peer.ended_step >= key.step and not peer.has_settled():
-                    peer.send(Declined(key))
+                    peer.send(DeclineFrame(key))
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
@@ -228,12 +257,12 @@ class Sender(Generic[Memo]):
                 raise BufferFullError(
                     f"{self._label} could not publish tap {key.name!r} of step {key.step}: its buffer of "
                     f"{self._budget >> 20} MiB stayed full for {self._peers.timeout:g} s; "
-                    f"{self._peers.where_they_are()}"
+                    f"{self._peers.describe()}"
                 )
             self._release_read()
-            before = self._peers.who_waits_for_me()
+            before = self._peers.ranks_waiting_for_me()
             quiet = not self._peers.look(min(remaining, _ROOM_POLL))
-            if quiet and before & self._peers.who_waits_for_me():
+            if quiet and before & self._peers.ranks_waiting_for_me():
                 # A receiver waits for a later tap of this rank and will not ask for what is in the buffer until it has
                 # got it: both would wait for each other.
                 self._warn_once()
@@ -251,15 +280,15 @@ class Sender(Generic[Memo]):
 
     # ---- what receivers say -------------------------------------------------------------------------------------
 
-    def on_released(self, peer: Peer, frame: Released) -> None:
+    def on_release(self, peer: Peer, frame: ReleaseFrame) -> None:
         for outgoing_id in frame.ids:
             self._release(outgoing_id, peer, used=True)
 
-    def on_step_ended(self, peer: Peer, frame: StepEnded) -> None:
+    def on_step_end(self, peer: Peer, frame: StepEndFrame) -> None:
         peer.ended_step = max(peer.ended_step, frame.step)
         self._release_all(peer, frame.step)
 
-    def on_run_ended(self, peer: Peer, frame: RunEnded) -> None:
+    def on_run_end(self, peer: Peer, frame: RunEndFrame) -> None:
         peer.run_ended = True
         self._release_all(peer, None)
 
@@ -289,7 +318,7 @@ class Sender(Generic[Memo]):
     # ---- memory of a GPU ----------------------------------------------------------------------------------------
 
     def _share_chunk(self, world_rank: int, chunk: int, handle: bytes) -> None:
-        self._peers.by_rank[world_rank].send(ChunkShared(chunk, handle))
+        self._peers.by_rank[world_rank].send(ChunkFrame(chunk, handle))
 
-    def on_chunk_answered(self, peer: Peer, frame: ChunkAnswered) -> None:
+    def on_chunk_reply(self, peer: Peer, frame: ChunkReplyFrame) -> None:
         self._device.answered(peer.world_rank, frame.failure)

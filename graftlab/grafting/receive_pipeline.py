@@ -18,7 +18,7 @@ from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
-from graftlab.grafting.shown import Shown
+from graftlab.grafting.tensors import SentExtras
 from graftlab.layouts import RankLayout
 from graftlab.plan.pairs import Pairing
 from graftlab.plan.plan import Action, GraftPlan
@@ -63,7 +63,7 @@ class TapCall(NamedTuple):
         return name
 
 
-class Arrival(NamedTuple):
+class TapResult(NamedTuple):
     """What came of a call. ``result`` is the tensor to go on with; None leaves the model's value alone."""
 
     status: Status
@@ -80,7 +80,7 @@ class Arrival(NamedTuple):
     result: torch.Tensor | None = None
 
 
-class Unasked(NamedTuple):
+class PendingRow(NamedTuple):
     """A tensor that was sent, from which a row is made only if nobody asks for it."""
 
     call: TapCall
@@ -92,11 +92,11 @@ class Unasked(NamedTuple):
         if status is None:
             # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
             status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
-        row = row_of(self.call, Arrival(status, [], error=error), self.seconds)
+        row = row_of(self.call, TapResult(status, [], error=error), self.seconds)
         return row._replace(shape=self.shape, dtype=self.dtype)
 
 
-def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
+def row_of(call: TapCall, arrival: TapResult, seconds: float) -> Row:
     """The row of a call. This is where every row of a rank is made."""
     run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
     status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
@@ -134,14 +134,14 @@ def row_of(call: TapCall, arrival: Arrival, seconds: float) -> Row:
     )
 
 
-class Arrivals:
+class ReceivePipeline:
     """Makes of each receipt what the plan in force says. ``warn_once(name, what)`` tells the user of a tap."""
 
     def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
         self._kept = kept
         self._warn_once = warn_once
         self._transforms: list[tuple[str, Transform]] = []
-        self._grafted: list[_Grafted] = []
+        self._grafted: list[_GraftLogEntry] = []
 
     def adopt(self, plan: GraftPlan) -> None:
         """This plan's transforms are in force from now on."""
@@ -155,11 +155,11 @@ class Arrivals:
         replaced: torch.Tensor | None,
         layout: RankLayout | None,
         reduced: torch.Tensor | str | None,
-    ) -> tuple[TapCall, Arrival]:
+    ) -> tuple[TapCall, TapResult]:
         """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
         name = None
         for each in receipt.contributions:
-            if type(each.extras) is Shown and each.extras.name:
+            if type(each.extras) is SentExtras and each.extras.name:
                 name = each.extras.name
                 break
         pairing = call.pairing
@@ -179,7 +179,7 @@ class Arrivals:
         replaced: torch.Tensor | None = None,
         layout: RankLayout | None = None,
         reduced: torch.Tensor | str | None = None,
-    ) -> Arrival:
+    ) -> TapResult:
         """What comes of a call that this rank receives at. The receipt is not released here.
 
         A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
@@ -212,7 +212,7 @@ class Arrivals:
 
     def _take_transformed(
         self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
-    ) -> Arrival:
+    ) -> TapResult:
         note = _absent(receipt) if receipt.absent else None
         which = call.action.transform
         label, transform = (None, None) if which is None else self._transforms[which]
@@ -249,10 +249,10 @@ class Arrivals:
         senders: list[int],
         note: str | None,
         replaced: torch.Tensor | None,
-    ) -> Arrival:
+    ) -> TapResult:
         """What comes of a call that was measured: its tensor is overwritten, if the plan says so."""
         if not call.action.graft:
-            return Arrival("compared", senders, stats, note=note)
+            return TapResult("compared", senders, stats, note=note)
         result, overwrite_note = self._overwrite(call, theirs, replaced)
         return self._grafted_as(call, theirs, stats, senders, _joined(note, overwrite_note), result)
 
@@ -264,17 +264,19 @@ class Arrivals:
         senders: list[int],
         note: str | None,
         result: torch.Tensor,
-    ) -> Arrival:
+    ) -> TapResult:
         if logger.isEnabledFor(logging.INFO):
             self._log(call, theirs, stats, senders)
-        return Arrival("grafted", senders, stats, note=note, result=result)
+        return TapResult("grafted", senders, stats, note=note, result=result)
 
     def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
         ours = call.tensor
         assert ours is not None
         place, direction = f"{call.place.side}[{call.place.rank}]", call.action.direction
         self._grafted.append(
-            _Grafted(time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders)
+            _GraftLogEntry(
+                time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders
+            )
         )
         if len(self._grafted) >= _LINES_AT_ONCE:
             self.log_grafts()
@@ -304,13 +306,13 @@ class Arrivals:
         transform: str | None,
         note: str | None,
         error: BaseException,
-    ) -> Arrival:
+    ) -> TapResult:
         text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
             # To try a better transform on.
             note = _joined(note, self._kept.add(graft_input, None))
-        return Arrival("failed", graft_input.senders, transform=transform, note=note, error=text)
+        return TapResult("failed", graft_input.senders, transform=transform, note=note, error=text)
 
     def _overwrite(
         self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
@@ -388,11 +390,11 @@ def _input(
 
 
 def _extras(sent: Any) -> Any:
-    return sent.extras if isinstance(sent, Shown) else sent
+    return sent.extras if isinstance(sent, SentExtras) else sent
 
 
 def _layout(sent: Any) -> RankLayout | None:
-    return sent.layout if isinstance(sent, Shown) else None
+    return sent.layout if isinstance(sent, SentExtras) else None
 
 
 def _senders(receipt: Receipt) -> list[int]:
@@ -408,21 +410,21 @@ def _joined(*notes: str | None) -> str | None:
     return "; ".join(filter(None, notes)) or None
 
 
-def _nothing_came(receipt: Receipt) -> Arrival:
-    return Arrival("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
+def _nothing_came(receipt: Receipt) -> TapResult:
+    return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
 
 
-def _unreadable(call: TapCall, receipt: Receipt) -> Arrival:
+def _unreadable(call: TapCall, receipt: Receipt) -> TapResult:
     error = "; ".join(receipt.unreadable.values())
     logger.error("%s: tap %r failed: %s", call.place.label, call.name, error)
-    return Arrival("failed", _senders(receipt), note=_absent(receipt), error=error)
+    return TapResult("failed", _senders(receipt), note=_absent(receipt), error=error)
 
 
 def _no_rows_came(
     graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
-) -> Arrival:
+) -> TapResult:
     """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
-    return Arrival(
+    return TapResult(
         "missing",
         graft_input.senders,
         transform=transform,
@@ -441,7 +443,7 @@ _of_side = {
 }
 
 
-class _Grafted(NamedTuple):
+class _GraftLogEntry(NamedTuple):
     """What the log says of a graft, without the tensors."""
 
     when: float

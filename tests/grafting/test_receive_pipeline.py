@@ -16,9 +16,9 @@ import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.diffs.measure import measure
 from graftlab.exchange.contract import Contribution, Receipt
-from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, row_of
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.shown import Shown
+from graftlab.grafting.receive_pipeline import ReceivePipeline, TapCall, TapResult, row_of
+from graftlab.grafting.tensors import SentExtras
 from graftlab.layouts import Layout, RankLayout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row
@@ -45,32 +45,32 @@ def receipt(*sent: Any, **more: Any) -> Receipt:
     return Receipt([Contribution(rank, tensor, None) for rank, tensor in tensors], **more)
 
 
-class Taker:
-    """Arrivals, with what they keep and what they tell the user."""
+class Receiver:
+    """ReceivePipeline, with what they keep and what they tell the user."""
 
     def __init__(self, transform: Callable[..., Any] | TransformSpec | None = None, budget: int = 1 << 20) -> None:
         self.kept = KeptPairs(budget)
         self.told: list[tuple[str, str]] = []
-        self.arrivals = Arrivals(self.kept, lambda name, what: self.told.append((name, what)))
+        self.pipeline = ReceivePipeline(self.kept, lambda name, what: self.told.append((name, what)))
         self.is_given = transform is not None
-        self.arrivals.adopt(GraftPlan(transform=[] if transform is None else [of_all_taps(transform)]))
+        self.pipeline.adopt(GraftPlan(transform=[] if transform is None else [of_all_taps(transform)]))
 
-    def take(self, call: TapCall, came: Receipt, **more: Any) -> Arrival:
+    def take(self, call: TapCall, came: Receipt, **more: Any) -> TapResult:
         if self.is_given:
             call = call._replace(action=replace(call.action, transform=0))
-        return self.arrivals.take(call, None, came, **more)
+        return self.pipeline.take(call, None, came, **more)
 
 
 def first(graft_input: GraftTransformInput) -> torch.Tensor:
     return graft_input.received_list[0]
 
 
-def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: Any) -> tuple[Arrival, Row]:
-    taker = Taker(**more)
+def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: Any) -> tuple[TapResult, Row]:
+    handler = Receiver(**more)
     made = call(own, action)
-    arrival = taker.take(made, came)
-    taker.arrivals.log_grafts()
-    return arrival, row_of(made, arrival, 0.5)
+    result = handler.take(made, came)
+    handler.pipeline.log_grafts()
+    return result, row_of(made, result, 0.5)
 
 
 # ---- compared and grafted -------------------------------------------------------------------------------------------
@@ -78,8 +78,8 @@ def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: An
 
 def test_a_comparison_measures_and_touches_nothing() -> None:
     own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
-    arrival, row = taken(own, receipt(theirs))
-    assert (row.status, arrival.result, own.tolist()) == ("compared", None, [1.0, 2.0])
+    result, row = taken(own, receipt(theirs))
+    assert (row.status, result.result, own.tolist()) == ("compared", None, [1.0, 2.0])
     assert {name: getattr(row, name) for name in STATISTICS} == asdict(measure(theirs, own))
     assert (row.senders, row.note, row.error) == ([0], None, None)
 
@@ -94,27 +94,27 @@ def test_a_row_says_which_tap_where_and_when() -> None:
 def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before() -> None:
     own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
     before = asdict(measure(theirs, own.clone()))
-    arrival, row = taken(own, receipt(theirs), GRAFT)
+    result, row = taken(own, receipt(theirs), GRAFT)
     assert (row.status, own.tolist()) == ("grafted", [1.0, 4.0])
-    assert arrival.result is own
+    assert result.result is own
     assert {name: getattr(row, name) for name in STATISTICS} == before
 
 
 def test_a_graft_of_what_is_replaced_leaves_the_tensor_alone() -> None:
     own = torch.tensor([1.0, 2.0])
-    arrival = Taker().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)
+    result = Receiver().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)
     assert own.tolist() == [1.0, 2.0]
-    assert arrival.result is not own
-    assert arrival.result is not None
-    assert arrival.result.tolist() == [3.0, 4.0]
+    assert result.result is not own
+    assert result.result is not None
+    assert result.result.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(("direction", "rel_l2"), [("b2t", 1.0), ("t2b", 0.5)])
 def test_the_difference_is_relative_to_the_baseline_whoever_receives(direction: Any, rel_l2: float) -> None:
     place = TARGET if direction == "b2t" else Place("baseline", 0, 1, 1)
     made = call(torch.tensor([2.0]), Action(direction), place)
-    arrival = Taker().take(made, receipt(torch.tensor([1.0])))
-    row = row_of(made, arrival, 0.0)
+    result = Receiver().take(made, receipt(torch.tensor([1.0])))
+    row = row_of(made, result, 0.0)
     assert (row.direction, row.side, row.rel_l2) == (direction, place.side, rel_l2)
 
 
@@ -126,10 +126,10 @@ def test_what_the_transform_made_is_converted_and_the_row_says_so() -> None:
 
 
 def test_the_row_says_which_transform_made_what_was_measured() -> None:
-    taker = Taker()
-    taker.arrivals.adopt(GraftPlan(b2t="True", transform=[("layer == 3", first), ("True", PATH)]))
+    handler = Receiver()
+    handler.pipeline.adopt(GraftPlan(b2t="True", transform=[("layer == 3", first), ("True", PATH)]))
     rows = [
-        row_of(made, taker.take(made, receipt(torch.ones(2))), 0.0)
+        row_of(made, handler.take(made, receipt(torch.ones(2))), 0.0)
         for made in (call(torch.ones(2), Action("b2t", transform=which)) for which in (0, 1, None))
     ]
     assert [row.transform for row in rows] == ["first", PATH, None]
@@ -163,10 +163,10 @@ def unmeasured(row: Row) -> bool:
 def test_where_nothing_came_the_row_says_why(timed_out: bool, status: str) -> None:
     own = torch.ones(2)
     came = receipt(absent={0: "baseline[0] died", 1: "baseline[1] is late"}, timed_out=timed_out)
-    arrival, row = taken(own, came, GRAFT_AND_KEEP)
+    result, row = taken(own, came, GRAFT_AND_KEEP)
     assert (row.status, row.error) == (status, "baseline[0] died; baseline[1] is late")
     assert (row.senders, row.note, row.shape, own.tolist()) == ([], None, [2], [1.0, 1.0])
-    assert arrival.result is None
+    assert result.result is None
     assert unmeasured(row)
 
 
@@ -180,8 +180,8 @@ def test_extras_that_cannot_be_loaded_fail_the_tap(caplog: pytest.LogCaptureFixt
     own = torch.zeros(2)
     came = receipt(torch.ones(2), unreadable={0: "the extras of baseline[0] cannot be loaded here"})
     with caplog.at_level(logging.ERROR):
-        arrival, row = taken(own, came, GRAFT)
-    assert (row.status, row.senders, arrival.result, own.tolist()) == ("failed", [0], None, [0.0, 0.0])
+        result, row = taken(own, came, GRAFT)
+    assert (row.status, row.senders, result.result, own.tolist()) == ("failed", [0], None, [0.0, 0.0])
     assert row.error == "the extras of baseline[0] cannot be loaded here"
     assert "target[0]: tap 'h' failed: the extras of" in caplog.text
     assert unmeasured(row)
@@ -191,13 +191,13 @@ def test_where_the_senders_have_none_of_the_rows_it_is_missing_and_nothing_is_me
     def none_of_them(graft_input: GraftTransformInput) -> Outcome:
         return Outcome(graft_input.target, rows=(torch.tensor([], dtype=torch.int64),), rows_unmatched=3)
 
-    taker = Taker(none_of_them)
+    handler = Receiver(none_of_them)
     made = call(torch.zeros(3), GRAFT_AND_KEEP)
-    row = row_of(made, taker.take(made, receipt(torch.ones(3))), 0.0)
+    row = row_of(made, handler.take(made, receipt(torch.ones(3))), 0.0)
     assert (row.status, row.rows_matched, row.rows_unmatched) == ("missing", 0, 3)
     assert row.error == "the senders have none of the rows of this batch"
     assert unmeasured(row), "a difference of zero would read as agreement"
-    assert not taker.kept.tags(failed=True)
+    assert not handler.kept.tags(failed=True)
 
 
 # ---- transforms that fail -------------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def test_a_transform_that_fails_leaves_the_tensor_and_the_row_says_how(
     own = torch.ones(2)
     came = receipt(None, torch.zeros(2), absent={0: "baseline[0] died"})
     with caplog.at_level(logging.ERROR):
-        arrival, row = taken(own, came, GRAFT, transform=transform)
-    assert (row.status, arrival.result, own.tolist()) == ("failed", None, [1.0, 1.0])
+        result, row = taken(own, came, GRAFT, transform=transform)
+    assert (row.status, result.result, own.tolist()) == ("failed", None, [1.0, 1.0])
     assert row.error is not None
     assert row.error.startswith(says)
     assert (row.senders, row.note) == ([1], "baseline[0] died")
@@ -269,9 +269,9 @@ def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(monkeypatch: pyte
 
 @pytest.mark.parametrize("action", [KEEP, GRAFT_AND_KEEP], ids=["compared", "grafted"])
 def test_both_values_are_kept_as_they_were_before_the_graft(action: Action) -> None:
-    taker = Taker()
-    taker.take(call(torch.tensor([1.0]), action), receipt(torch.tensor([2.0])))
-    pair = taker.kept.find("h", {"layer": 3, "step": 4})
+    handler = Receiver()
+    handler.take(call(torch.tensor([1.0]), action), receipt(torch.tensor([2.0])))
+    pair = handler.kept.find("h", {"layer": 3, "step": 4})
     assert pair is not None
     assert pair.baseline is not None
     assert pair.target is not None
@@ -279,16 +279,16 @@ def test_both_values_are_kept_as_they_were_before_the_graft(action: Action) -> N
 
 
 def test_nothing_is_kept_that_the_plan_does_not_keep() -> None:
-    taker = Taker()
-    taker.take(call(torch.tensor([1.0]), GRAFT), receipt(torch.tensor([2.0])))
-    assert not taker.kept.tags(failed=True)
+    handler = Receiver()
+    handler.take(call(torch.tensor([1.0]), GRAFT), receipt(torch.tensor([2.0])))
+    assert not handler.kept.tags(failed=True)
 
 
 def test_what_a_failed_transform_was_given_is_kept_to_try_another_on() -> None:
-    taker = Taker(raises)
-    taker.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
-    assert not taker.kept.tags()
-    pair = taker.kept.find("h", {}, failed=True)
+    handler = Receiver(raises)
+    handler.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
+    assert not handler.kept.tags()
+    pair = handler.kept.find("h", {}, failed=True)
     assert pair is not None
     assert pair.graft_input.received_list[0].tolist() == [2.0]
 
@@ -297,15 +297,15 @@ def test_a_row_has_every_note_there_is() -> None:
     """Who did not send, why nothing was kept, and why the tensor itself could not be written."""
     own = torch.zeros(1).expand(2)
     came = receipt(None, torch.tensor([1.0, 2.0]), absent={0: "baseline[0] died"})
-    taker = Taker(first, budget=4)
+    handler = Receiver(first, budget=4)
     made = call(own, GRAFT_AND_KEEP)
-    arrival = taker.take(made, came)
-    note = str(row_of(made, arrival, 0.0).note)
+    result = handler.take(made, came)
+    note = str(row_of(made, result, 0.0).note)
     assert note.startswith("baseline[0] died; not kept: ")
     assert "; the tensor is expanded or overlaps itself" in note
-    assert taker.told == [("h", note.rpartition("; ")[2])]
-    assert arrival.result is not None
-    assert arrival.result.tolist() == [1.0, 2.0]
+    assert handler.told == [("h", note.rpartition("; ")[2])]
+    assert result.result is not None
+    assert result.result.tolist() == [1.0, 2.0]
 
 
 def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +323,9 @@ def test_the_log_is_not_written_where_nobody_reads_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     described: list[torch.Tensor] = []
-    monkeypatch.setattr("graftlab.grafting.arrival._described", lambda *given: described.append(given[0]) or "")
+    monkeypatch.setattr(
+        "graftlab.grafting.receive_pipeline._described", lambda *given: described.append(given[0]) or ""
+    )
     with caplog.at_level(logging.WARNING, logger="graftlab"):
         taken(torch.ones(2), receipt(torch.zeros(2)), GRAFT)
     assert not described
@@ -334,13 +336,13 @@ def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
 ) -> None:
     moments = iter(range(1000, 2000))
     clock = SimpleNamespace(time=lambda: next(moments) + 0.25)
-    monkeypatch.setattr("graftlab.grafting.arrival.time", clock)
-    taker = Taker()
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline.time", clock)
+    handler = Receiver()
     with caplog.at_level(logging.INFO, logger="graftlab"):
         for _ in range(100):
-            taker.take(call(torch.ones(2), GRAFT), receipt(torch.zeros(2)))
+            handler.take(call(torch.ones(2), GRAFT), receipt(torch.zeros(2)))
         assert 0 < len(caplog.records) < 100
-        taker.arrivals.log_grafts()
+        handler.pipeline.log_grafts()
     assert [(record.created, record.msecs) for record in caplog.records] == [(1000.25 + n, 250.0) for n in range(100)]
 
 
@@ -357,15 +359,18 @@ def test_the_transform_knows_who_receives_and_who_sent() -> None:
 
     came = Receipt([Contribution(1, torch.ones(2), {"scale": 2.0})], absent={0: "baseline[0] died"})
     made = call(torch.zeros(2, requires_grad=True), Action("b2t", transform=0))
-    arrival = Taker(checks).arrivals.take(made, "mine", came)
-    assert (arrival.status, arrival.error) == ("compared", None)
+    result = Receiver(checks).pipeline.take(made, "mine", came)
+    assert (result.status, result.error) == ("compared", None)
 
 
-@pytest.mark.parametrize("kind", ["alike", "dtype", "shards", "one silent", "said layout", "Shown", "inference"])
+@pytest.mark.parametrize("kind", ["alike", "dtype", "shards", "one silent", "said layout", "sent extras", "inference"])
 def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carried = {"said layout": Shown("its own", RankLayout(Layout(), (4,))), "Shown": Shown("its own")}.get(kind)
+    carried = {
+        "said layout": SentExtras("its own", RankLayout(Layout(), (4,))),
+        "sent extras": SentExtras("its own"),
+    }.get(kind)
 
     def comes_of(action: Action, place: Place) -> str:
         count = place.other_world_size
@@ -376,11 +381,11 @@ def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
         contributions = [Contribution(at, each, carried) for at, each in enumerate(sent) if at not in absent]
         with torch.inference_mode(kind == "inference"):
             own = torch.full((4,), 2.0)
-        taker, made = Taker(), call(own, action, place)
-        arrival = taker.take(made, Receipt(contributions, absent=absent))
-        kept = [pair.value.tolist() for _, pair in taker.kept._pairs if pair.value is not None]
-        row = row_of(made, arrival, 0.0)._replace(error=arrival.error and arrival.error.partition("\n")[0])
-        return repr((row, own.tolist(), kept, arrival.result is None))
+        handler, made = Receiver(), call(own, action, place)
+        result = handler.take(made, Receipt(contributions, absent=absent))
+        kept = [pair.value.tolist() for _, pair in handler.kept._pairs if pair.value is not None]
+        row = row_of(made, result, 0.0)._replace(error=result.error and result.error.partition("\n")[0])
+        return repr((row, own.tolist(), kept, result.result is None))
 
     cases = [
         (action, Place("target", rank, world_size, senders))
@@ -388,7 +393,7 @@ def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
         for senders, world_size, rank in ((1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1), (1, 2, 1), (3, 2, 1))
     ]
     found = [comes_of(*case) for case in cases]
-    monkeypatch.setattr("graftlab.grafting.arrival._sent_as_it_is", lambda call, receipt: None)
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline._sent_as_it_is", lambda call, receipt: None)
     assert found == [comes_of(*case) for case in cases]
 
 
@@ -403,5 +408,5 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
     plan = GraftPlan(pairs=[("b.x", "t.x", layout)])
     (pairing,) = plan.pairings("target", "t.x", {"layer": 3})
     made = call(torch.ones(2, 2), Action("b2t", transform=0))._replace(pairing=pairing)
-    arrival = Taker(sees).arrivals.take(made, None, receipt(torch.ones(2, 2)))
-    assert (arrival.status, arrival.error) == ("compared", None)
+    result = Receiver(sees).pipeline.take(made, None, receipt(torch.ones(2, 2)))
+    assert (result.status, result.error) == ("compared", None)

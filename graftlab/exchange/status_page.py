@@ -32,7 +32,7 @@ _NAMES_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankStatus:
     """One look at a rank: ``tap`` is the last tap that some filter wanted; ``awaits`` the world ranks it waits for."""
 
     state: str = "starting"
@@ -53,7 +53,7 @@ class Whereabouts:
         return f"computing since {seconds:.1f} s, last seen {where} of step {self.step}"
 
 
-class WhereaboutsToTell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WireStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same on its way to another machine, whose clock is another: ``seconds`` is for how long it has been so."""
 
     state: str
@@ -65,17 +65,17 @@ class WhereaboutsToTell(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     awaits: tuple[int, ...]
 
     @classmethod
-    def of(cls, look: Whereabouts) -> WhereaboutsToTell:
+    def of(cls, look: RankStatus) -> WireStatus:
         seconds = time.monotonic() - look.since
         return cls(look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
 
-    def look(self) -> Whereabouts:
+    def restore(self) -> RankStatus:
         """What was told, by the clock of this machine."""
         since = time.monotonic() - self.seconds
-        return Whereabouts(self.state, self.step, self.plan_version, self.taps, since, self.tap, self.awaits)
+        return RankStatus(self.state, self.step, self.plan_version, self.taps, since, self.tap, self.awaits)
 
 
-class WhereaboutsPage:
+class StatusPage:
     """The page itself: its owner writes, everybody reads."""
 
     def __init__(self, page: mmap) -> None:
@@ -88,13 +88,13 @@ class WhereaboutsPage:
         """Write that the rank runs, and has come to this tap: :meth:`write` in a third of the time."""
         name = self._names.get(tap)
         if name is None:
-            name = self._named(tap)
+            name = self._encode_name(tap)
         self._count = count = self._count + 1
         now = time.monotonic()
         self._page[_HALVES[count % 2]] = _pack(_RUNNING, step, plan_version, taps, now, _NOBODY, len(name), name)
         self._page[_COUNT] = _pack_count(count)
 
-    def _named(self, tap: str) -> bytes:
+    def _encode_name(self, tap: str) -> bytes:
         if len(self._names) >= _NAMES_LIMIT:
             self._names.clear()
         name = self._names[tap] = tap.encode("utf-8", "replace")[:_TAP]
@@ -106,7 +106,7 @@ class WhereaboutsPage:
         bits = 0
         for world_rank in awaits:
             bits |= 1 << world_rank
-        name = self._named(tap)
+        name = self._encode_name(tap)
         self._count += 1
         now, whom = time.monotonic(), bits.to_bytes(_BITS, "little")
         body = _pack(_STATES.index(state), step, plan_version, taps, now, whom, len(name), name)
@@ -114,7 +114,7 @@ class WhereaboutsPage:
         # Not pack_into: it blanks what it writes to first, and a count of zero is a count too.
         self._page[_COUNT] = _pack_count(self._count)
 
-    def read(self) -> Whereabouts:
+    def read(self) -> RankStatus:
         while True:
             count = self._page[_COUNT]
             body = self._page[_HALVES[_COUNTER.unpack(count)[0] % 2]]
@@ -124,4 +124,4 @@ class WhereaboutsPage:
         mask = int.from_bytes(bits, "little")
         awaits = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
         tap = name[:length].decode("utf-8", "ignore")
-        return Whereabouts(_STATES[state % len(_STATES)], step, version, taps, since, tap, awaits)
+        return RankStatus(_STATES[state % len(_STATES)], step, version, taps, since, tap, awaits)

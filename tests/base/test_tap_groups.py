@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from graftlab.base.tap_groups import filter_of, group_of, numbers_in
 from graftlab.filters.expressions import compile_filter
-from graftlab.verdict.groups import filter_of, group_of, numbers_in
 
 
 def test_a_path_part_that_is_a_number_becomes_a_star() -> None:

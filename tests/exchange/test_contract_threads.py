@@ -13,7 +13,7 @@ from kit.implementations import MakeWorld
 from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
 
 from graftlab.base.tags import TapKey
-from graftlab.exchange.interrupts import may_raise_at
+from graftlab.exchange.interrupts import is_interruptible_at
 
 
 class Shared:
@@ -129,7 +129,7 @@ def test_an_interrupt_of_a_wait_leaves_the_lock_and_the_others_as_they_were(worl
 
     def stop(number: int, frame: Any) -> None:
         waits = frame is not None and str(frame.f_globals["__name__"]).startswith("graftlab.exchange.")
-        if waits and may_raise_at(frame):
+        if waits and is_interruptible_at(frame):
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
