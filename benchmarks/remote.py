@@ -9,7 +9,7 @@ import time
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
 from graftlab.exchange.keys import derive_keys, new_token
-from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.jobs.proxy import SERVER_NAME, Ends, Proxy
 
 

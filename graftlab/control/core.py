@@ -108,7 +108,7 @@ class SessionCore:
         open_sessions.add(self)
         self._plans.publish(plan)
         for rank in self._ranks:
-            for note in rank.seat.notes:
+            for note in rank.assignment.notes:
                 logger.warning("%s: %s", rank.label, note)
 
     # ---- runs ---------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class SessionCore:
         process = self._ranks[-1]
         if name is not None:
             process, kept = self._pairs.packed_input(name, rank, tags)
-        return try_in_process(drafts, self.plan, kept, process.seat.device, limit)
+        return try_in_process(drafts, self.plan, kept, process.assignment.device, limit)
 
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any

@@ -69,7 +69,7 @@ class Hub:
         poller, bells = select.poll(), _Bells(self._wake_read)
         for each in self._ranks.values():
             poller.register(each.channel.fileno(), select.POLLIN)
-            bells.add(each.bell)
+            bells.add(each.wake_socket)
         poller.register(self._wake_read, select.POLLIN)
         stopping = False
         while not stopping:
@@ -82,7 +82,7 @@ class Hub:
                     added = self._added.popleft()
                     self._ranks[added.channel.fileno()] = added
                     poller.register(added.channel.fileno(), select.POLLIN)
-                    bells.add(added.bell)
+                    bells.add(added.wake_socket)
             for descriptor in list(self._ranks) if stopping else ready:
                 rank = self._ranks.get(descriptor)
                 if rank is None:
@@ -90,10 +90,10 @@ class Hub:
                 rows += self._read(rank)
                 if rank.channel.closed:
                     poller.unregister(descriptor)
-                    bells.remove(rank.bell)
+                    bells.remove(rank.wake_socket)
                     del self._ranks[descriptor]
                     rank.alive = False
-                    rank.end_what_it_started()
+                    rank.end_programs()
                     self._tell(rank, self._listener.on_gone, rank)
             if rows and not stopping:
                 bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)

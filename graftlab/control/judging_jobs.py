@@ -24,14 +24,14 @@ from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
-    AgainstItself,
-    AskAgainstItself,
+    Acknowledgement,
     AskKeptTags,
-    ForAWhile,
+    AskSelfGraft,
+    FallbackPlan,
     KeptTags,
-    Noted,
     Question,
-    RunAgainstItself,
+    RunSelfGraft,
+    SelfGraftResult,
 )
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.given import without_data
@@ -69,15 +69,15 @@ class StepRuns(VerdictRuns):
         self._target_moved: list[str] = []
 
     def __enter__(self) -> Self:
-        self._tell(ForAWhile(to_wire(self.before)))
+        self._tell(FallbackPlan(to_wire(self.before)))
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__(*_)
         if not self.session.closed:
-            self._tell(ForAWhile(None, self.session.plan.version))
+            self._tell(FallbackPlan(None, self.session.plan.version))
 
-    def _tell(self, message: ForAWhile) -> None:
+    def _tell(self, message: FallbackPlan) -> None:
         for rank in self.session.ranks:
             if rank.alive:
                 self._jobs.tell(rank, message)
@@ -183,7 +183,7 @@ class StepRuns(VerdictRuns):
         """What these ranks do to themselves, while all others take no tap."""
         version = self.session.plan.version + 1
         for rank in self.session.ranks:
-            order = RunAgainstItself(
+            order = RunSelfGraft(
                 version,
                 passes if rank in ranks else ("rest",),
                 self._steps,
@@ -191,13 +191,13 @@ class StepRuns(VerdictRuns):
                 tuple(keep),
                 self.session.options.keep_budget,
             )
-            self._ask(rank, order, Noted)
+            self._ask(rank, order, Acknowledgement)
         if self._publish(Wanted(compare="True")) != version:
             raise SessionError(EDITED)
         self._after_steps(why, version, len(passes))
         found = []
         for rank in ranks:
-            packed = self._ask(rank, AskAgainstItself(), AgainstItself).packed
+            packed = self._ask(rank, AskSelfGraft(), SelfGraftResult).packed
             if packed is None:
                 raise SessionError(f"verdict: {rank.label} did not do what it was to do ({why}); its log says why")
             found.append(open_value(rank, packed))

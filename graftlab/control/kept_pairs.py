@@ -15,8 +15,8 @@ from graftlab.ranks.messages import (
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
-    Kept,
     KeptTags,
+    KeptValue,
     Pickled,
     Question,
 )
@@ -85,7 +85,7 @@ class PairsOnRanks:
             later = [process for process, step in gone.items() if step > steps[asked[0]]]
             asked = sorted(later, key=lambda process: -gone[process]) + asked
         for process in asked or [each for each in self._receivers() if rank in (None, each.place.rank)]:
-            packed = self._ask(process, question, Kept).packed
+            packed = self._ask(process, question, KeptValue).packed
             if packed is not None:
                 return process, packed
         kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))

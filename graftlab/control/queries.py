@@ -1,4 +1,4 @@
-"""Queries to a rank, which its desk answers while its model computes."""
+"""Queries to a rank, which its control thread answers while its model computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from graftlab.errors import SessionError
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refused, Reply, Stacks, pack
+from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal, Reply, Stacks, pack
 
 A = TypeVar("A", bound=Answer)
 
@@ -27,7 +27,7 @@ class Queries:
         self._answers: dict[int, tuple[RankHandle, queue.SimpleQueue[Answer]]] = {}
 
     def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
-        """The answer of the rank's desk, which is of the type ``expected``.
+        """The answer of the rank's control thread, which is of the type ``expected``.
 
         Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
         """
@@ -45,7 +45,7 @@ class Queries:
             raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.status()})") from None
         finally:
             del self._answers[number]
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             raise SessionError(f"{rank.label}: {answer.error}")
         if not isinstance(answer, expected):
             asked = type(question).__name__
@@ -61,7 +61,7 @@ class Queries:
         """Nobody waits for the answer of a rank that has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
-                waiting.put(Refused(f"it {rank.how_it_ended()} before it answered"))
+                waiting.put(Refusal(f"it {rank.how_it_ended()} before it answered"))
 
     def stack_of(self, rank: RankHandle) -> str:
         """Where the rank's threads are in the code, even if one of them never releases the interpreter."""
@@ -70,7 +70,7 @@ class Queries:
         except SessionError as error:
             if rank.stacks_file is None:
                 return f"{error}; `py-spy dump --pid {rank.pid}` shows it, whatever holds the interpreter"
-            # The desk never gets to run, so some C code holds the interpreter. The signal handler does not need it.
+            # The control thread cannot run, so some C code holds the interpreter. The signal handler does not need it.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _ANSWER_TIMEOUT

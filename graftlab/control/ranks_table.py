@@ -48,8 +48,8 @@ def ranks_frame(
                 "rank": rank.place.rank,
                 "generation": rank.generation,
                 "pid": rank.pid,
-                "device": rank.seat.device,
-                "backend": rank.seat.backend,
+                "device": rank.assignment.device,
+                "backend": rank.assignment.backend,
                 "links": rank.links,
                 "state": "closed" if closed else _state(rank, look.state, failing, lost_groups),
                 "step": look.step if look.step >= 0 else pd.NA,
@@ -57,7 +57,7 @@ def ranks_frame(
                 "taps": look.taps,
                 "last_tap": look.tap,
                 "awaits": ", ".join(ranks[other].label for other in look.awaits),
-                "note": "; ".join(rank.seat.notes),
+                "note": "; ".join(rank.assignment.notes),
             }
         )
     return RanksFrame(lines).astype({"step": "Int64"})
@@ -80,7 +80,7 @@ def ranks_table(
         cells = [
             cell(rank.label if rank.generation == 1 else f"{rank.label}, generation {rank.generation}"),
             cell(rank.pid),
-            cell(rank.seat.device),
+            cell(rank.assignment.device),
             cell(state, kind),
             cell(look.step if look.step >= 0 else "-", "number"),
             cell(look.plan_version, "number"),

@@ -227,7 +227,7 @@ def _environment(session: SessionCore) -> str:
             continue
     facts["CUDA"] = str(torch.version.cuda or "not in this build of torch")
     for rank in session.ranks:
-        facts[rank.label] = rank.seat.device
+        facts[rank.label] = rank.assignment.device
     options = session.options
     facts["launch"] = (
         f"baseline={options.baseline}, target={options.target}, device={options.device}, backend={options.backend}, "

@@ -10,22 +10,22 @@ from graftlab.control.runs import Runs
 from graftlab.control.seen_taps import SeenTaps
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
-    AskMissing,
+    AskWaitReason,
     Contact,
     Dispatch,
+    DisplayData,
     FromRank,
     Hello,
-    IsAt,
-    Linked,
+    LinkReport,
     LiveOutput,
-    Moved,
     Output,
     PlanAdopted,
     Reply,
     RunDone,
     RunSettled,
-    Shown,
+    StatusUpdate,
     TapSeen,
+    WorldSwitch,
 )
 from graftlab.rows.store import RowStore
 
@@ -40,7 +40,7 @@ class Reports:
         self._handle = Dispatch[[RankHandle], None]()
         self._handle.on(Output, runs.note_output)
         self._handle.on(LiveOutput, runs.note_output)
-        self._handle.on(Shown, runs.note_output)
+        self._handle.on(DisplayData, runs.note_output)
         self._handle.on(RunDone, runs.note_done)
         self._handle.on(RunSettled, runs.note_settled)
         self._handle.on(TapSeen, taps.note)
@@ -48,15 +48,15 @@ class Reports:
         self._handle.on(Reply, lambda reply, rank: queries.on_reply(reply))
         self._handle.on(Hello, lambda hello, rank: self.on_joined(rank))
         self._handle.on(Contact, lambda contact, rank: self.on_contact(rank, contact))
-        self._handle.on(Linked, lambda linked, rank: self.on_linked(rank, linked))
-        self._handle.on(Moved, lambda moved, rank: self.on_moved(rank, moved))
-        self._handle.on(AskMissing, lambda ask, rank: self.on_ask_missing(rank))
-        self._handle.on(IsAt, lambda where, rank: rank.note_status(where))
+        self._handle.on(LinkReport, lambda linked, rank: self.on_linked(rank, linked))
+        self._handle.on(WorldSwitch, lambda moved, rank: self.on_moved(rank, moved))
+        self._handle.on(AskWaitReason, lambda ask, rank: self.on_ask_missing(rank))
+        self._handle.on(StatusUpdate, lambda where, rank: rank.note_status(where))
         # For whoever lets jobs join.
         self.on_contact: Callable[[RankHandle, Contact], None] = lambda rank, contact: None
         self.on_joined: Callable[[RankHandle], None] = lambda rank: None
-        self.on_linked: Callable[[RankHandle, Linked], None] = lambda rank, linked: None
-        self.on_moved: Callable[[RankHandle, Moved], None] = lambda rank, moved: None
+        self.on_linked: Callable[[RankHandle, LinkReport], None] = lambda rank, linked: None
+        self.on_moved: Callable[[RankHandle, WorldSwitch], None] = lambda rank, moved: None
         self.on_ask_missing: Callable[[RankHandle], None] = lambda rank: None
         self.on_left: Callable[[RankHandle], None] = lambda rank: None
 

@@ -30,33 +30,33 @@ from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
-from graftlab.ranks.own_place import own_device, place_of
 from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk, packed
+from graftlab.ranks.control_thread import ControlThread, packed
 from graftlab.ranks.messages import (
-    AgainstItself,
-    AskAgainstItself,
-    AskMissing,
+    Acknowledgement,
+    AskSelfGraft,
+    AskWaitReason,
     Contacts,
     Failure,
-    ForAWhile,
+    FallbackPlan,
     Hello,
-    Missing,
-    Moved,
-    Noted,
     Output,
-    RunAgainstItself,
     RunDone,
     RunRequest,
+    RunSelfGraft,
     RunSettled,
-    WorldComplete,
-    WorldSetupOrder,
+    SelfGraftResult,
+    WaitReason,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
     unpack_to_rank,
 )
-from graftlab.ranks.workplace import failure_of
+from graftlab.ranks.namespace import failure_of
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,8 @@ class AttachedRank:
         self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
-        # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
-        # assembly, and the job's own look at these.
+        # The world this rank is in, and the one being set up; read by the control thread, by the thread that sets a
+        # world up, and by the job's own.
         self._world: World | None = None
         self._setup: WorldSetup | None = None
         self._setup_lock = threading.Lock()
@@ -119,7 +119,7 @@ class AttachedRank:
         log_to(self._own_log())
         self._enter(world, request.info)
         self._grafter.begin_run(request.info, from_wire(request.plan))
-        self._open_desk(rest)
+        self._open_control_thread(rest)
         namespace = sys.modules["__main__"].__dict__
         here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
         active.activate(self._grafter, here)
@@ -145,7 +145,7 @@ class AttachedRank:
                 message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
                     request = message
-                elif isinstance(message, (WorldSetupOrder, Contacts)):
+                elif isinstance(message, (WorldRequest, Contacts)):
                     self._set_up_world(message)
                 elif request is not None:
                     rest.append(frame)
@@ -170,7 +170,7 @@ class AttachedRank:
         channel = self._connection.channel
         if self._setup is not None and (unlinked := self._setup.missing()):
             return f"{', '.join(unlinked)} had not joined"
-        self._connection.send(AskMissing())
+        self._connection.send(AskWaitReason())
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
         deadline = time.monotonic() + _MISSING_LIMIT
@@ -178,7 +178,7 @@ class AttachedRank:
             poller.poll(remaining * 1000)
             for frame in channel.receive():
                 message = unpack_to_rank(frame)
-                if isinstance(message, Missing):
+                if isinstance(message, WaitReason):
                     return message.what
         return "not all of the others had joined"
 
@@ -201,9 +201,9 @@ class AttachedRank:
 
     # ---- other peers --------------------------------------------------------------------------------------------
 
-    def _set_up_world(self, message: WorldSetupOrder | WorldComplete | Contacts) -> None:
+    def _set_up_world(self, message: WorldRequest | WorldStart | Contacts) -> None:
         """Come together with all others, in a world that is there when all of them have."""
-        if isinstance(message, WorldSetupOrder):
+        if isinstance(message, WorldRequest):
             self._drop_setup()
             joined, token = self._joined_as.joined, self._joined_as.token
             make_connector = None
@@ -266,7 +266,7 @@ class AttachedRank:
     def _on_moved(self, world: World, run: RunInfo) -> None:
         """On the job's own thread, at the end of a step."""
         self._enter(world, run)
-        self._connection.send(Moved(world.number, run.first_step))
+        self._connection.send(WorldSwitch(world.number, run.first_step))
         logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
     def _own_address(self) -> str:
@@ -292,34 +292,34 @@ class AttachedRank:
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
-    def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
-        self._desk = Desk(
+    def _open_control_thread(self, frames: Sequence[bytes] = ()) -> None:
+        self._control = ControlThread(
             self._connection, self._grafter, self._kept, lambda run: None, end=self._on_server_gone, fail=self._fail
         )
-        self._desk.on(WorldSetupOrder, self._set_up_world)
-        self._desk.on(WorldComplete, self._set_up_world)
-        self._desk.on(Contacts, self._set_up_world)
-        self._desk.on(ForAWhile, self._on_plans_for_a_while)
-        self._desk.on_question(RunAgainstItself, self._run_against_itself)
-        self._desk.on_question(AskAgainstItself, self._against_itself)
+        self._control.on(WorldRequest, self._set_up_world)
+        self._control.on(WorldStart, self._set_up_world)
+        self._control.on(Contacts, self._set_up_world)
+        self._control.on(FallbackPlan, self._on_plans_for_a_while)
+        self._control.on_question(RunSelfGraft, self._run_against_itself)
+        self._control.on_question(AskSelfGraft, self._against_itself)
         for frame in frames:
-            self._desk.take(frame)
-        self._desk.open()
+            self._control.take(frame)
+        self._control.open()
 
     # ---- for a verdict ------------------------------------------------------------------------------------------
 
-    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+    def _on_plans_for_a_while(self, message: FallbackPlan) -> None:
         self._lasting = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
             self._grafter.forget_itself(message.version)
 
-    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+    def _run_against_itself(self, order: RunSelfGraft) -> Acknowledgement:
         self._grafter.run_against_itself(order)
-        return Noted()
+        return Acknowledgement()
 
-    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
-        return AgainstItself(packed(self._grafter.against_itself()))
+    def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
+        return SelfGraftResult(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class AttachedRank:
     # ---- without a notebook -------------------------------------------------------------------------------------
 
     def _on_server_gone(self) -> None:
-        """On the desk's thread, which ends with this."""
+        """On the control thread's thread, which ends with this."""
         self._connection.channel.close()
         if self._over.is_set():
             return
@@ -457,7 +457,7 @@ class AttachedRank:
         self._joined_as, self._proxy = result, result.proxy
         self._connection.reconnect(result.channel, result.wake)
         self._connection.lost_rows = 0
-        self._open_desk()
+        self._open_control_thread()
         if world.connector is not None:
             self._connection.send(world.connector.linked(world.number))
         self._connection.send(Hello(os.getpid()))

@@ -11,11 +11,11 @@ from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import RankStatus, StatusPage
-from graftlab.ranks.devices import Seat
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import IsAt, Linked
+from graftlab.ranks.messages import LinkReport, StatusUpdate
 
-_NOWHERE = Seat("-", "-")
+_NOWHERE = DeviceAssignment("-", "-")
 
 
 class AttachedRankHandle(RankHandle):
@@ -44,9 +44,9 @@ class AttachedRankHandle(RankHandle):
         bell, self._their_wake = socket.socketpair()
         return SocketChannel(ours), bell
 
-    def hand_over(self, pid: int, seat: Seat) -> list[int]:
+    def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
         """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
-        self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
+        self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
         return [self._their_end.fileno(), self._their_wake.fileno()]
 
     def take_ends(self) -> tuple[socket.socket, socket.socket]:
@@ -55,7 +55,7 @@ class AttachedRankHandle(RankHandle):
         self.handed_over()
         return ends
 
-    def note_links(self, linked: Linked) -> None:
+    def note_links(self, linked: LinkReport) -> None:
         everyone = [place.label for place in self.place.everyone()]
         kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
         self.links = "; ".join(
@@ -64,11 +64,11 @@ class AttachedRankHandle(RankHandle):
             if ranks
         )
 
-    def note_status(self, where: IsAt) -> None:
-        self._told = where.where.look()
+    def note_status(self, where: StatusUpdate) -> None:
+        self._told = where.where.restore()
 
-    def whereabouts(self) -> RankStatus:
-        look = super().whereabouts() if self._told is None else self._told
+    def status(self) -> RankStatus:
+        look = super().status() if self._told is None else self._told
         # A page on which nothing has been written yet says nothing of steps either.
         return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
 
@@ -80,13 +80,13 @@ class AttachedRankHandle(RankHandle):
     def renew(self) -> None:
         """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
         self._forget_next_segment()
-        old = (self.channel, self.bell)
+        old = (self.channel, self.wake_socket)
         self.handed_over()
-        self.channel, self.bell = self._new_connection()
+        self.channel, self.wake_socket = self._new_connection()
         old[0].close()
         old[1].close()
         self.alive = self.has_joined = False
-        self.pid, self.seat = None, _NOWHERE
+        self.pid, self.assignment = None, _NOWHERE
         self.links, self._told = "", None
         self._look_into(mmap.mmap(-1, PAGE))
 

@@ -9,7 +9,7 @@ from typing import Any
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.connection import ControlConnection
-from graftlab.ranks.messages import IsAt, TapSeen, pack
+from graftlab.ranks.messages import StatusUpdate, TapSeen, pack
 from graftlab.rows.schema import Row
 
 
@@ -53,7 +53,7 @@ class JobConnection(ControlConnection):
 
     def send_status(self, look: RankStatus) -> None:
         """Send where this rank is, for a session that cannot read its status page."""
-        self.channel.send(pack(IsAt(WireStatus.of(look))))
+        self.channel.send(pack(StatusUpdate(WireStatus.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

@@ -11,14 +11,13 @@ from graftlab.base.world import RunInfo
 from graftlab.errors import GraftError, SessionError
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.status_page import StatusPage
-from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.messages import RunAgainstItself
+from graftlab.ranks.messages import RunSelfGraft
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -142,8 +141,8 @@ class JobGrafter(Grafter):
 
     # ---- against itself -----------------------------------------------------------------------------------------
 
-    def run_against_itself(self, order: RunAgainstItself) -> None:
-        """Begin when the plan of this version is in force. On the desk's thread."""
+    def run_against_itself(self, order: RunSelfGraft) -> None:
+        """Begin when the plan of this version is in force. On the control thread."""
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("nothing is recorded here to run against")

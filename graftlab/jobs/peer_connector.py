@@ -30,11 +30,10 @@ from graftlab.exchange.arena import PAGE, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
-from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.jobs.rendezvous import peer_uid
-from graftlab.ranks.messages import Contact, Linked
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.messages import Contact, LinkReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +133,9 @@ class PeerConnector:
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
-    def linked(self, world: int) -> Linked:
+    def linked(self, world: int) -> LinkReport:
         """The same for whoever holds the session."""
-        return Linked(world, *self.kinds())
+        return LinkReport(world, *self.kinds())
 
     # ---- linking ------------------------------------------------------------------------------------------------
 

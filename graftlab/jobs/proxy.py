@@ -22,7 +22,7 @@ from graftlab.config import Endpoint
 from graftlab.errors import GraftError, MessageError
 from graftlab.exchange.channel import SocketChannel, frames_in
 from graftlab.exchange.keys import derive_keys
-from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.jobs.handshake import JoinRequest, pack_handshake, unpack_handshake
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,11 @@ from graftlab.jobs.handshake import (
 )
 from graftlab.jobs.headless import start_headless_server
 from graftlab.jobs.peer_connector import is_own_address
-from graftlab.ranks.own_place import own_backend, own_device
 from graftlab.jobs.proxy import Proxy, TcpSessionClient
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.own_place import own_backend, own_device
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 
 # Seconds between two attempts to find who holds the session, on another machine.
 _ASK_AGAIN = 0.5

@@ -39,13 +39,12 @@ from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.jobs.status_query import answer_status_query
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.devices import Seat
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Contact, Linked, Missing, Moved
+from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -74,6 +73,7 @@ class SessionServer:
         self.over = threading.Event()
         self._name = secrets.token_hex(8)
         self._session = session
+        self._jobs = internals_of(session).jobs
         self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRankHandle)]
         self._rendezvous = rendezvous
         self._listener = listener
@@ -231,7 +231,7 @@ class SessionServer:
                 far.send(pack_handshake(refused))
                 return None
             rank, note = self._admit(join, None)
-            rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+            rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._joined(rank, [])))
             if join.rejoins is not None:
                 self._jobs.tell_plan(rank)
@@ -285,7 +285,7 @@ class SessionServer:
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+        line = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
         send_handshake(connection, self._joined(rank, line, local=True))
         send_descriptors(connection, line)
         rank.handed_over()
@@ -357,11 +357,11 @@ class SessionServer:
         with self._lock:
             self._membership.note_contact(_attached(rank), contact)
 
-    def _on_linked(self, rank: RankHandle, linked: Linked) -> None:
+    def _on_linked(self, rank: RankHandle, linked: LinkReport) -> None:
         with self._lock:
             self._membership.note_linked(_attached(rank), linked)
 
-    def _on_moved(self, rank: RankHandle, moved: Moved) -> None:
+    def _on_moved(self, rank: RankHandle, moved: WorldSwitch) -> None:
         with self._lock:
             self._membership.note_moved(_attached(rank), moved)
 
@@ -370,7 +370,7 @@ class SessionServer:
             missing = self._membership.missing()
             if self._last_refused is not None:
                 missing += f" ({self._last_refused[1]})"
-            rank.channel.send(pack_message(Missing(missing)))
+            rank.channel.send(pack_message(WaitReason(missing)))
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:
@@ -423,8 +423,8 @@ def open_session_server(
             listener = rendezvous.listen()
         if listener is None:
             raise LaunchError(
-                f"somebody listens in {rendezvous.folder} already: another notebook, or the host of jobs that run without "
-                f"one; close that session, or pass another folder="
+                f"a session already listens in {rendezvous.folder}: another notebook's, or one that jobs started by "
+                f"themselves; close that session, or pass another folder="
             )
     opened = None
     if listen_at is not None:

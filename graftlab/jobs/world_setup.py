@@ -24,8 +24,8 @@ from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.messages import Contact, Contacts, Linked, WorldSetupOrder
-from graftlab.ranks.wiring import exchange_of
+from graftlab.ranks.descriptors import make_exchange
+from graftlab.ranks.messages import Contact, Contacts, LinkReport, WorldRequest
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,11 @@ class World:
 
 @dataclass(frozen=True)
 class SetupContext:
-    """With what a rank connects: ``fetch_share`` gets its share of a world where the holder of the session has made that,
-    ``make_connector`` begins to make connections where every rank makes its own."""
+    """What a rank needs to connect to the others.
+
+    ``fetch_share`` gets its share of a world that the session server has made; ``make_connector`` is given where every
+    rank makes its own connections instead.
+    """
 
     place: Place
     joined: JoinAccepted
@@ -79,7 +82,7 @@ class WorldSetup:
     """
 
     def __init__(
-        self, context: SetupContext, message: WorldSetupOrder, report: Callable[[World | Exception], None]
+        self, context: SetupContext, message: WorldRequest, report: Callable[[World | Exception], None]
     ) -> None:
         self._context = context
         self._message = message
@@ -143,12 +146,12 @@ class WorldSetup:
         share, descriptors = context.fetch_share(self.world)
         segment = os.dup(descriptors[context.place.world_rank])
         joined = context.joined
-        exchange, page = exchange_of(
+        exchange, page = make_exchange(
             context.place, descriptors, share.segment_size, budget=joined.buffer_budget, timeout=joined.tap_timeout
         )
         world = self._world(exchange, page, segment, None)
         others = tuple(other.world_rank for other in context.place.everyone() if other != context.place)
-        context.connection.send(Linked(self.world, others, ()))
+        context.connection.send(LinkReport(self.world, others, ()))
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._finishing.is_set():

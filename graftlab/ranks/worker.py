@@ -27,11 +27,11 @@ from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.control_thread import ControlThread
 from graftlab.ranks.debugging import LastFailure
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.displays import show_displays
-from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.messages import (
     Dispatch,
     DisplayData,

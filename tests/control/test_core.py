@@ -41,13 +41,13 @@ from graftlab.ranks.messages import (
     Execute,
     Failure,
     Interrupt,
-    Kept,
     KeptTags,
+    KeptValue,
     Output,
     PlanAdopted,
     PlanUpdate,
     Query,
-    Refused,
+    Refusal,
     Reply,
     RunDone,
     RunRequest,
@@ -287,11 +287,11 @@ def test_each_answer_comes_to_whoever_asked(ranks: list[TalkingRank]) -> None:
 
 def test_a_refusal_and_an_answer_to_something_else_are_errors_that_name_the_rank(ranks: list[TalkingRank]) -> None:
     queries = Queries(60.0)
-    answering(queries, ranks[1], {AskStacks: Refused("ValueError: no")})
+    answering(queries, ranks[1], {AskStacks: Refusal("ValueError: no")})
     with pytest.raises(SessionError, match=r"target\[0\]: ValueError: no"):
         queries.ask(ranks[1].rank, AskStacks(), Stacks)
-    answering(queries, ranks[1], {AskStacks: Kept(None)})
-    with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with Kept, not Stacks"):
+    answering(queries, ranks[1], {AskStacks: KeptValue(None)})
+    with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with KeptValue, not Stacks"):
         queries.ask(ranks[1].rank, AskStacks(), Stacks)
 
 
@@ -330,8 +330,8 @@ class Shelf:
         for tags, value in reversed(pairs):
             is_there = value is not None or isinstance(question, AskKeptInput)
             if is_there and tags["name"] == question.name and question.tags.items() <= tags.items():
-                return Kept(shipping.pack_result(value))
-        return Kept(None)
+                return KeptValue(shipping.pack_result(value))
+        return KeptValue(None)
 
 
 def tags(name: str, step: int, **more: Any) -> dict[str, Any]:
@@ -527,7 +527,7 @@ def test_queries_are_answered_while_a_run_goes_on(core: SessionCore, ranks: list
                 kept = [tags("x", 0, layer=1 << 70)] if each is ranks[1] else []
                 each.line.send(Reply(query.number, KeptTags(kept)))
             else:
-                each.line.send(Reply(query.number, Kept(shipping.pack_result(pair))))
+                each.line.send(Reply(query.number, KeptValue(shipping.pack_result(pair))))
         return asked
 
     answering = in_background(answer)

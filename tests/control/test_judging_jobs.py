@@ -16,7 +16,7 @@ from graftlab.control.run import state_of
 from graftlab.errors import RunError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
-from graftlab.ranks.messages import ForAWhile, OwnWork, PlanUpdate, RunDone, RunRequest, RunSettled
+from graftlab.ranks.messages import FallbackPlan, JobCode, PlanUpdate, RunDone, RunRequest, RunSettled
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
 
@@ -43,7 +43,7 @@ def session(ranks: list[TalkingRank], tmp_path: Path) -> Iterator[SessionCore]:
 
 def under_way(session: SessionCore, ranks: list[TalkingRank]) -> int:
     """The jobs have begun; returns the number of their run."""
-    run = session._runs.begin({0: OwnWork(), 1: OwnWork()}, session.plan, "continue")
+    run = session._runs.begin({0: JobCode(), 1: JobCode()}, session.plan, "continue")
     for each in ranks:
         each.hear_a(RunRequest)
         each.is_at("running", 3)
@@ -61,10 +61,10 @@ def test_jobs_that_end_no_step_are_not_waited_for_without_end(session: SessionCo
     assert filters(session.plan) == filters(PLAN)
     for each in ranks:
         # Whatever becomes of the notebook, a job knows to which plan it goes back.
-        assert each.hear_a(ForAWhile).plan == to_wire(PLAN)
+        assert each.hear_a(FallbackPlan).plan == to_wire(PLAN)
         assert filters(each.hear_a(PlanUpdate).plan) == (None, None, "True", None)
         assert filters(each.hear_a(PlanUpdate).plan) == filters(PLAN)
-        assert each.hear_a(ForAWhile).plan is None
+        assert each.hear_a(FallbackPlan).plan is None
 
 
 def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[TalkingRank]) -> None:

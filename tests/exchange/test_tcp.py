@@ -20,7 +20,7 @@ from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
 from graftlab.exchange.keys import derive_keys, new_token
-from graftlab.exchange.tcp import FrameWithPayload, TcpChannel, RouterSocket
+from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def heard(channel: TcpChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(routers: tuple[RouterSocket, RouterSocket]) -> None:
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(
+    routers: tuple[RouterSocket, RouterSocket],
+) -> None:
     third = make_router(2)
     try:
         first, second = routers

@@ -15,8 +15,8 @@ from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import StatusPage
-from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import ToRank, unpack_to_rank
 from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.schema import Row
@@ -55,7 +55,15 @@ class TalkingRank:
         log.write_text(f"the last words of {place.label}\n")
         self.process = _Process()
         self.rank = RankProcess(
-            place, DeviceAssignment("cpu", "gloo"), self.process, SocketChannel(ours), bell, death_pipe, segment, log, log
+            place,
+            DeviceAssignment("cpu", "gloo"),
+            self.process,
+            SocketChannel(ours),
+            bell,
+            death_pipe,
+            segment,
+            log,
+            log,
         )
         os.close(segment)
         self.rank.pid = os.getpid()

@@ -25,7 +25,7 @@ from graftlab.exchange.device import Gpu
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.status_page import StatusPage
-from graftlab.exchange.tcp import TcpChannel, RouterSocket
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until

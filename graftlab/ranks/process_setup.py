@@ -1,11 +1,13 @@
-"""How a fresh process becomes one in which a side's code can run: environment, folder, process group, log."""
+"""How a fresh process becomes one in which a side's code can run, and ends when its notebook is gone."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
-import socket
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -14,25 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from graftlab.ranks.spec import FDS_A_MESSAGE, RankSpec
-
-# Where the system can do it at once, so that no program that starts meanwhile is handed them too.
-_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+from graftlab.ranks.options import RankSpec
 
 
-def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
-    """What the notebook hands over before the first message. Raises EOFError when it is gone."""
-    connection.setblocking(True)
-    descriptors: list[int] = []
-    while len(descriptors) < count:
-        data, received, _, _ = socket.recv_fds(connection, 1, FDS_A_MESSAGE, _CLOSED_ON_EXEC)
-        if not data:
-            raise EOFError("the notebook was gone before this rank had started")
-        descriptors += received
-    return descriptors
-
-
-def settle_in(spec: RankSpec, store: str) -> None:
+def set_up_process(spec: RankSpec, store: str) -> None:
     """Make this process what the notebook is: same folder, import path and environment; and join the side's group."""
     place = spec.place
     os.environ.clear()
@@ -77,3 +64,25 @@ class _QuickFormatter(logging.Formatter):
         if second != self._second:
             self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
         return f"{self._shown},{int(record.msecs):03d}"
+
+
+# ---- its end ------------------------------------------------------------------------------------------
+
+
+def die_with_notebook(death_pipe: int) -> None:
+    """Have the system kill this process's group when the notebook's end of the death_pipe is closed, by whatever death.
+
+    The desk ends the process too, but needs the interpreter for it; code that hangs in C without letting go of it would
+    live on forever, and so would the programs that the process has started. What began a session of its own
+    (``start_new_session=True``, ``setsid``) is in another group, and stays.
+    """
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        fcntl.fcntl(death_pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(death_pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(death_pipe, fcntl.F_SETFL, fcntl.fcntl(death_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def end_programs_of(pid: int) -> None:
+    """Kill the programs of a process that led a group and has ended; those of a session of their own stay."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,20 +1,29 @@
-"""What the ranks of a graft world share, as open descriptors, made before any of them is there."""
+"""What the ranks of a graft world share, as open descriptors: made by the notebook, received and used by each rank."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from mmap import mmap
 from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.exchange.arena import create_segment
-from graftlab.ranks.spec import FDS_A_MESSAGE
+from graftlab.exchange.arena import Arena, create_segment
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 
+# The system's limit of descriptors in one message is a little higher.
+_DESCRIPTORS_A_MESSAGE = 200
+# Where the system can do it at once, so that no program that starts meanwhile is handed them too.
+_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MEMORY_FILES = hasattr(os, "memfd_create")
 
 
-class Shared:
+class SharedDescriptors:
     """A segment each, a socket between any two, and perhaps a store a side."""
 
     def __init__(self, places: list[Place]) -> None:
@@ -62,9 +71,40 @@ class Shared:
 
 
 def send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
-    """Hand these to whoever reads the other end with :func:`graftlab.ranks.settling.receive_descriptors`."""
-    for start in range(0, len(descriptors), FDS_A_MESSAGE):
-        socket.send_fds(connection, [b"d"], descriptors[start : start + FDS_A_MESSAGE])
+    """Hand these to whoever reads the other end with :func:`graftlab.ranks.process_setup.receive_descriptors`."""
+    for start in range(0, len(descriptors), _DESCRIPTORS_A_MESSAGE):
+        socket.send_fds(connection, [b"d"], descriptors[start : start + _DESCRIPTORS_A_MESSAGE])
+
+
+def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
+    """What the notebook hands over before the first message. Raises EOFError when it is gone."""
+    connection.setblocking(True)
+    descriptors: list[int] = []
+    while len(descriptors) < count:
+        data, received, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS_A_MESSAGE, _CLOSED_ON_EXEC)
+        if not data:
+            raise EOFError("the notebook was gone before this rank had started")
+        descriptors += received
+    return descriptors
+
+
+def make_exchange(
+    place: Place, descriptors: Sequence[int], segment_size: int, *, budget: int, timeout: float
+) -> tuple[Exchange[PendingRow], mmap]:
+    """The exchange of this rank, and its own segment's map, whose first page says where it is.
+
+    ``descriptors`` are what :meth:`graftlab.ranks.descriptors.Shared.of` gave, without a store.
+    """
+    everyone = [other.world_rank for other in place.everyone()]
+    segments, sockets = descriptors[: len(everyone)], descriptors[len(everyone) :]
+    arenas = {}
+    for world_rank, descriptor in zip(everyone, segments, strict=True):
+        arenas[world_rank] = Arena(descriptor, segment_size, writable=world_rank == place.world_rank)
+        os.close(descriptor)
+    own = arenas.pop(place.world_rank)
+    channels = (SocketChannel(socket.socket(fileno=descriptor)) for descriptor in sockets)
+    links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
+    return RankExchange(place, own, links, budget=budget, timeout=timeout), own.map
 
 
 def _make_store(path: Path) -> int:

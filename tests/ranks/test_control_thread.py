@@ -21,7 +21,7 @@ from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.connection import ControlConnection
-from graftlab.ranks.desk import Desk
+from graftlab.ranks.control_thread import ControlThread
 from graftlab.ranks.messages import (
     AskKeptInput,
     AskKeptMap,
@@ -30,11 +30,11 @@ from graftlab.ranks.messages import (
     AskStacks,
     Evaluate,
     Interrupt,
-    Kept,
     KeptTags,
+    KeptValue,
     PlanUpdate,
     Query,
-    Refused,
+    Refusal,
     Reply,
     RunRequest,
     Shutdown,
@@ -62,8 +62,8 @@ class Notebook:
         self.numbers = 0
         grafter: Any = SimpleNamespace(offer_plan=self.offered.append)
         line = ControlConnection(SocketChannel(theirs), bell)
-        self.desk = Desk(line, grafter, self.kept, self.interrupted.append, self.ended.set)
-        self.desk.open()
+        self.control = ControlThread(line, grafter, self.kept, self.interrupted.append, self.ended.set)
+        self.control.open()
 
     def send(self, message: Any) -> None:
         self.channel.send(pack(message))
@@ -102,24 +102,24 @@ def test_plans_are_offered_and_jobs_wait_in_order_for_the_main_thread(notebook: 
     notebook.send(request)
     assert notebook.ask(AskKeptTags(False)) == KeptTags([])
     assert notebook.offered == [PLAN]
-    jobs = [notebook.desk.jobs.get_nowait() for _ in range(2)]
-    assert jobs == [PlanUpdate(to_wire(PLAN)), request]
+    tasks = [notebook.control.tasks.get_nowait() for _ in range(2)]
+    assert tasks == [PlanUpdate(to_wire(PLAN)), request]
 
 
 def test_an_interrupt_is_told_at_once_and_not_left_for_the_main_thread(notebook: Notebook) -> None:
     notebook.send(Interrupt(7))
     notebook.ask(AskKeptTags(False))
     assert notebook.interrupted == [7]
-    assert notebook.desk.jobs.empty()
+    assert notebook.control.tasks.empty()
 
 
 def test_a_shutdown_wakes_whoever_waits_for_a_job_or_for_the_others(notebook: Notebook) -> None:
     poller = select.poll()
-    poller.register(notebook.desk.stop, select.POLLIN)
+    poller.register(notebook.control.stop, select.POLLIN)
     assert not poller.poll(0)
     notebook.send(Shutdown())
-    assert notebook.desk.jobs.get(timeout=DEADLINE) == Shutdown()
-    assert notebook.desk.stopping
+    assert notebook.control.tasks.get(timeout=DEADLINE) == Shutdown()
+    assert notebook.control.stopping
     assert poller.poll(0)
 
 
@@ -139,7 +139,7 @@ def test_where_the_threads_are_is_told_from_the_users_code_on(notebook: Notebook
     assert isinstance(answer, Stacks)
     assert "thread the users thread\n" in answer.text
     assert "a_users_function" in answer.text
-    assert "graftlab-desk" not in answer.text
+    assert "graftlab-control" not in answer.text
 
 
 def test_what_is_kept_is_listed_by_its_plain_tags(notebook: Notebook) -> None:
@@ -160,7 +160,7 @@ def test_a_kept_pair_is_sent_whole_or_reduced_and_only_where_it_fits(notebook: N
     drawn = shipping.unpack_result(notebook.ask(AskKeptMap("x", {}, (1, 0))).packed)
     assert (drawn.worst, tuple(drawn.worst_index)) == (11.0, (2, 3))
     for question in (AskKeptPair("x", {"layer": 4}), AskKeptMap("z", {}, None)):
-        assert notebook.ask(question) == Kept(None)
+        assert notebook.ask(question) == KeptValue(None)
     assert "its transform failed" in notebook.ask(AskKeptPair("failed", {})).error
     kept = shipping.unpack_result(notebook.ask(AskKeptInput("failed", {})).packed)
     assert isinstance(kept, KeptPair)
@@ -170,7 +170,7 @@ def test_a_kept_pair_is_sent_whole_or_reduced_and_only_where_it_fits(notebook: N
 def test_a_question_that_cannot_be_answered_is_refused_and_the_next_one_answered(notebook: Notebook) -> None:
     notebook.keep("x")
     refused = notebook.ask(AskKeptMap("x", {}, (0, 7)))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Refusal)
     assert "dim" in refused.error
     assert notebook.ask(AskKeptTags(False)).tags == [{"name": "x"}]
 
@@ -182,7 +182,7 @@ def test_the_end_of_the_notebook_is_told_once(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [b"garbage", pack(PlanUpdate(to_wire(PLAN)))[:-1], pack(Reply(1, Kept(None)))],
+    [b"garbage", pack(PlanUpdate(to_wire(PLAN)))[:-1], pack(Reply(1, KeptValue(None)))],
     ids=["garbage", "cut short", "for the notebook"],
 )
 def test_what_cannot_be_read_is_the_end_with_the_reason_in_the_log(

@@ -1,10 +1,11 @@
-"""The frames of a rank's last failure, looked at with pdb, a command at a time."""
+"""Where a rank's code is and where it failed: the stacks of its threads, and pdb on the frames of its last failure."""
 
 from __future__ import annotations
 
 import io
 import os
 import pdb
+import sys
 import threading
 import traceback
 from types import TracebackType
@@ -33,7 +34,7 @@ _REFUSED = frozenset(
 _LONGEST = 20_000
 # Seconds for which a command waits for the one before.
 _PATIENCE = 2.0
-_ABOVE_USER_CODE = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("worker.py", "workplace.py"))
+_ABOVE_USER_CODE = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("worker.py", "namespace.py"))
 
 
 class LastFailure:
@@ -92,3 +93,20 @@ def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
             return at
         at = at.tb_next
     return trace
+
+
+# ---- stacks ------------------------------------------------------------------------------------------
+
+
+def stacks_of_other_threads() -> str:
+    """The stack of every thread but the one that asks, from the user's code on; ``idle`` where there is none of it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        stack = traceback.extract_stack(frame)
+        above = max((index for index, line in enumerate(stack) if line.filename in _ABOVE_USER_CODE), default=-1)
+        lines = "".join(traceback.format_list(stack[above + 1 :])) or "  idle\n"
+        parts.append(f"thread {names.get(ident, ident)}\n{lines}")
+    return "\n".join(parts)

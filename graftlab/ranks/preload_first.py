@@ -1,6 +1,6 @@
 """Imported first by the forkserver alone: torch is imported in nine tenths of the time without garbage collections.
 
-What is imported is there to stay. :mod:`graftlab.ranks.tidying`, which is imported last, turns them on again.
+What is imported is there to stay. :mod:`graftlab.ranks.preload_last`, which is imported last, turns them on again.
 """
 
 from __future__ import annotations

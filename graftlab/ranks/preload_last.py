@@ -14,7 +14,7 @@ import select
 import shutil
 import signal
 
-from graftlab.ranks.hurrying import VARIABLE, on_interrupt
+from graftlab.ranks.preload_first import VARIABLE, on_interrupt
 
 # Milliseconds in which a process that has hung up is gone; one that only ends its forkserver stays.
 _PATIENCE = 1000

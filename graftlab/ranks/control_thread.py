@@ -20,6 +20,7 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.debugging import stacks_of_other_threads
 from graftlab.ranks.messages import (
     Answer,
     AskKeptInput,
@@ -30,24 +31,23 @@ from graftlab.ranks.messages import (
     AskStacks,
     Dispatch,
     Interrupt,
-    Kept,
     KeptTags,
+    KeptValue,
     M,
     PlanUpdate,
     PostMortem,
     Query,
-    Refused,
+    Refusal,
     Reply,
     RunRequest,
     Shutdown,
     Stacks,
     unpack_to_rank,
 )
-from graftlab.ranks.stacks import stacks_of_other_threads
 
 logger = logging.getLogger(__name__)
 
-Job = RunRequest | PlanUpdate | Shutdown
+MainThreadTask = RunRequest | PlanUpdate | Shutdown
 
 
 def nothing_failed(command: str) -> str:
@@ -55,8 +55,8 @@ def nothing_failed(command: str) -> str:
     raise SessionError("this rank is a job of its own, which keeps no failures; a debugger works where it was started")
 
 
-class Desk:
-    """What is for the main thread waits in ``jobs``. ``stop`` becomes readable when the rank shall end.
+class ControlThread:
+    """What is for the main thread waits in ``tasks``. ``stop`` becomes readable when the rank shall end.
 
     ``interrupt`` is called with the number of a run that is not to go on, ``end`` once, when the notebook is gone, by
     whatever death, or sends what cannot be read. ``fail`` is told what should not have happened on the desk's thread,
@@ -73,7 +73,7 @@ class Desk:
         post_mortem: Callable[[str], str] = nothing_failed,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[MainThreadTask] = queue.SimpleQueue()
         self.stop, self._stop_write = os.pipe()
         self.stopping = False
         self._line = line
@@ -84,7 +84,7 @@ class Desk:
         self._fail = fail
         self._handle = Dispatch[[], None]()
         self._handle.on(PlanUpdate, self._on_plan)
-        self._handle.on(RunRequest, self.jobs.put)
+        self._handle.on(RunRequest, self.tasks.put)
         self._handle.on(Query, self._on_query)
         self._handle.on(Interrupt, lambda message: interrupt(message.run))
         self._handle.on(Shutdown, self._on_shutdown)
@@ -105,7 +105,7 @@ class Desk:
         self._answer.on(kind, answer)
 
     def open(self) -> None:
-        threading.Thread(target=self._serve_or_fail, name="graftlab-desk", daemon=True).start()
+        threading.Thread(target=self._serve_or_fail, name="graftlab-control", daemon=True).start()
 
     def _serve_or_fail(self) -> None:
         try:
@@ -139,12 +139,12 @@ class Desk:
 
     def _on_plan(self, update: PlanUpdate) -> None:
         self._grafter.offer_plan(from_wire(update.plan))
-        self.jobs.put(update)
+        self.tasks.put(update)
 
     def _on_shutdown(self, shutdown: Shutdown) -> None:
         self.stopping = True
         os.write(self._stop_write, b"x")
-        self.jobs.put(shutdown)
+        self.tasks.put(shutdown)
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
@@ -159,17 +159,17 @@ class Desk:
         try:
             answer = self._answer(query.question)
         except Exception as error:
-            answer = Refused(str(error) if isinstance(error, GraftError) else f"{type(error).__name__}: {error}")
+            answer = Refusal(str(error) if isinstance(error, GraftError) else f"{type(error).__name__}: {error}")
         self._line.send(Reply(query.number, answer))
 
-    def _kept_pair(self, question: AskKeptPair) -> Kept:
+    def _kept_pair(self, question: AskKeptPair) -> KeptValue:
         pair = self._kept.find(question.name, question.tags)
         return _packed(None if pair is None else _both(pair))
 
-    def _kept_input(self, question: AskKeptInput) -> Kept:
+    def _kept_input(self, question: AskKeptInput) -> KeptValue:
         return _packed(self._kept.find(question.name, question.tags, failed=True))
 
-    def _kept_map(self, question: AskKeptMap) -> Kept:
+    def _kept_map(self, question: AskKeptMap) -> KeptValue:
         # Reduced here, so that only what is drawn travels, however large the tensors are.
         pair = self._kept.find(question.name, question.tags)
         return _packed(None if pair is None else difference_map(*_both(pair), dims=question.dims))
@@ -187,5 +187,5 @@ def packed(value: Any) -> bytes | None:
     return None if value is None else shipping.pack_result(value)
 
 
-def _packed(value: Any) -> Kept:
-    return Kept(packed(value))
+def _packed(value: Any) -> KeptValue:
+    return KeptValue(packed(value))
