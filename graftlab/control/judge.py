@@ -12,10 +12,10 @@ import torch
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.core import internals_of
-from graftlab.control.judging_jobs import StepRuns
-from graftlab.control.judging_runs import CalledRuns, VerdictRuns, Wanted
+from graftlab.control.job_verdict_runs import StepRuns
+from graftlab.control.verdict_runs import CalledRuns, RunFilters, VerdictRuns
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import arguments, refuse_no_expression
+from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.ranks.remote_functions import Callee
@@ -79,10 +79,10 @@ def judge(
                 "for each run makes all of its steps, and begins from the same weights"
             )
         _require_computing(baseline, target, exact)
-        refuse_no_expression(baseline, target, exact)
+        refuse_invalid_expressions(baseline, target, exact)
         made = CalledRuns(session, baseline, target, exact, *given)
         with made:
-            return _Judging(made).verdict(output, constant, threshold, explain)
+            return _Judgement(made).verdict(output, constant, threshold, explain)
     if any(each is not None for each in (baseline, target, exact)) or any(given):
         raise SessionError(
             "verdict: these ranks are jobs of their own, and cannot be given code to run: baseline=, target=, exact=, "
@@ -91,7 +91,7 @@ def judge(
     if not (isinstance(steps, int) and steps > 0):
         raise SessionError(f"verdict: steps is how many steps of the jobs a run of the verdict has, not {steps!r}")
     with StepRuns(session, steps, graft_weights=graft_weights) as made_of_steps:
-        return _Judging(made_of_steps).verdict(output, constant, threshold, explain)
+        return _Judgement(made_of_steps).verdict(output, constant, threshold, explain)
 
 
 def _require_computing(baseline: Callee, target: Callee, exact: Callee | None) -> None:
@@ -160,7 +160,7 @@ def _refuse_threshold(threshold: object) -> None:
         raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
 
 
-class _Judging:
+class _Judgement:
     """One verdict on its way, from its runs to what they came to."""
 
     def __init__(self, runs: VerdictRuns) -> None:
@@ -173,8 +173,8 @@ class _Judging:
         self._not_swapped: dict[str, None] = {}
 
     def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
-        compared = self._runs.both("without grafts", Wanted(compare="True"))
-        grafted = self._runs.both("what each tap adds", Wanted(b2t="True"))
+        compared = self._runs.both("without grafts", RunFilters(compare="True"))
+        grafted = self._runs.both("what each tap adds", RunFilters(b2t="True"))
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
@@ -351,7 +351,7 @@ class _Judging:
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
-            frame = self._runs.both(why, Wanted(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
+            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self._not_swapped.update(dict.fromkeys(waited["name"]))
@@ -393,7 +393,7 @@ class _Judging:
         keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return {}
-        self._runs.both("how the values differ", Wanted(b2t="True", keep=keep, leaving=self._lonely))
+        self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._lonely))
         hints = {}
         for group, row in worst.items():
             try:
