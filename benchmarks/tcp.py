@@ -59,28 +59,28 @@ def _be_a_rank(rank: int, folder: str, token: str, sizes: list[tuple[int, int]],
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    exchange, router = _exchange(rank, token)
+    exchange, post = _exchange(rank, token)
     exchange.begin_run(RunInfo(0, 0, (0, 1)))
     measured = [_measure(exchange, rank, step, *each) for step, each in enumerate(sizes)]
     if rank:
         line.send(measured)
     dist.barrier()
-    router.close()
+    post.close()
     dist.destroy_process_group()
 
 
 def _exchange(rank: int, token: str) -> tuple[RankExchange[None], RouterSocket]:
-    router = RouterSocket(derive_keys(token), b"rank %d" % rank, "127.0.0.1")
+    post = RouterSocket(derive_keys(token), b"rank %d" % rank, "127.0.0.1")
     ports: list[int] = [0, 0]
-    dist.all_gather_object(ports, router.port)
-    channel = router.connect(b"rank 0", "127.0.0.1", ports[0]) if rank else None
+    dist.all_gather_object(ports, post.port)
+    channel = post.connect(b"rank 0", "127.0.0.1", ports[0]) if rank else None
     while channel is None or not channel.linked:
-        router.pump()
-        channel = channel or router.channel_from(b"rank 1")
-    router.rouse()
+        post.pump()
+        channel = channel or post.channel_from(b"rank 1")
+    post.wake()
     arena = Arena(*create_segment(), writable=True)
     place = Place("target" if rank else "baseline", 0, 1, 1)
-    return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), router
+    return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post
 
 
 def _measure(

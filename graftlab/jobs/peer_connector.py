@@ -262,7 +262,7 @@ class PeerConnector:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._segment)
         if self.kinds()[1]:
-            self._router.rouse()
+            self._router.wake()
         else:
             # Nothing listens that nobody needs.
             self._router.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kit.gpus import LateGpu, Machine, on_gpu
-from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_router
+from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
@@ -24,16 +24,16 @@ from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
 
 
 @pytest.fixture
-def routers() -> Iterator[tuple[RouterSocket, RouterSocket]]:
-    made = make_router(0), make_router(1)
+def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
+    made = make_post(0), make_post(1)
     yield made
-    for router in made:
-        router.close()
+    for post in made:
+        post.close()
 
 
-def joined(routers: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
-    """Both ends of a connection; the second router has made it."""
-    first, second = routers
+def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
+    """Both ends of a connection; the second post has made it."""
+    first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
 
     def both() -> bool:
@@ -58,12 +58,10 @@ def heard(channel: TcpChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(
-    routers: tuple[RouterSocket, RouterSocket],
-) -> None:
-    third = make_router(2)
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    third = make_post(2)
     try:
-        first, second = routers
+        first, second = posts
         from_second, to_first = joined((first, second))
         from_third, also_to_first = joined((first, third))
         to_first.send(b"one")
@@ -95,26 +93,26 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_who_does_not_know_the_token_is_not_heard(routers: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
+def test_who_does_not_know_the_token_is_not_heard(posts: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
     stranger = RouterSocket(derive_keys(new_token()), b"stranger")
-    channel = stranger.connect(routers[0].name, "127.0.0.1", routers[0].port)
+    channel = stranger.connect(posts[0].name, "127.0.0.1", posts[0].port)
     frame = PublishFrame(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
     assert (channel.reached, channel.linked) == (True, False)
-    routers[0].pump()
-    assert routers[0].channels() == []
+    posts[0].pump()
+    assert posts[0].channels() == []
     assert not (tmp_path / "gone off").exists()
     # Nor are those that do kept out by it.
-    theirs, ours = joined(routers)
+    theirs, ours = joined(posts)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
     stranger.close()
 
 
-def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tuple[RouterSocket, RouterSocket]) -> None:
+def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        channel = routers[0].connect(b"host", *other.getsockname())
+        channel = posts[0].connect(b"host", *other.getsockname())
         connection, _ = other.accept()
         with connection:
             connection.recv(64)
@@ -122,20 +120,20 @@ def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(routers: tupl
         wait_until(lambda: channel.receive() or channel.closed, "the end")
         nowhere = other.getsockname()
     assert (channel.reached, channel.linked) == (True, False)
-    routers[0].forget(channel)
-    again = routers[0].connect(b"host", *nowhere)
+    posts[0].forget(channel)
+    again = posts[0].connect(b"host", *nowhere)
     wait_until(lambda: again.receive() or again.closed, "the refusal")
     assert (again.reached, again.linked) == (False, False)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
-def test_noise_at_the_port_harms_nobody(said: bytes, routers: tuple[RouterSocket, RouterSocket]) -> None:
-    with socket.create_connection(("127.0.0.1", routers[0].port)) as noisy:
+def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[RouterSocket, RouterSocket]) -> None:
+    with socket.create_connection(("127.0.0.1", posts[0].port)) as noisy:
         noisy.sendall(said)
-        theirs, ours = joined(routers)
+        theirs, ours = joined(posts)
         ours.send(b"frame")
         assert heard(theirs, 1) == [b"frame"]
-    assert routers[0].channels() == [theirs]
+    assert posts[0].channels() == [theirs]
 
 
 def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
@@ -146,17 +144,17 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
             to.sendall(data)
 
 
-def test_what_travels_cannot_be_read_on_the_way(routers: tuple[RouterSocket, RouterSocket]) -> None:
+def test_what_travels_cannot_be_read_on_the_way(posts: tuple[RouterSocket, RouterSocket]) -> None:
     secret, seen = b"what nobody else may know " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
-        channel = routers[1].connect(routers[0].name, "127.0.0.1", between.getsockname()[1])
+        channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
         channel.send(secret)
         near, _ = between.accept()
-        with near, socket.create_connection(("127.0.0.1", routers[0].port)) as far:
+        with near, socket.create_connection(("127.0.0.1", posts[0].port)) as far:
             for source, to in ((near, far), (far, near)):
                 threading.Thread(target=pass_on, args=(source, to, seen), daemon=True).start()
-            wait_until(lambda: routers[0].pump() or routers[0].channels(), "the connection")
-            assert heard(routers[0].channels()[0], 1) == [secret]
+            wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
+            assert heard(posts[0].channels()[0], 1) == [secret]
     assert b"CURVE" in seen
     assert b"what nobody" not in seen
 
@@ -166,9 +164,9 @@ def test_what_travels_cannot_be_read_on_the_way(routers: tuple[RouterSocket, Rou
 
 @pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
 def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
-    size: int, routers: tuple[RouterSocket, RouterSocket]
+    size: int, posts: tuple[RouterSocket, RouterSocket]
 ) -> None:
-    theirs, ours = joined(routers)
+    theirs, ours = joined(posts)
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
     ours.send(b"before")
     ours.send(b"tensor", memoryview(sent.numpy()))
@@ -181,13 +179,13 @@ def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
-def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple[RouterSocket, RouterSocket]) -> None:
-    theirs, ours = joined(routers)
+def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[RouterSocket, RouterSocket]) -> None:
+    theirs, ours = joined(posts)
     if ends == "who was connected to":
-        routers, theirs, ours = (routers[1], routers[0]), ours, theirs
+        posts, theirs, ours = (posts[1], posts[0]), ours, theirs
     for number in range(100):
         ours.send(b"%d frame" % number)
-    routers[1].close()
+    posts[1].close()
     assert heard(theirs, 101) == [b"%d frame" % number for number in range(100)]
     assert theirs.closed
     assert theirs.said_goodbye
@@ -196,15 +194,15 @@ def test_what_was_sent_before_an_end_arrives_before_it(ends: str, routers: tuple
 
 
 def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(
-    routers: tuple[RouterSocket, RouterSocket],
+    posts: tuple[RouterSocket, RouterSocket],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     for _ in range(3):
-        channel = routers[1].connect(routers[0].name, "127.0.0.1", port)
+        channel = posts[1].connect(posts[0].name, "127.0.0.1", port)
         wait_until(lambda channel=channel: channel.receive() or channel.closed, "the end")  # type: ignore[misc]
-        routers[1].forget(channel)
-    theirs, ours = joined(routers)
+        posts[1].forget(channel)
+    theirs, ours = joined(posts)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
 
@@ -224,7 +222,7 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
         world.baseline.channels[0].send(encode(frame))
         receipt = world.target.receive(key())
         assert receipt.contributions == []
-        assert "was cut off, for it sent what target[0] cannot read" in receipt.absent[0]
+        assert "was disconnected: it sent a frame that target[0] cannot read" in receipt.absent[0]
 
 
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
@@ -241,7 +239,7 @@ def _attached(world: World, nbytes: int, attached: bytes) -> str:
 def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached: bytes) -> None:
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
-        assert f"cannot be brought here: {len(attached)} bytes came of {nbytes}" in why
+        assert f"cannot be read here: {len(attached)} bytes came of {nbytes}" in why
 
 
 def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() -> None:

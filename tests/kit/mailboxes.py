@@ -164,7 +164,7 @@ class World:
         wires = make_wires(count)
         self.mailboxes: list[Mailbox] = []
         far = range(count) if tcp else far
-        remote = connect_all(make_routers(count)) if far else {}
+        remote = connect_all(make_posts(count)) if far else {}
         for me in Place("baseline", 0, baseline, target).everyone():
             links: dict[int, Any] = {
                 other: remote[rank][other] if rank in far or other in far else link
@@ -303,7 +303,7 @@ _MARK = b"all before this has been delivered"
 def _take_mark(channel: TcpChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
     channel._router.pump()
-    channel._router.rouse()
+    channel._router.wake()
     # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
@@ -311,51 +311,51 @@ def _take_mark(channel: TcpChannel) -> bool:
     return True
 
 
-def make_router(rank: int, token: str = TOKEN) -> RouterSocket:
+def make_post(rank: int, token: str = TOKEN) -> RouterSocket:
     return RouterSocket(derive_keys(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_routers(count: int) -> list[RouterSocket]:
-    return [make_router(rank) for rank in range(count)]
+def make_posts(count: int) -> list[RouterSocket]:
+    return [make_post(rank) for rank in range(count)]
 
 
 Remote = dict[int, TcpChannel]
 
 
-def connect_all(routers: list[RouterSocket]) -> dict[int, Remote]:
+def connect_all(posts: list[RouterSocket]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
-    ports = [router.port for router in routers]
-    made = [connect_to_lower(router, rank, ports) for rank, router in enumerate(routers)]
-    return {rank: wait_for_links(router, made[rank], len(routers)) for rank, router in enumerate(routers)}
+    ports = [post.port for post in posts]
+    made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
+    return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
 
 
-def connect_to_lower(router: RouterSocket, rank: int, ports: list[int]) -> Remote:
-    return {lower: router.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
+def connect_to_lower(post: RouterSocket, rank: int, ports: list[int]) -> Remote:
+    return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(router: RouterSocket, made: Remote, count: int) -> Remote:
+def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 
     def complete() -> bool:
-        router.pump()
+        post.pump()
         for other in range(len(made) + 1, count):
-            channel = router.channel_from(f"rank {other}".encode())
+            channel = post.channel_from(f"rank {other}".encode())
             if channel is not None:
                 links[other] = channel
         return len(links) == count - 1 and all(channel.linked for channel in links.values())
 
     wait_until(complete, "the connections")
-    router.rouse()
+    post.wake()
     return dict(sorted(links.items()))
 
 
 def link_over_tcp(rank: int, line: Any) -> Remote:
     """In a process of its own: listen, hear from the test where the others do, and connect."""
     token, count = line.recv()
-    router = make_router(rank, token)
-    line.send(router.port)
-    return wait_for_links(router, connect_to_lower(router, rank, line.recv()), count)
+    post = make_post(rank, token)
+    line.send(post.port)
+    return wait_for_links(post, connect_to_lower(post, rank, line.recv()), count)
 
 
 # ---- one process a rank ---------------------------------------------------------------------------------------------
