@@ -6,7 +6,7 @@ import itertools
 import queue
 import signal
 import time
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from graftlab.errors import SessionError
 from graftlab.ranks.handle import RankHandle
@@ -16,6 +16,12 @@ A = TypeVar("A", bound=Answer)
 
 # How long a rank may take to answer a question that needs no waiting.
 _ANSWER_TIMEOUT = 5.0
+
+
+class AskRank(Protocol):
+    """The type of :meth:`Queries.ask`."""
+
+    def __call__(self, rank: RankHandle, question: Question, expected: type[A], /) -> A: ...
 
 
 class Queries:

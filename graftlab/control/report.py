@@ -26,7 +26,7 @@ from graftlab.control.core import SessionCore
 from graftlab.control.run import Run, state_of
 from graftlab.control.session_plots import SessionPlots
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import source_of
+from graftlab.control.work import source_of
 from graftlab.errors import GraftError, SessionError
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 
 from graftlab.base.world import RunInfo
-from graftlab.control.groups import Groups, collective_in
+from graftlab.control.process_groups import ProcessGroups, collective_in
 from graftlab.control.rank_output import Piece
 from graftlab.control.run import Run
 from graftlab.control.run_state import OnFailure, RunState
@@ -42,7 +42,7 @@ class Runs:
         plans: Callable[[], Sequence[GraftPlan]],
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
-        self.groups = Groups(ranks)
+        self.groups = ProcessGroups(ranks)
         self.digest = Digest(rows)
         self._ranks = ranks
         self._plans = plans

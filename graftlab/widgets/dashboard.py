@@ -11,7 +11,7 @@ from functools import partial
 import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
-from graftlab.control.judging import judge
+from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
 from graftlab.errors import SessionError
 from graftlab.plots import explorer

@@ -26,8 +26,8 @@ from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.plans import Plans
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
-from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.works import Works, arguments
+from graftlab.control.tap_catalog import TapCatalog
+from graftlab.control.work import WorkFactory, arguments
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -74,7 +74,7 @@ def processes(ranks: list[TalkingRank]) -> list[Any]:
 
 
 def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
-    works = Works()
+    works = WorkFactory()
     called = works.of("baseline", max, (1, 2), {"key": abs})
     assert isinstance(called, Call)
     assert shipping.unpack_call(called.packed) == (max, (1, 2), {"key": abs})
@@ -116,7 +116,7 @@ def test_arguments_are_what_was_given() -> None:
 )
 def test_what_cannot_be_done_is_refused_before_any_rank_begins(make: Any, says: str) -> None:
     with pytest.raises(SessionError, match=says):
-        make(Works())
+        make(WorkFactory())
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_it_is_told_from_which_step_on_each_rank_uses_a_plan(ranks: list[Talking
 
 
 def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[TalkingRank]) -> None:
-    taps = SeenTaps()
+    taps = TapCatalog()
     first = {"name": "attn", "step": 0, "side": "baseline", "rank": 0, "layer": 3}
     taps.note(TapSeen(first), ranks[0].rank)
     taps.note(TapSeen({**first, "step": 4, "side": "target", "rank": 1}), ranks[2].rank)
@@ -157,7 +157,7 @@ def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[Talkin
 
 
 def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -> None:
-    taps = SeenTaps()
+    taps = TapCatalog()
     for side, name, rank in (("baseline", "a", ranks[0]), ("target", "b", ranks[2]), ("target", "a", ranks[2])):
         taps.note(TapSeen({"name": name, "step": 0, "side": side, "rank": 0}), rank.rank)
     listed = [(t["name"], t["baseline_name"], t["target_name"]) for t in taps.all(GraftPlan(pairs=[("a", "b")]))]

@@ -292,5 +292,5 @@ def test_no_taps_are_no_agreement(session: gl.Session) -> None:
 def test_a_check_shows_itself(session: gl.Session) -> None:
     check = session.check(target=shifted_hidden)
     shown = check._repr_mimebundle_()
-    assert shown["text/plain"].startswith("<Check of 2 ranks: near>\nnear should be equal")
+    assert shown["text/plain"].startswith("<ReplicaCheck of 2 ranks: near>\nnear should be equal")
     assert "<p>near should be equal" in shown["text/html"]

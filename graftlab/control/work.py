@@ -34,7 +34,7 @@ def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[
     return tuple(args), dict(kwargs)
 
 
-class Works:
+class WorkFactory:
     """Makes works, and gives each source a name of its own for tracebacks.
 
     What is not Python, or cannot travel, is refused here, so that no rank begins.
@@ -82,7 +82,7 @@ class Works:
         return filename
 
 
-def refuse_no_expression(*callees: Callee | None) -> None:
+def refuse_invalid_expressions(*callees: Callee | None) -> None:
     """Raise :class:`SessionError` for a text that is no Python expression, before anything is made for its run."""
     for callee in callees:
         if isinstance(callee, str):
@@ -97,7 +97,7 @@ def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"],
         raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
 
 
-def grafts_in_vain(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
+def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
     """Warn of grafts into a side that is a recording, and say it for the run: nothing there goes on with them."""
     said = []
     sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from graftlab.control.core import SessionCore
-from graftlab.control.groups import collective_in
+from graftlab.control.process_groups import collective_in
 from graftlab.control.run import state_of
 from graftlab.ranks.handle import RankHandle
 
@@ -13,7 +13,7 @@ PATIENCE = 2.0
 """Seconds until what still goes on is told of."""
 
 
-def interrupt_and_tell(session: SessionCore, patience: float = PATIENCE) -> list[str]:
+def interrupt_and_report(session: SessionCore, patience: float = PATIENCE) -> list[str]:
     """Interrupt the run that goes on; a line on each of its ranks: what it was in, and whether that has ended."""
     run = state_of(session.runs[-1]) if session.runs else None
     if run is None or run.done:

@@ -14,7 +14,7 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import DATA
 from graftlab.base.world import Side
 from graftlab.control.core import start_under
-from graftlab.control.floors import floor_key, known_floor, remember_floor
+from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
@@ -24,6 +24,7 @@ from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
 from graftlab.verdict.of_jobs import account_of_recording
+from graftlab.verdict.unexplained import ReturnedValues, compare_returned
 from graftlab.verdict.wording import OfJobs
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunFilters:
     """The filters of one run, None where it needs none. No tap that matches ``leaving`` is grafted."""
 
     b2t: str | None = None
@@ -64,6 +65,8 @@ class VerdictRuns:
         self.session = session
         self.count = 0
         self.before = session.plan
+        self.returned: ReturnedValues | None = None
+        """What both functions returned in the newest run of both; None of jobs, which return nothing."""
         self._ours: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -75,7 +78,7 @@ class VerdictRuns:
             before = {name: getattr(self.before, name) for name in FILTERS}
             self.session.edit(**before, transform=self.before.transform)
 
-    def changes(self, wanted: Wanted) -> PlanEdit:
+    def changes(self, wanted: RunFilters) -> PlanEdit:
         """What makes of the plan one of the verdict's."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
@@ -87,7 +90,7 @@ class VerdictRuns:
         """Know this version, or the next one, as the verdict's own."""
         self._ours.add(self.session.plan.version + 1 if version is None else version)
 
-    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
+    def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         """The rows of both sides under these filters."""
         raise NotImplementedError
 
@@ -143,13 +146,14 @@ class CalledRuns(VerdictRuns):
         self.has_twin = exact is not None
         self._args, self._kwargs = args, kwargs
 
-    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
+    def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         baseline, target = self._callees
         callees: dict[Side, Callee] = {"baseline": baseline, "target": target}
         run, version = self._run(why, callees, self._args, self._kwargs, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise SessionError(EDITED)
+        self.returned = compare_returned(run.baseline, run.target)
         return frame
 
     def _run(

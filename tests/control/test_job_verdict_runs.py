@@ -11,7 +11,7 @@ from kit.in_process import TalkingRank, talking_ranks
 from kit.support import wait_until
 
 from graftlab.control.core import SessionCore
-from graftlab.control.judging import judge
+from graftlab.control.judge import judge
 from graftlab.control.run import state_of
 from graftlab.errors import RunError, SessionError
 from graftlab.plan.plan import GraftPlan

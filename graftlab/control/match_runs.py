@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.works import arguments, refuse_no_expression
+from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
 from graftlab.matching.items import BUDGET, RecordedTap
@@ -46,15 +46,15 @@ def match(
             raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
     if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
         raise SessionError(f"match: rounds is at least 0 and budget above 0, not {rounds!r} and {budget!r}")
-    refuse_no_expression(baseline, target)
-    matching = _Matching(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
+    refuse_invalid_expressions(baseline, target)
+    matching = _MatchRuns(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
     try:
         return matching.proposal(rounds)
     finally:
         matching.end()
 
 
-class _Matching:
+class _MatchRuns:
     """One match on its way: what the baseline showed, which does not change, and what is grafted into the target."""
 
     def __init__(

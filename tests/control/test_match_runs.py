@@ -110,7 +110,7 @@ def test_the_code_that_is_exported_pairs_as_the_proposal_does(session: gl.Sessio
 
 
 def test_beyond_the_budget_values_of_candidates_are_fetched(session: gl.Session) -> None:
-    from graftlab.control.matching_runs import match
+    from graftlab.control.match_runs import match
 
     proposal = match(session, fused, split, args=(3,), sent=1)
     assert partners(proposal) == EXPECTED

@@ -14,11 +14,11 @@ from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.core import start_under
-from graftlab.control.judging import judge
-from graftlab.control.results import ResultFloor, Results, distance, tensors_of, unit_of
+from graftlab.control.judge import judge
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import arguments
+from graftlab.control.work import arguments
+from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.plan.plan import PlanEdit
@@ -132,7 +132,7 @@ def compare_compiled(
     if isinstance(function, str) and (args or kwargs):
         raise SessionError(f"compare_compiled: {function!r} is an expression, which takes no args; write them into it")
     packed = None if isinstance(function, str) else shipping.pack_function(function)
-    compiled = _Compiled(session, function, packed, args, kwargs, dict(options))
+    compiled = _CompiledRuns(session, function, packed, args, kwargs, dict(options))
     untapped, exact_untapped = compiled.distances((), "without taps in the graph")
     floor = compiled.floor
     verdict = judge(
@@ -165,7 +165,7 @@ def _source(function: Callee) -> str | None:
     return function if isinstance(function, str) else None
 
 
-class _Compiled:
+class _CompiledRuns:
     """Runs the function eager on the baseline and compiled on the target, with some taps in its graphs."""
 
     def __init__(

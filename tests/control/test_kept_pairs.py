@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.control.keeping import how_to_keep
+from graftlab.control.kept_pairs import keep_advice
 
 TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} for layer in range(4)]
 
@@ -25,11 +25,11 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
     ],
 )
 def test_the_advice_is_what_has_not_been_done(keep: str | None, name: str, tags: dict[str, int], advice: str) -> None:
-    assert advice in how_to_keep(gl.GraftPlan(keep=keep), TAPS, name, tags)
+    assert advice in keep_advice(gl.GraftPlan(keep=keep), TAPS, name, tags)
 
 
 def test_before_any_tap_was_seen_the_filter_is_what_is_missing() -> None:
-    assert "Set session.edit(keep=" in how_to_keep(gl.GraftPlan(), [], "h", {})
+    assert "Set session.edit(keep=" in keep_advice(gl.GraftPlan(), [], "h", {})
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from graftlab.control.plans import Plans
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
-from graftlab.control.seen_taps import SeenTaps
+from graftlab.control.tap_catalog import TapCatalog
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     AskWaitReason,
@@ -30,10 +30,10 @@ from graftlab.ranks.messages import (
 from graftlab.rows.store import RowStore
 
 
-class Reports:
+class MessageRouter:
     """The hub's listener. A new message to the notebook is a line here."""
 
-    def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: SeenTaps, queries: Queries) -> None:
+    def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: TapCatalog, queries: Queries) -> None:
         self._rows = rows
         self._runs = runs
         self._queries = queries

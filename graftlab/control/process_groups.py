@@ -17,7 +17,7 @@ _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+
 _NEAR = 3
 
 
-class Groups:
+class ProcessGroups:
     """Of the ranks of one session. A side with a single rank has no group to lose."""
 
     def __init__(self, ranks: Sequence[RankHandle]) -> None:

@@ -15,7 +15,7 @@ from graftlab.base.html import bundle
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import is_data
 from graftlab.base.world import Side
-from graftlab.control.works import arguments, refuse_no_expression
+from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
 from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Check:
+class ReplicaCheck:
     """What the ranks of one side should agree on, and do not. See :meth:`graftlab.Session.check`."""
 
     checked: Checked
@@ -63,7 +63,8 @@ class Check:
         return pd.DataFrame(lines, columns=list(columns))
 
     def __repr__(self) -> str:
-        return f"<Check of {self.checked.world_size} ranks: {', '.join(self.found) or 'nothing found'}>\n{self.text}"
+        found = ", ".join(self.found) or "nothing found"
+        return f"<ReplicaCheck of {self.checked.world_size} ranks: {found}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), "".join(f"<p>{html.escape(line)}</p>" for line in self.text.split("\n")))
@@ -92,11 +93,11 @@ def check(
     mesh: Mapping[str, int] | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-) -> Check:
+) -> ReplicaCheck:
     """See :meth:`graftlab.session.Session.check`."""
     if (baseline is None) == (target is None):
         raise SessionError("check: give one side's function, baseline= or target=, which is run alone")
-    refuse_no_expression(baseline, target)
+    refuse_invalid_expressions(baseline, target)
     side: Side = "target" if baseline is None else "baseline"
     given = arguments("check", args, kwargs)
     size = getattr(session.options, side)
@@ -107,7 +108,7 @@ def check(
             f"check: a mesh of {dict(mesh)} has {math.prod(mesh.values())} ranks, and the side has {size}; give "
             "mesh={name: size} whose sizes multiply to it"
         )
-    declared = _Declared(layouts or {}, mesh, size)
+    declared = _DeclaredLayouts(layouts or {}, mesh, size)
     if target is not None:
         call = partial(sketch_callee, target, *given)
         results: list[tuple[list[TapSketch], list[str]]] = session.run(target=call).target
@@ -118,7 +119,7 @@ def check(
     checked = check_replicas([shown for shown, _ in results], declared, _groups_along(mesh, size))
     skipped = list(dict.fromkeys(name for _, names in results for name in names))
     inputs = tuple(_inputs(results[0][0]))
-    return Check(replace(checked, skipped=skipped), inputs)
+    return ReplicaCheck(replace(checked, skipped=skipped), inputs)
 
 
 def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[tuple[int, ...]]]:
@@ -134,7 +135,7 @@ def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[t
     return along
 
 
-class _Declared:
+class _DeclaredLayouts:
     """What the user says of taps' layouts, by their names."""
 
     def __init__(self, layouts: Mapping[str, str], mesh: Mapping[str, int] | None, size: int) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from graftlab.base.progress import LongWait
 from graftlab.control.core import internals_of
-from graftlab.control.judging_runs import EDITED, VerdictRuns, Wanted, coarser_dtypes
 from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
+from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictRuns, coarser_dtypes
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
@@ -84,7 +84,7 @@ class StepRuns(VerdictRuns):
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
-    def both(self, why: str, wanted: Wanted) -> pd.DataFrame:
+    def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         before = self.session.row_count
         version = self._publish(wanted)
         # In the first grafted steps the target gets the baseline's weights and state; in the next ones it has them.
@@ -104,7 +104,7 @@ class StepRuns(VerdictRuns):
             frame = frame[~written]
         return frame.reset_index(drop=True)
 
-    def _publish(self, wanted: Wanted) -> int:
+    def _publish(self, wanted: RunFilters) -> int:
         """Put a plan of the verdict's in force; returns its version."""
         # Beforehand too, because an interrupt may come between the edit and its result.
         self.expect()
@@ -192,7 +192,7 @@ class StepRuns(VerdictRuns):
                 self.session.options.keep_budget,
             )
             self._ask(rank, order, Acknowledgement)
-        if self._publish(Wanted(compare="True")) != version:
+        if self._publish(RunFilters(compare="True")) != version:
             raise SessionError(EDITED)
         self._after_steps(why, version, len(passes))
         found = []
@@ -229,7 +229,7 @@ class StepRuns(VerdictRuns):
 
         title = f"verdict, run {self.count}: {why}"
         steps = self._state.steps
-        patience = _Patience(self.session)
+        patience = _ProgressTimeout(self.session)
         bar = LongWait(title, "steps", lambda: self._state.steps - steps, where=self._state.where)
         # Of two plans that are published between two steps the jobs never hear of the first.
         edited = partial(self._is_edited, version)
@@ -246,7 +246,7 @@ class StepRuns(VerdictRuns):
     def _has_ended(self) -> list[str]:
         return [rank.label for rank in self._state.ranks if self._state.has_ended(rank)]
 
-    def _refuse(self, patience: _Patience) -> None:
+    def _refuse(self, patience: _ProgressTimeout) -> None:
         """Say why the jobs did not make the steps that were waited for."""
         self._state.raise_failures(_GIVEN_UP)
         if ended := self._has_ended():
@@ -261,7 +261,7 @@ class StepRuns(VerdictRuns):
         )
 
 
-class _Patience:
+class _ProgressTimeout:
     """Is over when no rank has reached anything for as long as a session's time limit is."""
 
     def __init__(self, session: SessionCore) -> None:
