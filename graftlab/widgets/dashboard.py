@@ -13,6 +13,7 @@ import ipywidgets as widgets
 from graftlab.control.core import SessionCore
 from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import SessionError
 from graftlab.plots import explorer
 from graftlab.widgets import tap_explorer
@@ -153,7 +154,7 @@ class VerdictView(Panel):
 
     def _judge_now(self, expression: str | None) -> None:
         try:
-            shown = judge(self.session, expression, expression)._repr_mimebundle_()["text/html"]
+            shown = judge(self.session, VerdictRequest(expression, expression))._repr_mimebundle_()["text/html"]
         except BaseException:
             # The panel's message shows why.
             update(self._result, value="")
