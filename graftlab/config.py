@@ -70,8 +70,8 @@ class GraftConfig:
 
     Both sides meet at ``address``: a folder, or ``"localhost"`` with a ``port``, which names a folder of this user that
     both sides derive from the port. Without an address they meet in ``run_dir``, where rows are written.
-    ``group_name`` separates sessions at one address. ``timeout``, in seconds, bounds the wait for the other ranks; a tap
-    waits at most half as long.
+    ``group_name`` separates sessions at one address. ``timeout``, in seconds, bounds the wait for the other ranks; a
+    tap waits at most half as long.
 
     ``first_step`` is for a job that resumes from a checkpoint: the number of steps that it has already made, so that
     its next step pairs with the same step of the other side. Without it both sides' next steps pair.
@@ -241,13 +241,13 @@ class GraftConfig:
             raise ConfigError(
                 f"no filter can match a tap: {named} are all blank; compare_filter=True compares every tap"
             )
-        _ = self.meeting
+        _ = self.rendezvous
         if self.endpoint is not None:
             self.port_range()
         return self
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         """The folder in which the processes of both sides meet on this machine.
 
         Raises :class:`ConfigError` when neither address nor run_dir names one.
@@ -255,8 +255,8 @@ class GraftConfig:
         if self.address is None:
             if self.run_dir is None:
                 raise ConfigError(
-                    f"neither address ({PREFIX}ADDRESS) nor run_dir ({PREFIX}RUN_DIR) is given; set one of them to the "
-                    f"folder in which both sides meet"
+                    f"address ({PREFIX}ADDRESS) is not given, and neither is run_dir ({PREFIX}RUN_DIR); set one "
+                    f"to the folder in which both sides meet"
                 )
             return Path(self.run_dir).expanduser().absolute()
         port = self.port
