@@ -18,7 +18,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ class Runs:
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
         self.groups = Groups(ranks)
-        self.digest = Digest(rows)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
@@ -146,7 +144,6 @@ class Runs:
             plans=self._plans,
             code=code or {},
             lost_groups=self.groups.lost,
-            digest=self.digest,
         )
         self._runs.append(run)
         return run
