@@ -13,6 +13,7 @@ import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread, quantity
 from benchmarks.machine import seconds
+from graftlab.control.core import internals_of
 from graftlab.diffs import measure as diffs
 from graftlab.grafting import active
 from graftlab.rows.encoding import encode
@@ -202,5 +203,5 @@ class _Sample:
                 begin, before, between, after = self._parts[at % len(self._parts)]
                 step = at // _TAPS
                 lines.append(b"%s%d%s%d%s%d%s" % (begin, step, before, at % _TAPS, between, step, after))
-            session.reports.on_rows(lines)
+            internals_of(session).reports.on_rows(lines)
         self._count += count

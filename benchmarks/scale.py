@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 import graftlab as gl
-from benchmarks.afar import measure_afar
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
+from benchmarks.remote import measure_remote
 
 _TAPS = 200
 
@@ -24,7 +24,7 @@ def measure(setup: Setup) -> list[Line]:
         lines += _real_ranks(setup, ranks)
     for ranks in (2, 64) if setup.quick else (2, 32, 1024):
         lines += _many_senders(setup, ranks, rows=20_000 if setup.quick else 200_000)
-    return lines + measure_afar(setup)
+    return lines + measure_remote(setup)
 
 
 # ---- real ranks -----------------------------------------------------------------------------------------------------

@@ -77,8 +77,7 @@ class GraftConfig:
 
     ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
     each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
-    the plan, or compare ``"nothing"``, until another listens at that address. With ``agent`` one process carries what
-    all jobs of this host say to a session on another machine; without it each has a connection of its own.
+    the plan, or compare ``"nothing"``, until another listens at that address.
 
     Raises :class:`ConfigError` for a value of another type or that cannot be used.
 
@@ -109,7 +108,6 @@ class GraftConfig:
     token_file: str | None = None
     ports: str | None = None
     first_step: int | None = None
-    agent: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -324,7 +322,6 @@ class GraftConfig:
 
 _KINDS: dict[str, type] = {
     "enable": bool,
-    "agent": bool,
     "port": int,
     "baseline_world_size": int,
     "target_world_size": int,

@@ -57,8 +57,3 @@ def _cell(tag: str, markup: str, kind: str) -> str:
 
 def number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.2e}"
-
-
-def shortened(text: str, limit: int) -> str:
-    """Without its middle: the beginnings and the ends of module names tell them apart."""
-    return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-limit // 2 :]}"

@@ -65,7 +65,7 @@ class Dumper:
     @property
     def may_enable(self) -> bool:
         """Whether taps do anything here, or would with ``configure(enable=True)``."""
-        return calls.taker() is not None
+        return calls.tap_handler() is not None
 
     def step(self) -> None:
         """The end of an iteration: see :func:`graftlab.step`. As there, it is none while ``enable`` is off."""
@@ -74,7 +74,7 @@ class Dumper:
 
     @property
     def _is_on(self) -> bool:
-        return self._enabled and calls.taker() is not None
+        return self._enabled and calls.tap_handler() is not None
 
     def dump(
         self,

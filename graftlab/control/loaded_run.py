@@ -75,7 +75,7 @@ class LoadedRun(pd.DataFrame):
 
         Raises :class:`SessionError` where no step has every tap grafted.
         """
-        from graftlab.control.judging import judge_rows
+        from graftlab.control.judge import judge_rows
         from graftlab.verdict.given import shown_data
 
         chosen: Any = self if run is None else self[self["run"] == run]

@@ -23,10 +23,10 @@ import torch
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.control.core import SessionCore
-from graftlab.control.run import Run
+from graftlab.control.run import Run, state_of
 from graftlab.control.session_plots import SessionPlots
 from graftlab.control.verdicts import Verdict
-from graftlab.control.works import source_of
+from graftlab.control.work import source_of
 from graftlab.errors import GraftError, SessionError
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
@@ -186,7 +186,7 @@ def _code(runs: Sequence[Run]) -> str:
     """Each piece of code once, at the run that ran it first."""
     first: dict[tuple[str, str | CodeType], int] = {}
     for run in runs:
-        for where, code in run.code.items():
+        for where, code in state_of(run).code.items():
             first.setdefault((where, code), run.number)
     shown = [
         f"<p>run {number}, {html.escape(where)}</p><pre>{html.escape(source_of(code))}</pre>"
@@ -205,7 +205,7 @@ def _environment(session: SessionCore) -> str:
             continue
     facts["CUDA"] = str(torch.version.cuda or "not in this build of torch")
     for rank in session.ranks:
-        facts[rank.label] = rank.seat.device
+        facts[rank.label] = rank.assignment.device
     options = session.options
     facts["launch"] = (
         f"baseline={options.baseline}, target={options.target}, device={options.device}, backend={options.backend}, "

@@ -47,7 +47,7 @@ def create_segment() -> tuple[int, int]:
 
 
 class Arena:
-    """A mapping of a segment. The first page tells where its owner is (:mod:`.whereabouts`); the rest holds tensors."""
+    """A mapping of a segment. The first page tells where its owner is (:mod:`.status_page`); the rest holds tensors."""
 
     def __init__(self, descriptor: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -56,12 +56,12 @@ class Arena:
         # what it puts back may be what another thread has set for a while only.
         warnings.filterwarnings("ignore", message=".*not writable", module=__name__)
         self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self._seen_as: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[torch.dtype, torch.Tensor] = {}
         self._address = self._bytes.data_ptr()
 
     def store(self, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
         """Copy the tensor's bytes to ``offset``, row by row; from a GPU too."""
-        if tensor.is_cpu and type(tensor) is torch.Tensor and _lies_as_it_is(tensor):
+        if tensor.is_cpu and type(tensor) is torch.Tensor and _is_plain_and_contiguous(tensor):
             # Torch's own copy needs a window, and takes twice as long for a hundred KiB.
             copy = _copy_small if nbytes <= _SMALL else _copy_large
             copy(self._address + offset, tensor.data_ptr(), nbytes)
@@ -78,11 +78,11 @@ class Arena:
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         try:
-            segment = self._seen_as[dtype]
+            segment = self._views[dtype]
         except KeyError:
             # A tensor made in inference mode could not be written outside of it, and this one outlives the tap.
             with torch.inference_mode(False):
-                segment = self._seen_as[dtype] = self._bytes.view(dtype)
+                segment = self._views[dtype] = self._bytes.view(dtype)
         # Offsets are multiples of ALIGNMENT, so of any dtype's size too. One call: each one of torch's takes as long as
         # the copy of a small tensor.
         strides, numel = _contiguous(shape)
@@ -92,13 +92,13 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the memory. Windows that somebody still holds keep it for as long."""
-        self._seen_as.clear()
+        self._views.clear()
         del self._bytes
         with contextlib.suppress(BufferError):
             self.map.close()
 
 
-def _lies_as_it_is(tensor: torch.Tensor) -> bool:
+def _is_plain_and_contiguous(tensor: torch.Tensor) -> bool:
     """Whether its numbers stand in memory one after the other, with no bit that says to read them otherwise."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 

@@ -11,9 +11,9 @@ A tensor travels under its address: the :class:`TapKey` of the tap that showed i
 6. When a process dies, the others are free within two seconds and nothing stays behind.
 7. Nothing that was sent in one exchange is ever received in another.
 
-And one to whoever interrupts a rank: an exception raised where :func:`.interrupts.may_raise_at` allows it ends the
-call and harms nothing else. So an exchange waits only in functions that are marked with
-:func:`.interrupts.merely_waits`.
+And one to the code that interrupts a rank: an exception raised where :func:`.interrupts.is_interruptible_at` allows it
+ends the call and harms nothing else. So an exchange waits only in functions that are marked with
+:func:`.interrupts.interruptible`.
 
 ``tests/exchange/test_contract*.py`` hold every implementation to all of this.
 """
@@ -84,7 +84,7 @@ class Exchange(Protocol[Memo]):
     on_wait: Callable[[Collection[int]], None]
     """Called with the world ranks that this rank begins to wait for, and with none when it waits no longer.
 
-    For its owner to set, who knows the tap, and makes it known where the rank is (:class:`.WhereaboutsPage`): peers
+    For its owner to set, who knows the tap, and makes it known where the rank is (:class:`.StatusPage`): peers
     that look there find out that two wait for each other.
     """
 
@@ -140,6 +140,25 @@ class Exchange(Protocol[Memo]):
         its own.
         """
 
+    def announce(self, step: int, message: bytes) -> None:
+        """Send every participant of the run the leader's message about a step, before the step begins. Does not wait.
+
+        The exchange does not look into the message. It reaches the ranks of both sides.
+        """
+
+    def announcements(self, leader: int, step: int) -> list[bytes] | None:
+        """Return the leader's messages up to this step that were not returned before, oldest first.
+
+        ``leader`` is a world rank. None when no message for this step arrived within the time limit; a later call then
+        returns the missed ones. A leader that has ended its run, or died, announces nothing more, so the wait ends.
+        """
+
+    def await_past(self, step: int) -> bool:
+        """Wait until every rank of the other side is past this step; False when one is not within the time limit.
+
+        A rank that only sends waits for no other rank, and may be as many steps ahead as its buffer holds.
+        """
+
     def where_peers_are(self) -> str:
         """One line on every rank of the other side, for messages."""
 
@@ -152,28 +171,3 @@ class Exchange(Protocol[Memo]):
 
     def lost_peers(self) -> str:
         """Which ranks of the other side are gone, and how; blank while all are there."""
-
-
-class Announcements(Protocol):
-    """What the leader of a run says of a step before it begins. It reaches the ranks of both sides."""
-
-    def announce(self, step: int, message: bytes) -> None:
-        """Tell every participant of the run; nobody looks into the message on the way. Does not wait."""
-
-    def announcements(self, leader: int, step: int) -> list[bytes] | None:
-        """What the leader (a world rank) has announced up to this step and was not asked for yet, oldest first.
-
-        None when nothing for this step came within the time limit; what was missed comes with a later step's then. A
-        leader that has ended its run, or died, announces no more, and nobody waits for it.
-        """
-
-
-class LiveExchange(Exchange[Memo], Announcements, Protocol[Memo]):
-    """What joins ranks that run at the same time: their tensors, and their leader's word."""
-
-    def await_past(self, step: int) -> bool:
-        """Wait until no rank of the other side is in this step or before it any more; False when one is after the time
-        limit.
-
-        Who only sends waits for nobody else, and may be as many steps ahead as its buffer holds.
-        """

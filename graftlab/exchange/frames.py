@@ -13,7 +13,7 @@ import msgspec
 
 from graftlab.base.tags import Plain, TapKey
 from graftlab.base.wire import integer_from_bytes, integer_to_bytes, text_from_bytes, text_to_bytes
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 
 
 class DeviceLocation(NamedTuple):
@@ -33,7 +33,7 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkno
     """What all frames have in common."""
 
 
-class Published(Frame, frozen=True, tag=0):
+class PublishFrame(Frame, frozen=True, tag=0):
     """A tensor lies ready. ``dtype`` is its name in torch, ``extras`` is pickled by the user's own rank."""
 
     key: TapKey
@@ -45,36 +45,36 @@ class Published(Frame, frozen=True, tag=0):
     extras: bytes | None
 
 
-class Declined(Frame, frozen=True, tag=1):
+class DeclineFrame(Frame, frozen=True, tag=1):
     """Nothing comes under this key. To a rank that has ended the step: such a tap exists here."""
 
     key: TapKey
 
 
-class Released(Frame, frozen=True, tag=2):
+class ReleaseFrame(Frame, frozen=True, tag=2):
     """The receiver has done with the tensors of these ids."""
 
     ids: list[int]
 
 
-class StepEnded(Frame, frozen=True, tag=3):
+class StepEndFrame(Frame, frozen=True, tag=3):
     """The sender of this neither publishes for the step nor asks for anything of it any more."""
 
     step: int
 
 
-class RunEnded(Frame, frozen=True, tag=4):
+class RunEndFrame(Frame, frozen=True, tag=4):
     """The same of the whole run."""
 
 
-class Announced(Frame, frozen=True, tag=5):
+class AnnouncementFrame(Frame, frozen=True, tag=5):
     """What the leader says of a step, in its own encoding."""
 
     step: int
     message: bytes
 
 
-class ChunkShared(Frame, frozen=True, tag=6):
+class ChunkFrame(Frame, frozen=True, tag=6):
     """How to open a piece of the sender's GPU memory.
 
     torch unpickles the handle. So this frame is only for peers that were launched together with this rank, on its host.
@@ -84,13 +84,13 @@ class ChunkShared(Frame, frozen=True, tag=6):
     handle: bytes
 
 
-class ChunkAnswered(Frame, frozen=True, tag=7):
+class ChunkReplyFrame(Frame, frozen=True, tag=7):
     """Whether the chunk can be read here; if not, why."""
 
     failure: str | None
 
 
-class WaitsForYou(Frame, frozen=True, tag=8):
+class YieldQueryFrame(Frame, frozen=True, tag=8):
     """My wait of this number is for you, who seem to wait for me: must I give it up?
 
     ``is_known`` says whether you have ever reached such a tap.
@@ -100,23 +100,23 @@ class WaitsForYou(Frame, frozen=True, tag=8):
     is_known: bool
 
 
-class Yield(Frame, frozen=True, tag=9):
+class YieldFrame(Frame, frozen=True, tag=9):
     """Yes, give up the wait of this number."""
 
     wait: int
 
 
-class IsAt(Frame, frozen=True, tag=11):
+class StatusFrame(Frame, frozen=True, tag=11):
     """Where the sender is, for ranks that cannot look into its memory.
 
-    ``heard`` is how many tensors of the receiver of this had come by then.
+    ``received`` is how many tensors of the receiver of this had come by then.
     """
 
-    where: WhereaboutsToTell
-    heard: int
+    status: WireStatus
+    received: int
 
 
-class _Escaped(Frame, frozen=True, tag=10):
+class _EscapedFrame(Frame, frozen=True, tag=10):
     """A frame whose key MessagePack cannot hold: the key in another form, and the frame with an empty one."""
 
     key: _EscapedKey
@@ -133,23 +133,23 @@ class _EscapedKey(NamedTuple):
     occurrence: int
 
 
-_Keyed = Published | Declined
+_Keyed = PublishFrame | DeclineFrame
 _Any = (
-    Published
-    | Declined
-    | Released
-    | StepEnded
-    | RunEnded
-    | Announced
-    | ChunkShared
-    | ChunkAnswered
-    | WaitsForYou
-    | Yield
-    | IsAt
-    | _Escaped
+    PublishFrame
+    | DeclineFrame
+    | ReleaseFrame
+    | StepEndFrame
+    | RunEndFrame
+    | AnnouncementFrame
+    | ChunkFrame
+    | ChunkReplyFrame
+    | YieldQueryFrame
+    | YieldFrame
+    | StatusFrame
+    | _EscapedFrame
 )
 
-KINDS = tuple(kind for kind in get_args(_Any) if kind is not _Escaped)
+KINDS = tuple(kind for kind in get_args(_Any) if kind is not _EscapedFrame)
 """Every class of frames that :func:`decode` returns."""
 
 _NO_KEY = TapKey(0, "", (), "", 0)
@@ -168,14 +168,14 @@ def encode(frame: Frame) -> bytes:
         # An integer of more than 64 bits, or text that is no Unicode: a tag may well be either.
         if not isinstance(frame, _Keyed):
             raise
-        return _encode(_Escaped(_escape_key(frame.key), _encode(msgspec.structs.replace(frame, key=_NO_KEY))))
+        return _encode(_EscapedFrame(_escape_key(frame.key), _encode(msgspec.structs.replace(frame, key=_NO_KEY))))
 
 
 def decode(data: bytes) -> Frame:
     """The inverse of :func:`encode`. Raises ValueError for bytes that are no frame."""
     try:
         frame = _decode(data)
-        if type(frame) is _Escaped:
+        if type(frame) is _EscapedFrame:
             frame = msgspec.structs.replace(_decode_keyed(frame.frame), key=_restore_key(frame.key))
         return frame
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -15,13 +15,13 @@ _PACKAGE = __name__.rpartition(".")[0] + "."
 _waits: set[CodeType] = set()
 
 
-def merely_waits(function: _F) -> _F:
+def interruptible(function: _F) -> _F:
     """Mark a function of an exchange that does nothing but wait, so that an exception raised in it loses nothing."""
     _waits.add(function.__code__)
     return function
 
 
-def may_raise_at(frame: FrameType | None) -> bool:
+def is_interruptible_at(frame: FrameType | None) -> bool:
     """Whether a signal handler that was called at this frame may raise: no exchange is at work, or it merely waits.
 
     Costs the exchanges nothing: it is the stack that tells.

@@ -37,7 +37,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(_LENGTH)
 
 
-def keys_of(token: str) -> Keys:
+def derive_keys(token: str) -> Keys:
     """The keys of the session with this token. Raises :class:`ConfigError` for one that could be guessed."""
     if len(token) < _SHORTEST:
         raise ConfigError(

@@ -12,17 +12,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
-from graftlab.exchange.interrupts import merely_waits
-from graftlab.exchange.lanes import Lanes
-from graftlab.exchange.tcp import Carried, RemoteChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage, WhereaboutsToTell
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, Frame, PublishFrame, StatusFrame, decode, encode
+from graftlab.exchange.interrupts import interruptible
+from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
+from graftlab.exchange.tcp import FrameWithPayload, RemoteChannel
+from graftlab.exchange.waiter_threads import WaiterThreads
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +30,14 @@ Link = tuple[Channel, Arena] | tuple[RemoteChannel, None]
 """What joins two ranks: a socket and the other's segment, or a connection alone where they share no memory."""
 
 
-class Page(Protocol):
-    """What says where a rank is."""
-
-    def read(self) -> Whereabouts: ...
-
-
-class ToldPage:
+class RemoteStatusPage:
     """Where a rank is whose memory cannot be looked at: what it has said last."""
 
     def __init__(self) -> None:
-        self.look = Whereabouts()
+        self.latest = RankStatus()
 
-    def read(self) -> Whereabouts:
-        return self.look
+    def read(self) -> RankStatus:
+        return self.latest
 
 
 @dataclass
@@ -54,7 +48,7 @@ class Peer:
     channel: Channel | RemoteChannel
     # None where it shares no memory with this rank.
     arena: Arena | None
-    page: Page
+    page: StatusPage | RemoteStatusPage
     in_run: bool = False
     # Why nothing will ever come from it again; empty while something may.
     gone: str = ""
@@ -62,7 +56,7 @@ class Peer:
     run_ended: bool = False
     # What it has published, or declined (None). By step, because a sender may be a thousand taps ahead, and the end of
     # a step forgets only that step's.
-    inbox: defaultdict[int, dict[TapKey, Published | None]] = field(default_factory=lambda: defaultdict(dict))
+    inbox: defaultdict[int, dict[TapKey, PublishFrame | None]] = field(default_factory=lambda: defaultdict(dict))
     announced: dict[int, bytes] = field(default_factory=dict)
     # The last step of which it has said something. It may begin later than this rank, and say nothing of those before.
     announced_step: int = -1
@@ -70,14 +64,14 @@ class Peer:
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
     # The numbers of our own waits that it said we must give up.
-    told_to_yield: set[int] = field(default_factory=set)
+    yielded_waits: set[int] = field(default_factory=set)
     # Of one that shares no memory: what came along with the frame that is handled now, and with those in the inbox, by
     # id; how many tensors have come from it, have gone to it, and had come to it when it last said where it is.
     attached: Sequence[memoryview] = ()
     carried: dict[int, Sequence[memoryview]] = field(default_factory=dict)
-    heard: int = 0
+    received: int = 0
     sent: int = 0
-    has_heard: int = 0
+    confirmed: int = 0
 
     def __post_init__(self) -> None:
         self.label = self.place.label
@@ -116,7 +110,7 @@ class Peer:
             return f"{self.label} takes no part in this run"
         return f"{self.label} ended the {'run' if self.run_ended else 'step'} without this tap"
 
-    def whereabouts(self) -> str:
+    def describe(self) -> str:
         return f"{self.label}: {self.gone or self.page.read()}"
 
 
@@ -132,12 +126,12 @@ class Wait:
 
     def __enter__(self) -> Wait:
         self._peers.waits.append(self)
-        self._peers.tell_who_is_awaited()
+        self._peers.report_waits()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._peers.waits.remove(self)
-        self._peers.tell_who_is_awaited()
+        self._peers.report_waits()
 
     def remaining(self) -> float:
         return self._deadline - time.monotonic()
@@ -156,7 +150,7 @@ class Peers:
         self.timeout = timeout
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self.by_rank = {
-            rank: Peer(everyone[rank], channel, arena, ToldPage() if arena is None else WhereaboutsPage(arena.map))
+            rank: Peer(everyone[rank], channel, arena, RemoteStatusPage() if arena is None else StatusPage(arena.map))
             for rank, (channel, arena) in sorted(links.items())
         }
         self.others = [peer for peer in self.by_rank.values() if peer.place.side != place.side]
@@ -170,7 +164,7 @@ class Peers:
         self._poller = select.poll()
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
-        self.lanes = Lanes(self._by_descriptor)
+        self.waiters = WaiterThreads(self._by_descriptor)
         self.waits: list[Wait] = []
 
     def listen(
@@ -183,7 +177,7 @@ class Peers:
     def wait(self, awaits: Collection[int]) -> Wait:
         return Wait(self, awaits)
 
-    def tell_who_is_awaited(self) -> None:
+    def report_waits(self) -> None:
         if len(self.waits) == 1:
             self.on_wait(self.waits[0].awaits)
         else:
@@ -210,7 +204,7 @@ class Peers:
             for peer in list(self._by_descriptor.get(descriptor, ())):
                 self._read(peer, descriptor)
         if ready:
-            self.lanes.wake()
+            self.waiters.wake()
         return ready
 
     def look(self, timeout: float) -> bool:
@@ -218,9 +212,9 @@ class Peers:
 
         Other threads of this rank may use the exchange meanwhile, and read it first.
         """
-        return self.lanes.wait(timeout) or bool(self.pump(0))
+        return self.waiters.wait(timeout) or bool(self.pump(0))
 
-    @merely_waits
+    @interruptible
     def _poll(self, timeout: float | None) -> list[tuple[int, int]]:
         return self._poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
 
@@ -247,14 +241,14 @@ class Peers:
     def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:
         """Note a frame of a rank that shares no memory. Raises ValueError for one that it has no right to send."""
         peer.attached = ()
-        if type(frame) is Published:
+        if type(frame) is PublishFrame:
             if isinstance(frame.location, DeviceLocation):
                 raise ValueError("a place in the memory of another machine's GPU")
-            peer.heard += 1
-            peer.attached = data.payload if isinstance(data, Carried) else ()
-            if isinstance(peer.page, ToldPage):
-                peer.page.look = Whereabouts("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
-        elif type(frame) is ChunkShared:
+            peer.received += 1
+            peer.attached = data.payload if isinstance(data, FrameWithPayload) else ()
+            if isinstance(peer.page, RemoteStatusPage):
+                peer.page.latest = RankStatus("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
+        elif type(frame) is ChunkFrame:
             raise ValueError("a handle of GPU memory from another machine")
 
     def _lose(self, peer: Peer, descriptor: int, why: str) -> None:
@@ -263,7 +257,7 @@ class Peers:
         listeners.remove(peer)
         if not listeners:
             self._poller.unregister(descriptor)
-            self.lanes.forget(descriptor)
+            self.waiters.forget(descriptor)
             del self._by_descriptor[descriptor]
         self._on_gone(peer)
 
@@ -274,7 +268,7 @@ class Peers:
             if peer.arena is not None:
                 peer.arena.close()
 
-    def who_waits_for_me(self) -> set[tuple[int, float]]:
+    def ranks_waiting_for_me(self) -> set[tuple[int, float]]:
         """Ranks of the other side that wait for this one, each with the moment its wait began."""
         me = self.place.world_rank
         looks = ((peer, peer.page.read()) for peer in self.others if peer.in_run and not peer.gone)
@@ -282,39 +276,39 @@ class Peers:
             (peer.world_rank, look.since)
             for peer, look in looks
             # One that could not have known yet of what is on its way may have got what it waits for.
-            if me in look.awaits and (not peer.remote or peer.has_heard == peer.sent)
+            if me in look.awaits and (not peer.remote or peer.confirmed == peer.sent)
         }
 
     # ---- ranks that share no memory -----------------------------------------------------------------------------
 
-    def tell_where(self, look: Whereabouts) -> None:
+    def send_status(self, look: RankStatus) -> None:
         """Let the ranks of the other side that cannot see it know where this one is. Any thread may say so."""
-        where = WhereaboutsToTell.of(look)
+        where = WireStatus.of(look)
         for peer in self.others:
             if peer.remote and peer.in_run and not peer.gone:
-                peer.send(IsAt(where, peer.heard))
+                peer.send(StatusFrame(where, peer.received))
 
     @property
     def all_gone(self) -> bool:
         """Whether nobody is left to tell."""
         return all(peer.gone or peer.channel.closed for peer in self.others if peer.remote)
 
-    def heard(self) -> list[int]:
+    def received_counts(self) -> list[int]:
         """How many tensors have come from each of them."""
-        return [peer.heard for peer in self.others if peer.remote]
+        return [peer.received for peer in self.others if peer.remote]
 
-    def on_is_at(self, peer: Peer, frame: IsAt) -> None:
-        peer.has_heard = frame.heard
+    def on_status(self, peer: Peer, frame: StatusFrame) -> None:
+        peer.confirmed = frame.received
         page = peer.page
-        if isinstance(page, ToldPage):
-            old, new = page.look, frame.where.look()
+        if isinstance(page, RemoteStatusPage):
+            old, new = page.latest, frame.status.restore()
             if (old.state, old.step, old.taps, old.awaits) == (new.state, new.step, new.taps, new.awaits):
                 # The same wait: what tells of it is on its way now longer, now shorter.
                 new = replace(new, since=old.since)
-            page.look = new
+            page.latest = new
 
     def lost(self) -> str:
         return "; ".join(f"{peer.label} {peer.gone}" for peer in self.others if peer.gone)
 
-    def where_they_are(self) -> str:
-        return "; ".join(peer.whereabouts() for peer in self.others)
+    def describe(self) -> str:
+        return "; ".join(peer.describe() for peer in self.others)

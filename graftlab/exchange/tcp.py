@@ -48,10 +48,10 @@ _IN_VAIN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_posts: weakref.WeakSet[Post] = weakref.WeakSet()
+_posts: weakref.WeakSet[RouterSocket] = weakref.WeakSet()
 
 
-class Carried(bytes):
+class FrameWithPayload(bytes):
     """A frame, with what it brought along: bytes that were not copied on their way from the socket."""
 
     payload: Sequence[memoryview] = ()
@@ -60,7 +60,7 @@ class Carried(bytes):
 class RemoteChannel:
     """The connection to one other process; the same to its user as :class:`.channel.Channel`. Any thread may send."""
 
-    def __init__(self, post: Post, name: bytes, endpoint: str = "") -> None:
+    def __init__(self, post: RouterSocket, name: bytes, endpoint: str = "") -> None:
         self._post = post
         self.name = name
         # Where we have connected to; blank where the other end has.
@@ -104,7 +104,7 @@ class RemoteChannel:
         self._post.end(self)
 
 
-class Post:
+class RouterSocket:
     """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
 
     It listens at ``address``, if one is given, at one of these ports, or at any that is free.
@@ -164,7 +164,7 @@ class Post:
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyOurs(self._keys))
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_SessionKeyCheck(self._keys))
         socket = self._socket
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -350,7 +350,7 @@ class Post:
             return [channel]
         frame = body
         if len(parts) > 2:
-            frame = Carried(body)
+            frame = FrameWithPayload(body)
             frame.payload = [part.buffer for part in parts[2:]]
         channel.arrived.append(frame)
         return []
@@ -412,7 +412,7 @@ class Post:
             channel.closed = True
 
 
-class _OnlyOurs:
+class _SessionKeyCheck:
     """Says which keys may connect."""
 
     def __init__(self, keys: Keys) -> None:

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from mmap import mmap
 
 from graftlab.base.world import Place, RunInfo
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.grafting.arrival import Unasked
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.jobs.greeting import Joined, Share
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.linking import Linker
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.messages import Assemble, Contact, Contacts, Linked
-from graftlab.ranks.wiring import exchange_of
+from graftlab.ranks.descriptors import make_exchange
+from graftlab.ranks.messages import Contact, Contacts, LinkReport, WorldRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class World:
     number: int
     run: RunInfo
     plan: GraftPlan
-    exchange: LiveExchange[Unasked]
+    exchange: Exchange[PendingRow]
     page: mmap
     segment: int | None
     linker: Linker | None
@@ -78,7 +78,7 @@ class Assembly:
     ``tell`` gets the world, or what went wrong, on that thread.
     """
 
-    def __init__(self, means: Means, message: Assemble, tell: Callable[[World | Exception], None]) -> None:
+    def __init__(self, means: Means, message: WorldRequest, tell: Callable[[World | Exception], None]) -> None:
         self._means = means
         self._message = message
         self._tell = tell
@@ -141,12 +141,12 @@ class Assembly:
         share, descriptors = means.fetch(self.world)
         segment = os.dup(descriptors[means.place.world_rank])
         joined = means.joined
-        exchange, page = exchange_of(
+        exchange, page = make_exchange(
             means.place, descriptors, share.segment_size, budget=joined.buffer_budget, timeout=joined.tap_timeout
         )
         world = self._world(exchange, page, segment, None)
         others = tuple(other.world_rank for other in means.place.everyone() if other != means.place)
-        means.line.send(Linked(self.world, others, ()))
+        means.line.send(LinkReport(self.world, others, ()))
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._finishing.is_set():
@@ -173,7 +173,7 @@ class Assembly:
         if not complete:
             return None
         joined = means.joined
-        exchange: LiveExchange[Unasked] = RankExchange(
+        exchange: Exchange[PendingRow] = RankExchange(
             means.place,
             linker.arena,
             linker.links,
@@ -202,6 +202,6 @@ class Assembly:
                 os.eventfd_read(self._wake)
         return False
 
-    def _world(self, exchange: LiveExchange[Unasked], page: mmap, segment: int | None, linker: Linker | None) -> World:
+    def _world(self, exchange: Exchange[PendingRow], page: mmap, segment: int | None, linker: Linker | None) -> World:
         message = self._message
         return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, linker)

@@ -10,12 +10,12 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
-from graftlab.ranks.devices import Seat
+from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import IsAt, Linked
+from graftlab.ranks.messages import LinkReport, StatusUpdate
 
-_NOWHERE = Seat("-", "-")
+_NOWHERE = DeviceAssignment("-", "-")
 
 
 class AttachedRank(RankHandle):
@@ -35,18 +35,18 @@ class AttachedRank(RankHandle):
         # Of the world to which it has not moved yet.
         self._next_segment: int | None = None
         self.has_joined = False
-        self.links = self.line = ""
+        self.links = ""
         # What it has said last, where it is not this process that made its memory.
-        self._told: Whereabouts | None = None
+        self._told: RankStatus | None = None
 
     def _new_line(self) -> tuple[Channel, socket.socket]:
         ours, self._their_line = socket.socketpair()
         bell, self._their_bell = socket.socketpair()
         return Channel(ours), bell
 
-    def hand_over(self, pid: int, seat: Seat) -> list[int]:
+    def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
         """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
-        self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
+        self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
         return [self._their_line.fileno(), self._their_bell.fileno()]
 
     def take_line(self) -> tuple[socket.socket, socket.socket]:
@@ -55,7 +55,7 @@ class AttachedRank(RankHandle):
         self.handed_over()
         return ends
 
-    def note_links(self, linked: Linked) -> None:
+    def note_links(self, linked: LinkReport) -> None:
         everyone = [place.label for place in self.place.everyone()]
         kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
         self.links = "; ".join(
@@ -64,13 +64,13 @@ class AttachedRank(RankHandle):
             if ranks
         )
 
-    def note_whereabouts(self, where: IsAt) -> None:
-        self._told = where.where.look()
+    def note_status(self, where: StatusUpdate) -> None:
+        self._told = where.where.restore()
 
-    def whereabouts(self) -> Whereabouts:
-        look = super().whereabouts() if self._told is None else self._told
+    def status(self) -> RankStatus:
+        look = super().status() if self._told is None else self._told
         # A page on which nothing has been written yet says nothing of steps either.
-        return Whereabouts("idle" if self.alive else "starting") if look.state == "starting" else look
+        return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
 
     def handed_over(self) -> None:
         """The process has its line; were it kept here too, the process's death would go unnoticed."""
@@ -80,14 +80,14 @@ class AttachedRank(RankHandle):
     def renew(self) -> None:
         """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
         self._forget_next_segment()
-        old = (self.channel, self.bell)
+        old = (self.channel, self.wake_socket)
         self.handed_over()
-        self.channel, self.bell = self._new_line()
+        self.channel, self.wake_socket = self._new_line()
         old[0].close()
         old[1].close()
         self.alive = self.has_joined = False
-        self.pid, self.seat = None, _NOWHERE
-        self.links, self.line, self._told = "", "", None
+        self.pid, self.assignment = None, _NOWHERE
+        self.links, self._told = "", None
         self._look_into(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:
@@ -108,7 +108,7 @@ class AttachedRank(RankHandle):
 
     def _look_into(self, page: mmap.mmap) -> None:
         old, self._map = self._map, page
-        self._page = WhereaboutsPage(page)
+        self._page = StatusPage(page)
         old.close()
 
     def _forget_next_segment(self) -> None:

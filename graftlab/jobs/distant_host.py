@@ -10,18 +10,17 @@ from typing import Any
 
 from graftlab.config import Endpoint
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.keys import keys_of
-from graftlab.exchange.tcp import Post
+from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.tcp import RouterSocket
 from graftlab.jobs.greeting import Join, pack, unpack
-from graftlab.jobs.relay import Relay
-from graftlab.jobs.trunk import HOST
+from graftlab.jobs.relay import HOST, Relay
 
 
 class DistantHost:
     """A connection to it, which begins when this is made."""
 
     def __init__(self, endpoint: Endpoint, token: str) -> None:
-        self._post = Post(keys_of(token), b"line " + secrets.token_hex(8).encode())
+        self._post = RouterSocket(derive_keys(token), b"line " + secrets.token_hex(8).encode())
         self._channel = self._post.connect(HOST, *endpoint)
 
     @property

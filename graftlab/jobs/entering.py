@@ -21,12 +21,10 @@ from graftlab.jobs.greeting import Fetch, Join, Joined, Membership, Refused, Sha
 from graftlab.jobs.headless import start_host
 from graftlab.jobs.linking import is_own_address
 from graftlab.jobs.meeting import Meeting
-from graftlab.jobs.own_agent import AgentLine, NoAgentError, ThroughAgent
-from graftlab.jobs.place import own_backend, own_device
 from graftlab.jobs.relay import Relay
 from graftlab.plan.wire import to_wire
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.own_place import own_backend, own_device
 
 # Seconds between two attempts to find who holds the session, on another machine.
 _ASK_AGAIN = 0.5
@@ -53,7 +51,7 @@ class Entry:
     channel: Channel
     bell: socket.socket
     token: str | None
-    carrier: Relay | AgentLine | None = None
+    carrier: Relay | None = None
 
 
 class _TakenYetError(SessionError):
@@ -71,8 +69,6 @@ class Entrance:
         self._from_afar = False
         # At the last try.
         self._met_stranger = False
-        self.why_no_agent = "" if config.agent else "agent is switched off (GRAFTLAB_AGENT=0)"
-        """Why this process has a connection of its own, where it has."""
 
     def remaining(self) -> float:
         """Seconds until the deadline; never quite none."""
@@ -168,7 +164,7 @@ class Entrance:
     def _ask_from_afar(self, endpoint: Endpoint, membership: Membership | None) -> Entry | None:
         assert self._token is not None
         limit = min(_ANSWER_LIMIT, self.remaining()) if membership is None else _ANSWER_LIMIT
-        distant = self._reach(endpoint, self._token)
+        distant = DistantHost(endpoint, self._token)
         try:
             answer = distant.ask(self._join(membership), limit)
             if answer is None:
@@ -177,23 +173,11 @@ class Entrance:
             reply, early = answer
             joined = self._accepted(reply)
             channel, bell, carrier = distant.open_line(early)
-        except NoAgentError as error:
-            # It asks again at once, on a connection of its own.
-            self.why_no_agent = str(error)
-            return self._ask_from_afar(endpoint, membership)
         except BaseException:
             distant.close()
             raise
         self._from_afar = True
         return Entry(joined, channel, bell, self._token, carrier)
-
-    def _reach(self, endpoint: Endpoint, token: str) -> ThroughAgent | DistantHost:
-        if not self.why_no_agent:
-            try:
-                return ThroughAgent(endpoint, token, self._config.meeting)
-            except NoAgentError as error:
-                self.why_no_agent = str(error)
-        return DistantHost(endpoint, token)
 
     def _note_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
         """Say at once what waiting will hardly change: nothing else is heard of it until the time is over."""

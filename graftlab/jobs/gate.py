@@ -6,10 +6,9 @@ import socket
 from collections.abc import Callable
 
 from graftlab.config import Endpoint
-from graftlab.exchange.keys import keys_of
-from graftlab.exchange.tcp import Post
-from graftlab.jobs.relay import FarLine, Relay
-from graftlab.jobs.trunk import HOST
+from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
+from graftlab.jobs.relay import HOST, Relay
 
 
 class Gate:
@@ -21,15 +20,15 @@ class Gate:
     def __init__(self, endpoint: Endpoint, token: str) -> None:
         """Raises OSError where it cannot listen there, and :class:`ConfigError` for a token that could be guessed."""
         self.token = token
-        self._post = Post(keys_of(token), HOST, endpoint.host, (endpoint.port,))
+        self._post = RouterSocket(derive_keys(token), HOST, endpoint.host, (endpoint.port,))
         self.endpoint = Endpoint(endpoint.host, self._post.port)
         self._relay: Relay | None = None
 
-    def open(self, greet: Callable[[FarLine, bytes], None]) -> None:
+    def open(self, greet: Callable[[RemoteChannel, bytes], None]) -> None:
         """Hand the first word of each process that comes to ``greet``, on a thread of the gate's."""
         self._relay = Relay(self._post, greet)
 
-    def carry(self, far: FarLine, line: socket.socket, bell: socket.socket) -> None:
+    def carry(self, far: RemoteChannel, line: socket.socket, bell: socket.socket) -> None:
         """Pass on from now on what the process says on its line, and what it is told; for ``greet`` to call."""
         assert self._relay is not None
         self._relay.join(far, line, bell)

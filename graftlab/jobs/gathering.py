@@ -19,18 +19,18 @@ from graftlab.errors import LaunchError, SessionError
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.descriptors import SharedDescriptors
 from graftlab.ranks.messages import (
-    Assemble,
-    Assembled,
     Contact,
     Contacts,
-    Linked,
-    Moved,
-    OwnWork,
+    JobCode,
+    LinkReport,
     RunRequest,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
     pack,
 )
-from graftlab.ranks.shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Gathering:
         self._assembling = False
         self._info: RunInfo | None = None
         self._plan = GraftPlan()
-        self._shared: Shared | None = None
+        self._shared: SharedDescriptors | None = None
         self._linked: set[int] = set()
         self._moved: dict[int, int] = {}
         self._contacts: dict[int, Contact] = {}
@@ -122,7 +122,7 @@ class Gathering:
         self._linked, self._moved, self._contacts = set(), {}, {}
         self._current = set()
         if self._makes_links:
-            shared = Shared([rank.place for rank in self._ranks])
+            shared = SharedDescriptors([rank.place for rank in self._ranks])
             try:
                 shared.make()
             except LaunchError as error:
@@ -134,7 +134,7 @@ class Gathering:
         generations = cast("tuple[int, int]", tuple(self._generations))
         self._info, self._plan = self._joined.assemble(generations, base)
         self._assembling = True
-        message = pack(Assemble(self._world, self._info, to_wire(self._plan)))
+        message = pack(WorldRequest(self._world, self._info, to_wire(self._plan)))
         for rank in self._ranks:
             rank.channel.send(message)
 
@@ -153,7 +153,7 @@ class Gathering:
             if other is not rank and other.place.world_rank in self._contacts:
                 other.channel.send(pack(Contacts((contact,))))
 
-    def note_linked(self, rank: AttachedRank, message: Linked) -> None:
+    def note_linked(self, rank: AttachedRank, message: LinkReport) -> None:
         """The rank is connected with all others."""
         rank.note_links(message)
         if not self._assembling or message.world != self._world or rank.place.world_rank in self._linked:
@@ -167,10 +167,10 @@ class Gathering:
             self._release()
             for each in self._ranks:
                 if each.place.world_rank in self._at_work:
-                    each.channel.send(pack(Assembled(self._world)))
+                    each.channel.send(pack(WorldStart(self._world)))
             self._begin_when_all_have_moved()
 
-    def note_moved(self, rank: AttachedRank, message: Moved) -> None:
+    def note_moved(self, rank: AttachedRank, message: WorldSwitch) -> None:
         """The rank, which was at work, has come to the end of its step, and goes on in that world."""
         if message.world != self._world:
             return
@@ -204,10 +204,10 @@ class Gathering:
             self._settle(rank)
             if rank.generation > 1:
                 note = f"joined again as generation {rank.generation}, and began at step {first_step}"
-                rank.seat = replace(rank.seat, notes=(*rank.seat.notes, note))
+                rank.assignment = replace(rank.assignment, notes=(*rank.assignment.notes, note))
                 logger.info("%s %s", rank.label, note)
             rank.channel.send(
-                pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), OwnWork()))
+                pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), JobCode()))
             )
             newcomers.setdefault(rank.place.side, first_step)
             # There may be a newer one than that with which all begin.

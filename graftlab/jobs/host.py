@@ -15,25 +15,24 @@ from typing import TypeVar
 
 from graftlab.base.world import Place
 from graftlab.config import Endpoint
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
+from graftlab.exchange.tcp import RemoteChannel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.gate import Gate
 from graftlab.jobs.gathering import Gathering
 from graftlab.jobs.greeting import Fetch, Join, Joined, Look, Refused, Share, hear, our_version, pack, tell, unpack
 from graftlab.jobs.looking import seen
 from graftlab.jobs.meeting import Meeting, peer_of
-from graftlab.jobs.relay import FarLine, way_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.devices import Seat
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Contact, Linked, Missing, Moved
+from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -62,13 +61,14 @@ class Host:
         self.over = threading.Event()
         self._name = secrets.token_hex(8)
         self._session = session
+        self._jobs = internals_of(session).jobs
         self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRank)]
         self._meeting = meeting
         self._listener = listener
         self._agreed = agreed
         self._first_plan = session.plan
         self._gate = gate
-        self._gathering = Gathering(self._ranks, session.joined, makes_links=gate is None)
+        self._gathering = Gathering(self._ranks, self._jobs, makes_links=gate is None)
         # For those who look on from a terminal, one at a time.
         self._taps = session.live_taps()
         self._looking = threading.Lock()
@@ -78,11 +78,11 @@ class Host:
         self._lock = threading.Lock()
         self._resumed = False
         self._closed = False
-        reports = session.reports
+        reports = internals_of(session).reports
         reports.on_joined, reports.on_left = self._on_joined, self._on_left
         reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
         reports.on_ask_missing = self._on_ask_missing
-        session.closes_first = self.close
+        internals_of(session).close_first = self.close
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-host", daemon=True)
         self._thread.start()
@@ -201,7 +201,7 @@ class Host:
 
         threading.Thread(target=answer, name="graftlab-look", daemon=True).start()
 
-    def _greet_from_afar(self, far: FarLine, frame: bytes) -> None:
+    def _greet_from_afar(self, far: RemoteChannel, frame: bytes) -> None:
         """The first word of a process on another machine, which has proved that it knows the token."""
         try:
             join = unpack(frame)
@@ -215,13 +215,12 @@ class Host:
                 far.send(pack(refused))
                 return
             rank, note = self._admit(join, None)
-            rank.line = way_of(far)
-            rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+            rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             assert self._gate is not None
             far.send(pack(self._joined(rank, [])))
             self._gate.carry(far, *rank.take_line())
             if join.membership is not None:
-                self._session.joined.tell_plan(rank)
+                self._jobs.tell_plan(rank)
 
     def _refusal(self, join: Join) -> Refused | None:
         why, settings, again = self._objection(join)
@@ -271,12 +270,12 @@ class Host:
 
     def _let_in(self, connection: socket.socket, join: Join, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        line = rank.hand_over(join.pid, Seat(join.device, join.backend, (note,) if note else ()))
+        line = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
         tell(connection, self._joined(rank, line, local=True))
         send_descriptors(connection, line)
         rank.handed_over()
         if join.membership is not None:
-            self._session.joined.tell_plan(rank)
+            self._jobs.tell_plan(rank)
 
     def _admit(self, join: Join, segment: int | None) -> tuple[AttachedRank, str]:
         """The place of a process that may join, and what is to be noted of it."""
@@ -287,7 +286,7 @@ class Host:
         if rank.has_joined:
             # Another process had it, whose line has ended.
             rank.renew()
-            self._session.joined.hear(rank)
+            self._jobs.hear(rank)
         run = None if join.membership is None else join.membership.run
         self._gathering.enter(rank, run, join.first_step)
         if join.membership is not None:
@@ -298,15 +297,15 @@ class Host:
                 rank.adopt_segment(segment)
             if join.membership.session == self._name:
                 # Its line was cut, and it is in this session's run all the time.
-                self._session.joined.note_return(rank, join.membership.run.run)
-                self._session.joined.outrank(from_wire(join.membership.plan))
+                self._jobs.note_return(rank, join.membership.run.run)
+                self._jobs.outrank(from_wire(join.membership.plan))
             elif not self._resumed:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
-                self._session.joined.resume(join.membership.run, from_wire(join.membership.plan), published=published)
+                self._jobs.resume(join.membership.run, from_wire(join.membership.plan), published=published)
             else:
-                self._session.joined.outrank(from_wire(join.membership.plan))
+                self._jobs.outrank(from_wire(join.membership.plan))
             if join.membership.lost_rows:
                 note = f"at least {join.membership.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
@@ -343,11 +342,11 @@ class Host:
         with self._lock:
             self._gathering.note_contact(_attached(rank), contact)
 
-    def _on_linked(self, rank: RankHandle, linked: Linked) -> None:
+    def _on_linked(self, rank: RankHandle, linked: LinkReport) -> None:
         with self._lock:
             self._gathering.note_linked(_attached(rank), linked)
 
-    def _on_moved(self, rank: RankHandle, moved: Moved) -> None:
+    def _on_moved(self, rank: RankHandle, moved: WorldSwitch) -> None:
         with self._lock:
             self._gathering.note_moved(_attached(rank), moved)
 
@@ -356,7 +355,7 @@ class Host:
             missing = self._gathering.missing()
             if self._turned_away is not None:
                 missing += f" ({self._turned_away[1]})"
-            rank.channel.send(pack_message(Missing(missing)))
+            rank.channel.send(pack_message(WaitReason(missing)))
 
     def _on_left(self, rank: RankHandle) -> None:
         with self._lock:
@@ -367,7 +366,7 @@ class Host:
             if not had_begun and not self._closed:
                 # It never began, so nobody is to be told how it ended; another process may have the place.
                 attached.renew()
-                self._session.joined.hear(attached)
+                self._jobs.hear(attached)
             if not self._gathering.held:
                 self.over.set()
 

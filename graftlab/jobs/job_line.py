@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsToTell
+from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.line import Line
-from graftlab.ranks.messages import IsAt, TapSeen, pack
+from graftlab.ranks.messages import StatusUpdate, TapSeen, pack
 from graftlab.rows.schema import Row
 
 
@@ -50,9 +50,9 @@ class JobLine(Line):
             row = row._replace(note="; ".join(filter(None, (row.note, which_generations(self.generations)))))
         super().row(row)
 
-    def tell_where(self, look: Whereabouts) -> None:
+    def tell_where(self, look: RankStatus) -> None:
         """For whoever cannot look into this process's memory."""
-        self.channel.send(pack(IsAt(WhereaboutsToTell.of(look))))
+        self.channel.send(pack(StatusUpdate(WireStatus.of(look))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

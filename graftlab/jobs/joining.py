@@ -57,22 +57,22 @@ class FirstTap:
     """In place of a grafter until the first tap or step of a job that the environment asks to join."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        taker = _join_by_itself()
-        return value if taker is None else taker.tap(name, value, extras, tags, replace)
+        handler = _join_by_itself()
+        return value if handler is None else handler.tap(name, value, extras, tags, replace)
 
     @property
     def moment(self) -> object:
         return object()
 
     def step(self) -> None:
-        taker = _join_by_itself()
-        if taker is not None:
-            taker.step()
+        handler = _join_by_itself()
+        if handler is not None:
+            handler.step()
 
 
 def arm() -> None:
     """Join at the first tap or step of this process; one that ends before that says so."""
-    active.stand_in(FirstTap(), None)
+    active.install_handler(FirstTap(), None)
     atexit.register(_tell_at_exit, os.getpid())
 
 
@@ -104,7 +104,7 @@ def _tell_at_exit(process: int) -> None:
         tell_never_joined(os.path.basename(sys.argv[0]) or "this process")
 
 
-def _join_by_itself() -> calls.StepTaker | None:
+def _join_by_itself() -> calls.RankTapHandler | None:
     import torch
 
     # A data loader's worker is no rank, whatever it taps.

@@ -28,13 +28,12 @@ from graftlab.base.world import Place
 from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.exchange.arena import PAGE, Arena, create_segment
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.keys import keys_of
+from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
-from graftlab.exchange.tcp import Post, RemoteChannel
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.jobs.meeting import peer_of
-from graftlab.ranks.messages import Contact, Linked
-from graftlab.ranks.settling import receive_descriptors
-from graftlab.ranks.shared import send_descriptors
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.messages import Contact, LinkReport
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class Linker:
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
         try:
-            self._post = Post(keys_of(token), name, address, ports)
+            self._post = RouterSocket(derive_keys(token), name, address, ports)
         except OSError as error:
             raise SessionError(f"{place.label} cannot be reached by ranks on other machines: {error}") from error
         self._segment, self._size = create_segment()
@@ -134,9 +133,9 @@ class Linker:
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
-    def linked(self, world: int) -> Linked:
+    def linked(self, world: int) -> LinkReport:
         """The same for whoever holds the session."""
-        return Linked(world, *self.kinds())
+        return LinkReport(world, *self.kinds())
 
     # ---- linking ------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ import msgspec
 from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
-from graftlab.exchange.beacon import Beacon
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.heartbeat import Heartbeat
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.assembling import Assembly, Means, World
@@ -31,33 +31,32 @@ from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.jobs.job_line import JobLine
 from graftlab.jobs.job_log import log_to
 from graftlab.jobs.linking import Linker, address_towards
-from graftlab.jobs.own_agent import AgentLine
-from graftlab.jobs.place import own_device, place_of
 from graftlab.jobs.unmatched import nothing_measured, unmatched_filters
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.desk import Desk, packed
+from graftlab.ranks.control_thread import ControlThread, packed
 from graftlab.ranks.messages import (
-    AgainstItself,
-    AskAgainstItself,
-    AskMissing,
-    Assemble,
-    Assembled,
+    Acknowledgement,
+    AskSelfGraft,
+    AskWaitReason,
     Contacts,
     Failure,
-    ForAWhile,
+    FallbackPlan,
     Hello,
-    Missing,
-    Moved,
-    Noted,
     Output,
-    RunAgainstItself,
     RunDone,
     RunRequest,
+    RunSelfGraft,
     RunSettled,
+    SelfGraftResult,
+    WaitReason,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
     unpack_to_rank,
 )
-from graftlab.ranks.workplace import failure_of
+from graftlab.ranks.namespace import failure_of
+from graftlab.ranks.own_place import own_device, place_of
 from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Member:
         self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
-        # Where this rank is connected with all others, and where it is about to be; the desk's thread, the one of an
+        # Where this rank is connected with all others, and where it is about to be; the control thread, the one of an
         # assembly, and the job's own look at these.
         self._world: World | None = None
         self._assembly: Assembly | None = None
@@ -114,20 +113,19 @@ class Member:
         self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
-            self.place, world.exchange, WhereaboutsPage(world.page), taps.ambient, self._line, self._kept
+            self.place, world.exchange, StatusPage(world.page), taps.ambient, self._line, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())
         self._enter(world, request.info)
         self._grafter.begin_run(request.info, from_wire(request.plan))
-        self._open_desk(rest)
+        self._open_control_thread(rest)
         namespace = sys.modules["__main__"].__dict__
         here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
         active.activate(self._grafter, here)
         # Also in processes that multiprocessing has started, which skip what atexit has.
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
-        self._say_how_line_goes()
 
     def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
         """What begins the run, what joins this rank with the others, and the frames that came with it."""
@@ -147,7 +145,7 @@ class Member:
                 message = unpack_to_rank(frame) if request is None else None
                 if isinstance(message, RunRequest):
                     request = message
-                elif isinstance(message, (Assemble, Contacts)):
+                elif isinstance(message, (WorldRequest, Contacts)):
                     self._assemble(message)
                 elif request is not None:
                     rest.append(frame)
@@ -159,9 +157,6 @@ class Member:
                 if request is None or isinstance(arrived, Exception):
                     raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
                 return request, arrived, rest
-        carrier = self._carrier
-        if isinstance(carrier, AgentLine) and carrier.was_killed:
-            raise SessionError(f"agent {carrier.pid}, which carried its line, ended before all had joined")
         raise SessionError("whoever held the session went away before all had joined")
 
     def _next_arrived(self) -> World | Exception:
@@ -175,7 +170,7 @@ class Member:
         channel = self._line.channel
         if self._assembly is not None and (unlinked := self._assembly.missing()):
             return f"{', '.join(unlinked)} had not joined"
-        self._line.send(AskMissing())
+        self._line.send(AskWaitReason())
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
         deadline = time.monotonic() + _SAYING_LIMIT
@@ -183,7 +178,7 @@ class Member:
             poller.poll(remaining * 1000)
             for frame in channel.receive():
                 message = unpack_to_rank(frame)
-                if isinstance(message, Missing):
+                if isinstance(message, WaitReason):
                     return message.what
         return "not all of the others had joined"
 
@@ -196,8 +191,8 @@ class Member:
         self._line.generations = run.generations
         if world.linker is not None:
             line = self._line
-            Beacon(
-                WhereaboutsPage(world.page),
+            Heartbeat(
+                StatusPage(world.page),
                 line.tell_where,
                 lambda: line.generation,
                 lambda: self._over.is_set() or self._world is not world,
@@ -206,9 +201,9 @@ class Member:
 
     # ---- other peers --------------------------------------------------------------------------------------------
 
-    def _assemble(self, message: Assemble | Assembled | Contacts) -> None:
+    def _assemble(self, message: WorldRequest | WorldStart | Contacts) -> None:
         """Come together with all others, in a world that is there when all of them have."""
-        if isinstance(message, Assemble):
+        if isinstance(message, WorldRequest):
             self._drop_assembly()
             joined, token = self._entry.joined, self._entry.token
             make_linker = None
@@ -253,7 +248,7 @@ class Member:
     def _offer(self, world: World) -> None:
         offer = Offer(
             world.exchange,
-            WhereaboutsPage(world.page),
+            StatusPage(world.page),
             world.run,
             world.plan,
             lambda run: self._on_moved(world, run),
@@ -271,7 +266,7 @@ class Member:
     def _on_moved(self, world: World, run: RunInfo) -> None:
         """On the job's own thread, at the end of a step."""
         self._enter(world, run)
-        self._line.send(Moved(world.number, run.first_step))
+        self._line.send(WorldSwitch(world.number, run.first_step))
         logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
     def _own_address(self) -> str:
@@ -295,34 +290,34 @@ class Member:
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
-    def _open_desk(self, frames: Sequence[bytes] = ()) -> None:
-        self._desk = Desk(
+    def _open_control_thread(self, frames: Sequence[bytes] = ()) -> None:
+        self._control = ControlThread(
             self._line, self._grafter, self._kept, lambda run: None, end=self._on_host_gone, fail=self._fail
         )
-        self._desk.on(Assemble, self._assemble)
-        self._desk.on(Assembled, self._assemble)
-        self._desk.on(Contacts, self._assemble)
-        self._desk.on(ForAWhile, self._on_plans_for_a_while)
-        self._desk.on_question(RunAgainstItself, self._run_against_itself)
-        self._desk.on_question(AskAgainstItself, self._against_itself)
+        self._control.on(WorldRequest, self._assemble)
+        self._control.on(WorldStart, self._assemble)
+        self._control.on(Contacts, self._assemble)
+        self._control.on(FallbackPlan, self._on_plans_for_a_while)
+        self._control.on_question(RunSelfGraft, self._run_against_itself)
+        self._control.on_question(AskSelfGraft, self._against_itself)
         for frame in frames:
-            self._desk.take(frame)
-        self._desk.open()
+            self._control.take(frame)
+        self._control.open()
 
     # ---- for a verdict ------------------------------------------------------------------------------------------
 
-    def _on_plans_for_a_while(self, message: ForAWhile) -> None:
+    def _on_plans_for_a_while(self, message: FallbackPlan) -> None:
         self._lasting = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
             self._grafter.forget_itself(message.version)
 
-    def _run_against_itself(self, order: RunAgainstItself) -> Noted:
+    def _run_against_itself(self, order: RunSelfGraft) -> Acknowledgement:
         self._grafter.run_against_itself(order)
-        return Noted()
+        return Acknowledgement()
 
-    def _against_itself(self, question: AskAgainstItself) -> AgainstItself:
-        return AgainstItself(packed(self._grafter.against_itself()))
+    def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
+        return SelfGraftResult(packed(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -348,13 +343,6 @@ class Member:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.close(when_done=True)
-
-    def _say_how_line_goes(self) -> None:
-        if isinstance(self._carrier, AgentLine):
-            logger.info("%s: what it says goes through agent %d of this host", self.place.label, self._carrier.pid)
-        elif self._carrier is not None:
-            why = self._entrance.why_no_agent
-            logger.info("%s: what it says goes on a connection of its own: %s", self.place.label, why)
 
     def _end_run(self) -> None:
         run = self._run
@@ -416,43 +404,10 @@ class Member:
     # ---- without a notebook -------------------------------------------------------------------------------------
 
     def _on_host_gone(self) -> None:
-        """On the desk's thread, which ends with this."""
+        """On the control thread, which ends with this."""
         self._line.channel.close()
         if self._over.is_set():
             return
-        carrier = self._carrier
-        agent = carrier if isinstance(carrier, AgentLine) and carrier.was_killed else None
-        if agent is not None:
-            logger.warning(
-                "%s: agent %d, which carried what the jobs of this host say, ended; the job goes on with the plan that "
-                "it has, and joins again. Rows are lost until then",
-                self.place.label,
-                agent.pid,
-            )
-        else:
-            self._go_on_without_host()
-        self._grafter.keeps_step = False
-        lasting, self._lasting = self._lasting, None
-        if lasting is not None:
-            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
-        self._grafter.forget_itself(self._grafter.newest_plan.version)
-        if agent is None:
-            self._compare_nothing_if_asked()
-        self._drop_assembly()
-        while not self._over.wait(_LOOK_FOR_ANOTHER):
-            try:
-                if self._come_back():
-                    return
-                if agent is not None:
-                    agent = None
-                    self._go_on_without_host()
-                    self._compare_nothing_if_asked()
-            except (GraftError, OSError) as error:
-                logger.warning("%s could not join the session that listens: %s", self.place.label, error)
-                # It stays what it is; ask again, but not all the time.
-                self._over.wait(10 * _LOOK_FOR_ANOTHER)
-
-    def _go_on_without_host(self) -> None:
         nothing = self._config.without_host == "nothing"
         logger.warning(
             "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
@@ -460,10 +415,22 @@ class Member:
             "compares nothing" if nothing else "with the plan that it has",
             f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.meeting}",
         )
-
-    def _compare_nothing_if_asked(self) -> None:
-        if self._config.without_host == "nothing":
+        self._grafter.keeps_step = False
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_itself(self._grafter.newest_plan.version)
+        if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
+        self._drop_assembly()
+        while not self._over.wait(_LOOK_FOR_ANOTHER):
+            try:
+                if self._come_back():
+                    return
+            except (GraftError, OSError) as error:
+                logger.warning("%s could not join the session that listens: %s", self.place.label, error)
+                # It stays what it is; ask again, but not all the time.
+                self._over.wait(10 * _LOOK_FOR_ANOTHER)
 
     def _come_back(self) -> bool:
         with self._assembling:
@@ -486,13 +453,12 @@ class Member:
         self._entry, self._carrier = entry, entry.carrier
         self._line.reconnect(entry.channel, entry.bell)
         self._line.lost_rows = 0
-        self._open_desk()
+        self._open_control_thread()
         if world.linker is not None:
             self._line.send(world.linker.linked(world.number))
         self._line.send(Hello(os.getpid()))
         which = "its session again" if is_same else "another session"
         logger.info("%s has joined %s; rows go to %s", self.place.label, which, entry.joined.folder)
-        self._say_how_line_goes()
         return True
 
 

@@ -1,8 +1,7 @@
 """Lines to other machines: a thread that passes on what comes, between their connections and sockets of this process.
 
 So whoever has an end of a line, a rank or the hub, does not know how long it is. Frames travel in bundles: to encrypt
-and to send one costs far more than a row does. A connection is one line, or carries those of all jobs of a host
-(:mod:`.trunk`).
+and to send one costs far more than a row does.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from graftlab.errors import GraftError, MessageError
 from graftlab.exchange.channel import Channel, frames_in
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.jobs.trunk import HELLO, Strand, Trunk
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
+
+HOST = b"host"
+"""How the far end of a job's connection is called."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,39 +29,6 @@ _MESSAGE = b"m"
 # Milliseconds for which what a rank says gathers, unless its bell rings. They are few, because what has not travelled
 # when a process is killed is lost.
 _REST = 2
-
-
-# Before the first word on a line that others share a connection with: how long it is, and how long it may be.
-_LENGTH = struct.Struct("<I")
-_LONGEST_WORD = 256 << 20
-_LONGEST_NAME = 100
-
-
-class FarLine(Protocol):
-    """The far end of a line, until it is carried: a connection, or one of the lines on it."""
-
-    def send(self, payload: bytes, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _SharedLine:
-    """One of several lines on a connection."""
-
-    def __init__(self, strand: Strand, agent: str) -> None:
-        self.strand = strand
-        self.agent = agent
-
-    def send(self, payload: bytes) -> None:
-        self.strand.send(_LENGTH.pack(len(payload)) + payload)
-
-    def close(self) -> None:
-        self.strand.close()
-
-
-def way_of(far: FarLine) -> str:
-    """How a line comes here, in words."""
-    return f"agent {far.agent}" if isinstance(far, _SharedLine) else "TCP"
 
 
 @dataclass
@@ -76,21 +41,19 @@ class _Pair:
 class Relay:
     """Passes on until :meth:`close`. ``on_stranger`` gets the first frame of a connection that is of no line yet."""
 
-    def __init__(self, post: Post, on_stranger: Callable[[FarLine, bytes], None] | None = None) -> None:
+    def __init__(self, post: RouterSocket, on_stranger: Callable[[RemoteChannel, bytes], None] | None = None) -> None:
         self._post = post
         self._on_stranger = on_stranger
         self._pairs: dict[RemoteChannel, _Pair] = {}
-        self._trunks: dict[RemoteChannel, Trunk] = {}
         self._lock = threading.Lock()
         self._closing = False
-        self._poller = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-relay", daemon=True)
         self._thread.start()
 
     def join(
         self,
-        far: FarLine,
+        far: RemoteChannel,
         near: socket.socket,
         bell: socket.socket | None = None,
         early: Sequence[bytes] = (),
@@ -99,11 +62,6 @@ class Relay:
 
         The bell is rung for what should be read at once, at either end.
         """
-        if isinstance(far, _SharedLine):
-            # On the thread that serves, which has just heard its first word.
-            far.strand.carry(near, bell)
-            return
-        assert isinstance(far, RemoteChannel)
         pair = _Pair(far, Channel(near), bell)
         if bell is not None:
             bell.setblocking(False)
@@ -140,14 +98,12 @@ class Relay:
             for pair in list(self._pairs.values()):
                 pair.near.drain(1.0)
                 self._end(pair)
-            for far in list(self._trunks):
-                self._end_trunk(far)
             self._post.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def _pass_on(self) -> None:
-        poller = self._poller
+        poller = select.poll()
         poller.register(self._post.fileno(), select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
         watched: set[int] = set()
@@ -171,28 +127,18 @@ class Relay:
             for pair in list(self._pairs.values()):
                 if pair.near.fileno() in ready:
                     self._from_near(pair)
-            for trunk in self._trunks.values():
-                if trunk.descriptors[0] in ready:
-                    trunk.work()
-                trunk.flush()
             # Who lets strangers in speaks for the notebook, which sends little, and nothing that may wait.
             if self._on_stranger is None and near & ready:
                 self._rest()
         self._from_afar()
         for pair in list(self._pairs.values()):
             self._from_near(pair)
-        for trunk in self._trunks.values():
-            while trunk.work():
-                pass
-            trunk.flush()
 
     def _from_afar(self) -> None:
         for far, frames in self._post.collect():
             pair = self._pairs.get(far)
             for frame in frames:
-                if far in self._trunks or (pair is None and frame.startswith(HELLO)):
-                    self._hear_trunk(far, frame)
-                elif pair is not None:
+                if pair is not None:
                     try:
                         self._bring(pair, frame)
                     except MessageError as error:
@@ -203,16 +149,14 @@ class Relay:
                     self._meet(far, frame)
                     pair = self._pairs.get(far)
             if far.closed:
-                if far in self._trunks:
-                    self._end_trunk(far)
-                elif pair is not None:
+                if pair is not None:
                     # What it had said last is still to be read.
                     pair.near.drain(1.0)
                     self._end(pair)
                 else:
                     far.close()
 
-    def _meet(self, far: FarLine, frame: bytes) -> None:
+    def _meet(self, far: RemoteChannel, frame: bytes) -> None:
         if self._on_stranger is None:
             return
         try:
@@ -220,45 +164,6 @@ class Relay:
         except (GraftError, OSError) as error:
             logger.warning("a process on another machine that wanted to join was not let in: %s", error)
             far.close()
-
-    # ---- lines that share a connection --------------------------------------------------------------------------
-
-    def _hear_trunk(self, far: RemoteChannel, message: bytes) -> None:
-        trunk = self._trunks.get(far)
-        if trunk is None:
-            if self._on_stranger is None:
-                return
-            far.send(HELLO)
-            agent = message.removeprefix(HELLO).decode(errors="replace").strip()[:_LONGEST_NAME]
-            hear = partial(self._hear_first_word, agent=agent)
-            trunk = self._trunks[far] = Trunk(far.send, lambda strand: None, hear, rings_near=True)
-            self._poller.register(trunk.descriptors[0], select.POLLIN)
-            return
-        try:
-            trunk.hear(message)
-        except MessageError as error:
-            logger.error("the lines of another machine are cut: %s", error)
-            far.close()
-
-    def _hear_first_word(self, strand: Strand, agent: str) -> None:
-        if len(strand.waiting) < _LENGTH.size:
-            return
-        (length,) = _LENGTH.unpack_from(strand.waiting)
-        if length > _LONGEST_WORD:
-            logger.warning("a process on another machine was not let in: its greeting is of %d bytes", length)
-            strand.close()
-        elif len(strand.waiting) >= _LENGTH.size + length:
-            word = bytes(strand.waiting[_LENGTH.size : _LENGTH.size + length])
-            del strand.waiting[: _LENGTH.size + length]
-            self._meet(_SharedLine(strand, agent), word)
-
-    def _end_trunk(self, far: RemoteChannel) -> None:
-        trunk = self._trunks.pop(far)
-        self._poller.unregister(trunk.descriptors[0])
-        trunk.close()
-        far.close()
-
-    # ---- lines with a connection of their own -------------------------------------------------------------------
 
     def _bring(self, pair: _Pair, bundle: bytes) -> None:
         """Hand on what came from afar. Raises :class:`MessageError`."""

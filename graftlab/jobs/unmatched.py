@@ -7,7 +7,7 @@ from pathlib import Path
 
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.config import PREFIX, GraftConfig
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED
 
@@ -55,8 +55,10 @@ def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mappi
         text = getattr(config, field)
         if not taps or not (text or "").strip() or text != getattr(plan, name):
             continue
-        check = Check(text)
+        check = FilterCheck(text)
         check.catch_up(taps)
         if check.filter is not None and not check.hits and not check.filter.names & PLACE_TAGS:
-            said.append(f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap here: {told(check, taps)}")
+            said.append(
+                f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap here: {check_summary(check, taps)}"
+            )
     return said

@@ -70,7 +70,7 @@ class RecordedTap:
 class Recorder:
     """Takes what taps show and keeps it for matching: copies up to ``budget`` bytes, beyond it sketches alone.
 
-    It has a grafter's ``tap``, so that :func:`graftlab.taps.calls.taken_by` can put it in a rank's place. ``kinds``
+    It has a grafter's ``tap``, so that :func:`graftlab.taps.calls.handled_by` can put it in a rank's place. ``kinds``
     maps names to classes of modules. A name that comes again is told apart by its tags, or else counted: ``name#1``.
     """
 

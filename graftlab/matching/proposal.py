@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from graftlab.base.html import bundle, cell, marked_up, number, table
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.layouts import Layout, parse_layout
 from graftlab.matching.names import numbers_of, pattern_of

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graftlab.diffs.maps import DifferenceMap, difference_map, max_downsample
-    from graftlab.plots.over_steps import over_steps
     from graftlab.plots.pairs import draw_difference_map, heatmap, histogram, scatter
+    from graftlab.plots.step_heatmap import over_steps
     from graftlab.plots.steps import history, ranks
     from graftlab.plots.style import to_png
     from graftlab.plots.taps import divergence
@@ -49,7 +49,7 @@ _HOMES = {
     "histogram": "graftlab.plots.pairs",
     "history": "graftlab.plots.steps",
     "max_downsample": "graftlab.diffs.maps",
-    "over_steps": "graftlab.plots.over_steps",
+    "over_steps": "graftlab.plots.step_heatmap",
     "ranks": "graftlab.plots.steps",
     "scatter": "graftlab.plots.pairs",
     "to_png": "graftlab.plots.style",

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
 

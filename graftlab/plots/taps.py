@@ -98,7 +98,7 @@ def divergence(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunSeries:
     """One run's taps, the x of each of them, and the colour and line that stand for the run."""
 
     label: str
@@ -128,7 +128,7 @@ def _named(frames: Frames, labels: Sequence[str] | None) -> dict[str, pd.DataFra
     return dict(zip(chosen, listed, strict=True))
 
 
-def _lay_out(frames: Mapping[str, pd.DataFrame], value: str) -> tuple[list[_Run], _TapNames]:
+def _lay_out(frames: Mapping[str, pd.DataFrame], value: str) -> tuple[list[_RunSeries], _TapNames]:
     tables: dict[str, Taps] = {}
     for label, frame in frames.items():
         if not isinstance(frame, pd.DataFrame) or len(frame):
@@ -144,7 +144,7 @@ def _lay_out(frames: Mapping[str, pd.DataFrame], value: str) -> tuple[list[_Run]
         dodge = 0.16 * (number - (len(tables) - 1) / 2) if 1 < len(tables) <= 4 else 0.0
         x = np.array([names.place[key] for key in keys[label]], dtype=np.float64) + dodge
         color, line = style.LINES[number % len(style.LINES)]
-        runs.append(_Run(label, taps, keys[label], x, color, line))
+        runs.append(_RunSeries(label, taps, keys[label], x, color, line))
     return runs, names
 
 
@@ -203,7 +203,7 @@ def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
             ax.axvline(x - 0.5, color=style.GREY, alpha=0.45, linewidth=0.8, linestyle=":", zorder=1)
 
 
-def _draw_run(ax: Axes, run: _Run, scale: ValueAxis, *, several: bool, size: float) -> None:
+def _draw_run(ax: Axes, run: _RunSeries, scale: ValueAxis, *, several: bool, size: float) -> None:
     taps = run.taps
     measured, value = taps.measured, _shown(taps)
     exact = (value == 0) & scale.log
@@ -247,7 +247,7 @@ def _draw_run(ax: Axes, run: _Run, scale: ValueAxis, *, several: bool, size: flo
 
 
 def _annotate_suspects(
-    ax: Axes, runs: Sequence[_Run], names: _TapNames, scale: ValueAxis, value: str, noise_floor: float | None
+    ax: Axes, runs: Sequence[_RunSeries], names: _TapNames, scale: ValueAxis, value: str, noise_floor: float | None
 ) -> None:
     level = 0
     for run in reversed(runs):
@@ -272,7 +272,7 @@ def _annotate_suspects(
         level += 1
 
 
-def _legend(runs: Sequence[_Run], noise_floor: float | None) -> list[Line2D]:
+def _legend(runs: Sequence[_RunSeries], noise_floor: float | None) -> list[Line2D]:
     several = len(runs) > 1
     entries = [style.key(run.label, run.color, "o", run.line) for run in runs] if several else []
     present = {status for run in runs for status in run.taps.statuses}

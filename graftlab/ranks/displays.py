@@ -1,7 +1,7 @@
 """What code on a rank displays: figures, frames and other rich values, sent as a notebook shows them.
 
 A rank has no IPython shell. So ``display`` is a builtin here as it is in a notebook, IPython's own does the same where
-a library has it from there, and pyplot has a backend of its own (:mod:`graftlab.ranks.figures`).
+a library has it from there, and pyplot has a backend of its own (:mod:`graftlab.ranks.matplotlib_backend`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LARGEST = 4 << 20
 # So many a second are shown; nobody looks at more.
 _A_SECOND = 20
 
-BACKEND = "module://graftlab.ranks.figures"
+BACKEND = "module://graftlab.ranks.matplotlib_backend"
 # What notebooks set, whose figures only a notebook can show.
 _OF_NOTEBOOKS = ("module://matplotlib_inline", "inline", "module://ipympl", "widget", "ipympl", "nbagg", "notebook")
 

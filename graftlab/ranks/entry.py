@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 
-from graftlab.ranks.spec import RankSpec
+from graftlab.ranks.options import RankSpec
 from graftlab.ranks.streams import redirect_to
 
 

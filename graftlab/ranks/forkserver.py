@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.multiprocessing
 
-from graftlab.ranks import hurrying, tidying
+from graftlab.ranks import preload_first, preload_last
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,10 +54,10 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 def prepare() -> None:
     """Start the forkserver unless it runs already. Raises OSError where it cannot listen."""
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
-        [hurrying.__name__, *PRELOADED, tidying.__name__]
+        [preload_first.__name__, *PRELOADED, preload_last.__name__]
     )
     told = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
-    with hidden_main(), _environment_of_forkserver({hurrying.VARIABLE: told, **_same_import_path()}):
+    with hidden_main(), _environment_of_forkserver({preload_first.VARIABLE: told, **_same_import_path()}):
         multiprocessing.forkserver.ensure_running()
 
 

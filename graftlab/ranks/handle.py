@@ -9,13 +9,13 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import IsAt, Linked
+from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import LinkReport, StatusUpdate
 
 
 class RankHandle:
-    """The root of all ranks. ``bell`` rings when the rank has sent what should not wait.
+    """The root of all ranks. ``wake_socket`` rings when the rank has sent what should not wait.
 
     Of ``segment``, the rank's shared memory, only the page that says where it is gets mapped. One without a segment is
     nowhere yet.
@@ -31,20 +31,26 @@ class RankHandle:
     """Where a signal makes it write its threads' stacks, whatever they do; None where a signal would end it."""
 
     def __init__(
-        self, place: Place, seat: Seat, channel: Channel, bell: socket.socket, segment: int | None, log: Path
+        self,
+        place: Place,
+        assignment: DeviceAssignment,
+        channel: Channel,
+        wake_socket: socket.socket,
+        segment: int | None,
+        log: Path,
     ) -> None:
         self.place = place
-        self.seat = seat
+        self.assignment = assignment
         self.channel = channel
-        self.bell = bell
+        self.wake_socket = wake_socket
         self.log = log
         self.pid: int | None = None
         self.alive = True
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
             self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
-        self._last_look = Whereabouts()
+        self._page = StatusPage(self._map)
+        self._last_status = RankStatus()
         self._ended: str | None = None
 
     generation = 1
@@ -53,25 +59,22 @@ class RankHandle:
     links = "shared memory"
     """What joins it with the other ranks, in words; blank where that is not known yet."""
 
-    line = ""
-    """How what it says comes here from another machine, in words; blank where it is on this one."""
-
-    def note_links(self, linked: Linked) -> None:
+    def note_links(self, linked: LinkReport) -> None:
         """It says what joins it with the other ranks."""
 
-    def note_whereabouts(self, where: IsAt) -> None:
+    def note_status(self, where: StatusUpdate) -> None:
         """It says where it is, for its memory cannot be looked at."""
 
     @property
     def label(self) -> str:
         return self.place.label
 
-    def whereabouts(self) -> Whereabouts:
+    def status(self) -> RankStatus:
         """Where the rank is at this moment, or was when it was released."""
         try:
             return self._page.read()
         except ValueError:
-            return self._last_look
+            return self._last_status
 
     def drop(self, why: str) -> None:
         """Hear no more of a rank that broke the rules of its line."""
@@ -82,9 +85,9 @@ class RankHandle:
         """Close what ties the rank to this process."""
         self.alive = False
         self.channel.close()
-        self.bell.close()
+        self.wake_socket.close()
         # One mapped page would keep everything that the rank has published in memory.
-        self._last_look = self.whereabouts()
+        self._last_status = self.status()
         self._map.close()
 
     def log_tail(self, lines: int = 30) -> str:
@@ -128,7 +131,7 @@ class RankHandle:
         """End a rank that nothing else would end; its end is told in these words."""
         self.kill()
 
-    def end_what_it_started(self) -> None:
+    def end_programs(self) -> None:
         """Called when the process has ended, or is to: programs of a rank end with it."""
 
     def release_in_child(self) -> None:

@@ -26,14 +26,13 @@ from graftlab.exchange.channel import Channel
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import WirePlan, to_wire
 from graftlab.ranks import forkserver
-from graftlab.ranks.devices import Seat, assign
+from graftlab.ranks.descriptors import MEMORY_FILES, SharedDescriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment, assign_devices
 from graftlab.ranks.entry import enter
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Dispatch, Hello, Output, Shutdown, pack, unpack_from_rank
-from graftlab.ranks.options import LaunchOptions
+from graftlab.ranks.options import LaunchOptions, RankSpec
 from graftlab.ranks.rank_process import RankProcess
-from graftlab.ranks.shared import MEMORY_FILES, Shared, send_descriptors
-from graftlab.ranks.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +44,10 @@ def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> list[
     time; then none is left.
     """
     places = Place("baseline", 0, options.baseline, options.target).everyone()
-    seats = assign(places, options.device, options.backend)
+    assignments = assign_devices(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()
     with given_up, give_up:
-        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, seats, given_up)
+        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, assignments, given_up)
         try:
             return launching.result()
         except BaseException:
@@ -87,7 +86,7 @@ def _launch(
     folder: Path,
     plan: WirePlan,
     places: list[Place],
-    seats: list[Seat],
+    assignments: list[DeviceAssignment],
     given_up: socket.socket,
 ) -> list[RankProcess]:
     if options.start_method == "forkserver":
@@ -99,12 +98,12 @@ def _launch(
                 f"for temporary files, so set TMPDIR to one that exists and has a short path, or pass "
                 f"start_method='spawn'"
             ) from error
-    shared = Shared(places)
+    shared = SharedDescriptors(places)
     ranks: list[RankProcess] = []
     try:
         shared.make(stores=folder)
-        for place, seat in zip(places, seats, strict=True):
-            ranks.append(_start(options, folder, plan, place, seat, shared))
+        for place, assignment in zip(places, assignments, strict=True):
+            ranks.append(_start(options, folder, plan, place, assignment, shared))
         _await_hellos(ranks, options.timeout, given_up)
         return ranks
     except BaseException as error:
@@ -127,14 +126,19 @@ def _abandon(ranks: list[RankProcess]) -> None:
 
 
 def _start(
-    options: LaunchOptions, folder: Path, plan: WirePlan, place: Place, seat: Seat, shared: Shared
+    options: LaunchOptions,
+    folder: Path,
+    plan: WirePlan,
+    place: Place,
+    assignment: DeviceAssignment,
+    shared: SharedDescriptors,
 ) -> RankProcess:
     log = folder / "logs" / f"{place.side}-{place.rank}.log"
     stacks = log.with_suffix(".stacks")
     spec = RankSpec(
         place=place,
-        device=seat.device,
-        backend=seat.backend,
+        device=assignment.device,
+        backend=assignment.backend,
         store="" if MEMORY_FILES else str(folder / f"{place.side}.store"),
         log=str(log),
         stacks=str(stacks),
@@ -152,20 +156,20 @@ def _start(
     )
     context: Any = torch.multiprocessing.get_context(options.start_method)
     ours, theirs = socket.socketpair()
-    bell, their_bell = socket.socketpair()
-    lifeline, their_lifeline = socket.socketpair()
-    with theirs, their_bell, their_lifeline:
+    wake_socket, their_wake = socket.socketpair()
+    death_pipe, their_death_pipe = socket.socketpair()
+    with theirs, their_wake, their_death_pipe:
         try:
             with forkserver.hidden_main():
                 process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
                 process.start()
-            send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
+            send_descriptors(ours, [*shared.of(place), their_wake.fileno(), their_death_pipe.fileno()])
         except BaseException:
-            for mine in (ours, bell, lifeline):
+            for mine in (ours, wake_socket, death_pipe):
                 mine.close()
             raise
     segment = shared.segments[place.world_rank]
-    return RankProcess(place, seat, process, Channel(ours), bell, lifeline, segment, log, stacks)
+    return RankProcess(place, assignment, process, Channel(ours), wake_socket, death_pipe, segment, log, stacks)
 
 
 def _environment() -> dict[str, str]:

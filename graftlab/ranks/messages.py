@@ -18,7 +18,7 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
@@ -64,11 +64,11 @@ class Execute(Message, frozen=True):
     filename: str
 
 
-class OwnWork(Message, frozen=True):
+class JobCode(Message, frozen=True):
     """What the process does by itself: it is a job that nobody but its own user started."""
 
 
-Work = Call | Evaluate | Execute | OwnWork
+Work = Call | Evaluate | Execute | JobCode
 
 
 class RunRequest(Message, frozen=True):
@@ -85,7 +85,7 @@ class PlanUpdate(Message, frozen=True):
     plan: WirePlan
 
 
-class ForAWhile(Message, frozen=True):
+class FallbackPlan(Message, frozen=True):
     """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
 
     Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, what was recorded meanwhile
@@ -130,11 +130,11 @@ class Contacts(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
-class Assemble(Message, frozen=True):
-    """All ranks are there: connect to each of them anew, and report :class:`Linked`.
+class WorldRequest(Message, frozen=True):
+    """All ranks are there: connect to each of them anew, and report :class:`LinkReport`.
 
     What is connected is called a world, by number. A rank that is at work goes on in the world that it has, until it
-    hears :class:`Assembled` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
+    hears :class:`WorldStart` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
     """
 
     world: int
@@ -142,13 +142,13 @@ class Assemble(Message, frozen=True):
     plan: WirePlan
 
 
-class Assembled(Message, frozen=True):
+class WorldStart(Message, frozen=True):
     """All ranks are connected in this world: move there at the end of the step."""
 
     world: int
 
 
-class Missing(Message, frozen=True):
+class WaitReason(Message, frozen=True):
     """What a rank that waits is waiting for, in words."""
 
     what: str
@@ -163,7 +163,7 @@ class Hello(Message, frozen=True):
     pid: int
 
 
-class Linked(Message, frozen=True):
+class LinkReport(Message, frozen=True):
     """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP."""
 
     world: int
@@ -171,21 +171,21 @@ class Linked(Message, frozen=True):
     tcp: tuple[int, ...]
 
 
-class Moved(Message, frozen=True):
+class WorldSwitch(Message, frozen=True):
     """The rank, which was at work, goes on in this world, from this step on."""
 
     world: int
     step: int
 
 
-class AskMissing(Message, frozen=True):
-    """The rank will wait no longer, and wants to know for what it has waited: answered by :class:`Missing`."""
+class AskWaitReason(Message, frozen=True):
+    """The rank will wait no longer, and wants to know for what it has waited: answered by :class:`WaitReason`."""
 
 
-class IsAt(Message, frozen=True):
+class StatusUpdate(Message, frozen=True):
     """Where the rank is, for a notebook that cannot look into its memory."""
 
-    where: WhereaboutsToTell
+    where: WireStatus
 
 
 class Output(Message, frozen=True):
@@ -201,7 +201,7 @@ class LiveOutput(Message, frozen=True):
     text: str
 
 
-class Shown(Message, frozen=True):
+class DisplayData(Message, frozen=True):
     """What the rank's code displays: a representation a MIME type, as text, images in base64."""
 
     data: dict[str, str]
@@ -274,7 +274,7 @@ class KeptTags(Message, frozen=True):
             _require_plain(tags)
 
 
-class Kept(Message, frozen=True):
+class KeptValue(Message, frozen=True):
     """What was asked of a kept pair; None where no such pair is kept."""
 
     packed: Pickled | None
@@ -286,23 +286,23 @@ class PostMortem(Message, frozen=True):
     text: str
 
 
-class Noted(Message, frozen=True):
+class Acknowledgement(Message, frozen=True):
     """It will be done."""
 
 
-class AgainstItself(Message, frozen=True):
+class SelfGraftResult(Message, frozen=True):
     """A :class:`graftlab.grafting.self_graft.SelfGraft`; None as long as its last step has not ended."""
 
     packed: Pickled | None
 
 
-class Refused(Message, frozen=True):
+class Refusal(Message, frozen=True):
     """Why there is no answer."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | PostMortem | Noted | AgainstItself | Refused
+Answer = Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | Refusal
 
 
 class AskStacks(Message, frozen=True):
@@ -318,7 +318,7 @@ class AskPostMortem(Message, frozen=True):
 class AskKeptTags(Message, frozen=True):
     """Which pairs are kept? With ``failed`` also where the transform failed, which leaves an input but no pair.
 
-    Answered by :class:`KeptTags`; the questions that follow by :class:`Kept`.
+    Answered by :class:`KeptTags`; the questions that follow by :class:`KeptValue`.
     """
 
     failed: bool
@@ -348,11 +348,11 @@ class AskKeptMap(AskKept, frozen=True):
     dims: tuple[int, int] | None
 
 
-class RunAgainstItself(Message, frozen=True):
+class RunSelfGraft(Message, frozen=True):
     """Take these passes of a self-graft, each of so many steps, once the plan of this version is in force.
 
-    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by :class:`Noted`. For jobs, whose
-    code nobody can call again.
+    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by
+    :class:`Acknowledgement`. For jobs, whose code a session cannot call again.
     """
 
     version: int
@@ -363,19 +363,12 @@ class RunAgainstItself(Message, frozen=True):
     budget: int = 0
 
 
-class AskAgainstItself(Message, frozen=True):
-    """What did these passes come to? Answered by :class:`AgainstItself`."""
+class AskSelfGraft(Message, frozen=True):
+    """What did these passes come to? Answered by :class:`SelfGraftResult`."""
 
 
 Question = (
-    AskStacks
-    | AskPostMortem
-    | AskKeptTags
-    | AskKeptPair
-    | AskKeptInput
-    | AskKeptMap
-    | RunAgainstItself
-    | AskAgainstItself
+    AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap | RunSelfGraft | AskSelfGraft
 )
 
 
@@ -395,17 +388,28 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | ForAWhile | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
+ToRank = (
+    RunRequest
+    | PlanUpdate
+    | FallbackPlan
+    | Query
+    | Interrupt
+    | Shutdown
+    | Contacts
+    | WorldRequest
+    | WorldStart
+    | WaitReason
+)
 FromRank = (
     Hello
     | Contact
-    | Linked
-    | Moved
-    | AskMissing
-    | IsAt
+    | LinkReport
+    | WorldSwitch
+    | AskWaitReason
+    | StatusUpdate
     | Output
     | LiveOutput
-    | Shown
+    | DisplayData
     | TapSeen
     | PlanAdopted
     | RunDone

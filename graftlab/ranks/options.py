@@ -1,4 +1,4 @@
-"""How to start the ranks of a session."""
+"""How to start the ranks of a session, and what each of them receives when it starts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graftlab.base import limits
-from graftlab.base.world import MAX_RANKS
+from graftlab.base.world import MAX_RANKS, Place
 from graftlab.errors import LaunchError
+from graftlab.plan.wire import WirePlan
 
 # Seconds; what waits use counts in more than milliseconds of 32 bits.
 _LONGEST = 1e6
@@ -59,3 +60,31 @@ class LaunchOptions:
 def _require_seconds(name: str, given: object) -> None:
     if not isinstance(given, (int, float)) or not 0 < given <= _LONGEST:
         raise LaunchError(f"{name}={given!r}: give seconds, more than 0 and at most {_LONGEST:g}")
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """All that a rank is told before it begins.
+
+    ``store`` is the path of the file through which the ranks of a side find each other; empty where it has no name
+    and comes as a descriptor. ``multiprocessing`` is the start method that the notebook's process uses; None where it
+    has not chosen one.
+    """
+
+    place: Place
+    device: str
+    backend: str
+    store: str
+    log: str
+    stacks: str
+    segment_size: int
+    timeout: float
+    tap_timeout: float
+    multiprocessing: str | None
+    buffer_budget: int
+    keep_budget: int
+    threads: int
+    plan: WirePlan
+    environ: dict[str, str]
+    sys_path: list[str]
+    cwd: str

@@ -11,35 +11,35 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.channel import Channel
-from graftlab.ranks.devices import Seat
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.lifeline import end_what_it_started
+from graftlab.ranks.process_setup import end_programs_of
 
 # What multiprocessing says of a process whose forkserver has died before it.
 _UNKNOWN = 255
 
 
 class RankProcess(RankHandle):
-    """A process that this one started. It lives as long as this process holds its ``lifeline``."""
+    """A process that this one started. It lives as long as this process holds its ``death_pipe``."""
 
     def __init__(
         self,
         place: Place,
-        seat: Seat,
+        assignment: DeviceAssignment,
         process: BaseProcess,
         channel: Channel,
-        bell: socket.socket,
-        lifeline: socket.socket,
+        wake_socket: socket.socket,
+        death_pipe: socket.socket,
         segment: int,
         log: Path,
         stacks: Path,
     ) -> None:
-        super().__init__(place, seat, channel, bell, segment, log)
+        super().__init__(place, assignment, channel, wake_socket, segment, log)
         self.stacks_file = stacks
         self._process = process
         self._ended_by_us: str | None = None
         self._has_ended_programs = False
-        self._lifeline = lifeline
+        self._death_pipe = death_pipe
 
     def signal(self, number: int) -> None:
         if self.alive and self.pid is not None:
@@ -66,17 +66,17 @@ class RankProcess(RankHandle):
         """Whether :meth:`end` ended it, rather than a fault of its own."""
         return self._ended_by_us is not None
 
-    def end_what_it_started(self) -> None:
+    def end_programs(self) -> None:
         """Called when the process has ended, or is to: its programs end with it."""
         if self.pid is not None and not self._has_ended_programs:
             # Once: when the group is gone, another may get its number.
             self._has_ended_programs = True
-            end_what_it_started(self.pid)
+            end_programs_of(self.pid)
 
     def release(self) -> None:
         """Close what ties the process to the notebook; a rank that is still there ends now."""
-        self._lifeline.close()
-        self.end_what_it_started()
+        self._death_pipe.close()
+        self.end_programs()
         super().release()
         if self._ended is None:
             self._ended = self.how_it_ended()
@@ -89,8 +89,8 @@ class RankProcess(RankHandle):
                 self._process.close()
 
     def release_in_child(self) -> None:
-        """Called in a child forked off the notebook: its copy of the lifeline would keep the rank alive."""
-        self._lifeline.close()
+        """Called in a child forked off the notebook: its copy of the death_pipe would keep the rank alive."""
+        self._death_pipe.close()
 
     def how_it_ended(self) -> str:
         """In words, such as ``"killed by SIGKILL"``."""

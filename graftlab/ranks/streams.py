@@ -1,18 +1,18 @@
-"""A rank's stdout and stderr: to its log at once, and line by line to the notebook."""
+"""A rank's standard streams: output goes to its log at once and to the notebook line by line; input is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
-from graftlab.ranks.live_lines import LiveLines, is_live
-from graftlab.ranks.refused_input import refuse_input
+from graftlab.errors import SessionError
 
 # A progress bar may never end its line, so a line of this length is sent unfinished.
 _LONGEST = 1 << 16
@@ -148,3 +148,112 @@ class LabelledStream(io.TextIOBase):
         for text in unfinished.values():
             self._show(text + "\n")
         self._to_log()
+
+
+# ---- lines that are rewritten in place ------------------------------------------------------------------------------
+
+_PARTS = re.compile(r"\r|\n|\x1b\[A|\x1b\[[0-9;?]*[A-Za-z]|[^\r\n\x1b]+|\x1b")
+_UP = "\x1b[A"
+# A bar within bars takes a line each; what has been pushed up further than this is done.
+_MOST_LINES = 8
+_WIDEST = 1000
+
+
+def is_live(text: str) -> bool:
+    """Whether this goes back in its line, or to the one before, which text that only goes on does not."""
+    return "\r" in text.replace("\r\n", "\n") or _UP in text
+
+
+class LiveLines:
+    """A few lines of a terminal, of which a bar writes one again and again, and nested bars one each."""
+
+    def __init__(self) -> None:
+        self._lines = [""]
+        self._row = self._column = 0
+
+    def write(self, text: str) -> str:
+        """Take in what is written; returns the lines that nothing will be written over any more, with their ends."""
+        done = ""
+        for part in _PARTS.findall(text.replace("\r\n", "\n")):
+            if part == "\r":
+                self._column = 0
+            elif part == "\n":
+                self._row, self._column = self._row + 1, 0
+                if self._row == len(self._lines):
+                    self._lines.append("")
+                if len(self._lines) > _MOST_LINES:
+                    done += self._lines.pop(0).rstrip() + "\n"
+                    self._row -= 1
+            elif part == _UP:
+                self._row = max(0, self._row - 1)
+            elif not part.startswith("\x1b"):
+                line = self._lines[self._row].ljust(self._column)
+                self._lines[self._row] = (line[: self._column] + part + line[self._column + len(part) :])[:_WIDEST]
+                self._column += len(part)
+        return done
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it stands at the beginning of an empty line below all others: a bar may have ended its line."""
+        return self._row == len(self._lines) - 1 and self._column == 0 and not self._lines[-1] and self._row > 0
+
+    @property
+    def text(self) -> str:
+        """The lines as they stand."""
+        return "\n".join(line.rstrip() for line in self._lines).rstrip("\n")
+
+
+# ---- stdin ----------------------------------------------------------------------------------------------------
+
+_INPUT = (
+    "nobody can answer input() on a rank, which has no terminal; pass what it needs as an argument "
+    "(session.run(f, f, args=(...,))), or set a variable there with a %%graft cell"
+)
+_DEBUGGER = (
+    "nobody can answer a debugger on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
+    "looks into the frames of what failed there, as this has now, `%graft stacks` (session.stacks()) shows where each "
+    "rank is, and `%%graft target[0]` runs a cell on one rank"
+)
+_DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "IPython.core.debugger"})
+
+
+class RefusedInput(io.TextIOBase):
+    """``sys.stdin`` of a rank. Whatever would read from it raises :class:`SessionError`; it is no terminal."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 0
+
+    def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
+        _refuse()
+
+    def read(self, size: int | None = -1, /) -> NoReturn:
+        _refuse()
+
+
+def refuse_input() -> None:
+    """Refuse input and debuggers in this process from now on."""
+    sys.stdin = RefusedInput()
+    sys.breakpointhook = _breakpoint
+
+
+def _breakpoint(*_: Any, **__: Any) -> NoReturn:
+    raise SessionError(_DEBUGGER)
+
+
+def _refuse() -> NoReturn:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _DEBUGGERS:
+            raise SessionError(_DEBUGGER)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise SessionError(_INPUT)

@@ -13,7 +13,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.forkserver import start_process
-from graftlab.ranks.lifeline import die_with_the_notebook, end_what_it_started
+from graftlab.ranks.process_setup import die_with_notebook, end_programs_of
 from graftlab.transforms.spec import Specs
 
 # Until the process has imported what it needs; only then the draft's own time begins.
@@ -57,7 +57,7 @@ def try_in_process(draft: Specs, plan: GraftPlan, kept: bytes | None, device: st
             process.kill()
             process.join(5.0)
             if process.pid is not None:
-                end_what_it_started(process.pid)
+                end_programs_of(process.pid)
 
 
 def _enter(connection: multiprocessing.connection.Connection) -> None:
@@ -75,5 +75,5 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
     kept = None if spec.kept is None else shipping.unpack_result(spec.kept)
     connection.send_bytes(b"ready")
     # The notebook sends nothing more: what comes now can only be its end.
-    die_with_the_notebook(connection.fileno())
+    die_with_notebook(connection.fileno())
     connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device, spec.plan)))

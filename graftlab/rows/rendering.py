@@ -12,7 +12,7 @@ import pandas as pd
 
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.rows.schema import COLUMNS, TABLE
 
 _SHOWN = 60

@@ -12,10 +12,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from graftlab.base.tags import own_tags, tells_taps_apart
+from graftlab.base.tags import distinguishes_taps, own_tags
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
@@ -100,7 +100,7 @@ def _is_absent(value: object) -> bool:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    tags = {k: v for k, v in row["tags"].items() if tells_taps_apart(k)}
+    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
     return (
         row["in_run"],
         row["name"],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from graftlab.verdict.groups import kind_of, kind_of_group
+from graftlab.base.tap_groups import kind_of, kind_of_group
 
 
 def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) -> list[str]:

@@ -8,13 +8,13 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import group_of
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
 from graftlab.matching.proposal import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
-from graftlab.verdict.groups import group_of
 
 _MOST_SAID = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tags import told_tags
+from graftlab.base.tags import display_tags
 from graftlab.rows.schema import converted
 from graftlab.verdict.order import Array, apart, numbers
 
@@ -19,7 +19,7 @@ _KINDS = {"compared": COMPARED, "grafted": GRAFTED, "failed": FAILED}
 
 def tap_name(name: str, tags: Mapping[str, Any]) -> str:
     """A tap as sentences name it: with its own tags."""
-    return " ".join([name, *(f"{tag}={value}" for tag, value in told_tags(tags).items())])
+    return " ".join([name, *(f"{tag}={value}" for tag, value in display_tags(tags).items())])
 
 
 class Facts:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from graftlab.base.tap_groups import group_of, is_data, kind_of
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.floor import Floor, assumed_floor
 from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names
-from graftlab.verdict.groups import group_of, is_data, kind_of
 from graftlab.verdict.wording import OfJobs, described, spans
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tags import tells_taps_apart
+from graftlab.base.tags import distinguishes_taps
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
@@ -96,11 +96,11 @@ def tag_columns(frame: pd.DataFrame) -> list[str]:
     if "tags" in frame.columns:
         cells = frame["tags"].to_numpy()
         distinct = dict.fromkeys(tuple(tags) for tags in cells if isinstance(tags, (dict, Mapping)))
-        names = dict.fromkeys(name for each in distinct for name in map(str, each) if tells_taps_apart(name))
+        names = dict.fromkeys(name for each in distinct for name in map(str, each) if distinguishes_taps(name))
         # A tag whose name is a row's own column is kept as tag_<name>.
         columns = [f"tag_{name}" if f"tag_{name}" in frame.columns else name for name in names]
     else:  # a frame made by hand
-        columns = [str(column) for column in frame.columns if column not in COLUMNS and tells_taps_apart(str(column))]
+        columns = [str(column) for column in frame.columns if column not in COLUMNS and distinguishes_taps(str(column))]
     return [column for column in columns if column in frame.columns]
 
 

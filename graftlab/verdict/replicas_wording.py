@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from graftlab.base.words import counted
-from graftlab.verdict.groups import is_data, numbers_in
+from graftlab.base.tap_groups import is_data, numbers_in
+from graftlab.base.text import counted
 from graftlab.verdict.replicas import FROM_GROUP, Checked, Held, unreduced
 from graftlab.verdict.wording import described, spans
 

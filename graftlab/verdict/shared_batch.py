@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.verdict.added import measured_rows
-from graftlab.verdict.groups import kind_of_group
 
 # How far a factor may be off: bfloat16 rounds by less.
 _TOLERANCE = 0.01

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import SIDE_NAMES
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED, Row, are_whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from graftlab.verdict.groups import kind_of_group
+from graftlab.base.tap_groups import kind_of_group
 
 # Two runs of one code give the same; on some devices only nearly so.
 _SAME = 1e-6

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.tap_groups import kind_of_group, numbers_in
+from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
-from graftlab.verdict.groups import kind_of_group, numbers_in
 
 NOT_LOOKED_AT = "Not looked at: "
 """How a sentence begins that says what the verdict does not speak of."""

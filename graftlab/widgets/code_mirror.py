@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Sent:
+class EditorMessage:
     """One message of the browser. ``action`` is ``None`` in a ``"changed"`` message."""
 
     text: str
@@ -41,7 +41,7 @@ class Sent:
     request: int | None = None
 
     @classmethod
-    def read(cls, content: Any) -> Sent | None:
+    def read(cls, content: Any) -> EditorMessage | None:
         """The message in ``content``, or ``None``, and a line in the log, where it is none of ours."""
         try:
             kind, text, request = content["type"], content["text"], content.get("request")

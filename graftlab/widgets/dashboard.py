@@ -6,18 +6,21 @@ It shows the newest state at a bounded cost: each tick looks at a limited number
 from __future__ import annotations
 
 import html
+from functools import partial
 
 import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
+from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
+from graftlab.errors import SessionError
 from graftlab.plots import explorer
 from graftlab.widgets import tap_explorer
 from graftlab.widgets.filter_editor import FilterEditor
-from graftlab.widgets.panel import Panel, update
+from graftlab.widgets.inputs import TextInput
+from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
-from graftlab.widgets.verdict_view import VerdictView
 
 _LOG_LINES = 200
 _TITLES = ("Taps", "Filters", "Transform", "Logs")
@@ -99,3 +102,56 @@ class Dashboard(Panel):
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
         tail = html.escape(rank.log_tail(_LOG_LINES)) or "nothing yet"
         update(self._log, value=f"<pre>{tail}</pre>")
+
+
+class VerdictView(Panel):
+    """Judges an expression that both sides evaluate, as ``%graft verdict EXPR`` does, while the page stays usable."""
+
+    def __init__(self, parent: Panel) -> None:
+        super().__init__(parent.session, parent=parent)
+        self._expression = TextInput(
+            placeholder="an expression, such as model(x)",
+            description="Verdict on",
+            continuous_update=False,
+            layout={"width": "34em", "max_width": "100%"},
+            style={"description_width": "max-content"},
+        )
+        self._expression.add_class("graftlab-verdict-expression")
+        # Jobs run their own code, which is judged as it is.
+        self._of_jobs = not all(rank.takes_work for rank in parent.session.ranks)
+        if self._of_jobs:
+            self._expression.placeholder = "what the jobs do"
+        tooltip = "Run both sides several times, and tell which computation differs"
+        self._result = widgets.HTML().add_class("graftlab-verdict-text")
+        # The expression on the screen may still be held back when the click comes, and the one before it judged.
+        ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
+        self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
+        self._open([row(self._expression, self._button), self._result])
+
+    def _show(self) -> None:
+        # Nothing of its own is in the message line, which is the parent's.
+        closed = self.session.closed
+        update(self._expression, disabled=closed or self._of_jobs)
+        update(self._button, disabled=closed)
+
+    def _judge_jobs(self) -> None:
+        update(self._result, value="judging the jobs …")
+        self.in_background(self._judge_now, None)
+
+    def _judge(self, typed: str) -> None:
+        expression = typed.strip()
+        if not expression:
+            raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
+        # What was wrong with the one before says nothing of this one.
+        self.say("")
+        update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
+        self.in_background(self._judge_now, expression)
+
+    def _judge_now(self, expression: str | None) -> None:
+        try:
+            shown = judge(self.session, expression, expression)._repr_mimebundle_()["text/html"]
+        except BaseException:
+            # Why is said in the panel's message.
+            update(self._result, value="")
+            raise
+        update(self._result, value=shown)

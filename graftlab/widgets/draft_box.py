@@ -7,10 +7,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from graftlab.widgets.asked import Askable, Buttons, NameBox
-from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.code_editor import CodeEditor, code_editor
 from graftlab.widgets.drafts import FIELDS, Draft
-from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets.inputs import ChoiceButtons, NameBox, PanelInput
 from graftlab.widgets.panel import row, update
 
 KINDS = {
@@ -29,10 +28,9 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
     ``source_of`` gives the source of a draft that is named.
     """
 
-    def __init__(self, text: str, source_of: Callable[[Draft], str], plain: bool) -> None:
+    def __init__(self, text: str, source_of: Callable[[Draft], str]) -> None:
         self._source_of = source_of
-        self._plain = plain
-        self.kinds = Buttons(
+        self.kinds = ChoiceButtons(
             options=[(label, kind) for kind, (label, _) in KINDS.items()],
             tooltips=[tooltip for _, tooltip in KINDS.values()],
             style={"button_width": "auto"},
@@ -53,7 +51,7 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
             layout=widgets.Layout(width="auto"),
             style={"description_width": "initial"},
         ).add_class("graftlab-where")
-        self.editor = code_editor(text, language="python", lines=_LINES, label="Transform", plain=plain)
+        self.editor = code_editor(text, language="python", lines=_LINES, label="Transform")
         self.editor.add_class("graftlab-source")
         self.editor.completions = ["torch", "gl", "graft_input", *(f"graft_input.{name}" for name in FIELDS)]
         # A read-only editor for what is not written here; made when it is needed first.
@@ -62,7 +60,7 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
         super().__init__([row(self.kinds, self.name), self._sources, self.where])
 
     @property
-    def inputs(self) -> dict[str, Askable]:
+    def inputs(self) -> dict[str, PanelInput]:
         """What is read before anything is done with the draft; see :meth:`of`."""
         return {"kind": self.kinds, "name": self.name, "text": self.editor, "where": self.where}
 
@@ -100,9 +98,7 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
         if draft.kind != "text":
             source = self._source_of(draft)
             if self._viewer is None:
-                self._viewer = code_editor(
-                    source, language="python", lines=_LINES, label="Source, to read", plain=self._plain
-                )
+                self._viewer = code_editor(source, language="python", lines=_LINES, label="Source, to read")
                 self._viewer.read_only = True
                 self._viewer.add_class("graftlab-viewer")
                 self._sources.children = (self.editor, self._viewer)

@@ -17,31 +17,29 @@ import ipywidgets as widgets
 from graftlab.base.html import cell, table
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run
-from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both
+from graftlab.filters.check import TAP_LIMIT, FilterCheck, matched_by_both
 from graftlab.filters.expressions import HELPERS
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view as view
+from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.filter_line import FilterLine, is_same
 from graftlab.widgets.kept_taps import either
 from graftlab.widgets.panel import Panel, row, update
-from graftlab.widgets.plan_list import PlanList
-from graftlab.widgets.plan_view import adoption
+from graftlab.widgets.plan_view import PlanList, adoption
 from graftlab.widgets.rename_list import RenameList, rules_of
-from graftlab.widgets.text_area_editor import TextareaEditor
 
 
 class FilterEditor(Panel):
     """Edit the filters of a session's plan while its ranks run: ``session.filter_editor()``.
 
     Below each line: where the text is at fault, or how many of the taps seen so far it matches, and which. A tap that
-    both b2t and t2b match is marked, and nothing can be applied until none is. ``plain=True`` asks for plain text
-    areas, as in :func:`graftlab.widgets.code_editor.code_editor`.
+    both b2t and t2b match is marked, and nothing can be applied until none is.
     """
 
     style_sheet = view.STYLE
     closed_message = "The session is closed; its plan cannot be changed any more."
 
-    def __init__(self, session: SessionCore, *, plain: bool = False) -> None:
+    def __init__(self, session: SessionCore) -> None:
         super().__init__(session)
         self._plan = session.plan
         self._taps: list[dict[str, Any]] = []
@@ -51,17 +49,13 @@ class FilterEditor(Panel):
         self._shown: object = None
         self._judged_run: Run | None = None
 
-        lines = {}
-        for name in reversed(FILTERS):
-            line = lines[name] = FilterLine(name, self._plan, plain)
-            # One warning about the missing editor is enough: the last line's.
-            plain = plain or isinstance(line.editor, TextareaEditor)
+        self._lines = {name: FilterLine(name, self._plan) for name in FILTERS}
+        for line in self._lines.values():
             line.editor.on_change(self.guarded(partial(self._on_change, line)))
             line.editor.on_submit(self.guarded(partial(self._on_key, line)))
-        self._lines = {name: lines[name] for name in FILTERS}
         self._apply = self.button("Apply", "apply", "Publish the filters as they are on the screen", self.apply)
         self._revert = self.button("Revert", "revert", "Drop what was typed", self.revert)
-        keys = "" if isinstance(lines["b2t"].editor, TextareaEditor) else "Ctrl/⌘-Enter applies"
+        keys = NOT_BUILT if isinstance(self._lines["b2t"].editor, TextAreaEditor) else "Ctrl/⌘-Enter applies"
         self._adopted = widgets.HTML().add_class("graftlab-adopted")
         self._renames = RenameList(self)
         self._earlier = PlanList(self, self.restore)
@@ -138,7 +132,7 @@ class FilterEditor(Panel):
     def _publish(self, texts: dict[str, str]) -> None:
         typed = {name: text for name, text in texts.items() if not is_same(text, self._lines[name].in_force)}
         self._follow()
-        checks = {name: Check(typed.get(name, line.in_force)) for name, line in self._lines.items()}
+        checks = {name: FilterCheck(typed.get(name, line.in_force)) for name, line in self._lines.items()}
         faults = [f"{name}: {check.fault.message}" for name, check in checks.items() if check.fault is not None]
         for name in ("b2t", "t2b"):
             checks[name].catch_up(self._taps)

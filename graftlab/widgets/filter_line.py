@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence, Set
 
 import ipywidgets as widgets
 
-from graftlab.filters.check import TAP_LIMIT, Check, Tags, unknown_tags, unknown_values
+from graftlab.filters.check import TAP_LIMIT, FilterCheck, Tags, unknown_tags, unknown_values
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import code_editor
@@ -26,17 +26,15 @@ _CAPTIONS = {
 class FilterLine(widgets.HBox):  # type: ignore[misc]
     """One filter: its editor, the text that is in force, and what is shown about the text below it."""
 
-    def __init__(self, name: str, plan: GraftPlan, plain: bool) -> None:
+    def __init__(self, name: str, plan: GraftPlan) -> None:
         self.name = name
         self.in_force = text_of(plan, name)
         self.is_overtaken = False
         """Whether the filter in force was changed by somebody else after this text had been typed."""
         self.missed: tuple[str, int] | None = None
         """A text that was in force and matched no tap in the run of this number, the newest one."""
-        self.check = Check(self.in_force)
-        self.editor = code_editor(
-            self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}", plain=plain
-        )
+        self.check = FilterCheck(self.in_force)
+        self.editor = code_editor(self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}")
         self._below = widgets.HTML().add_class("graftlab-below")
         title = f'<div class="name">{name}</div><div class="caption">{_CAPTIONS[name]}</div>'
         super().__init__(
@@ -75,12 +73,12 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
 
     def forget(self) -> None:
         """The taps that were judged are there no more under their names."""
-        self.check = Check(self.editor.value)
+        self.check = FilterCheck(self.editor.value)
 
     def look(self, taps: Sequence[Tags]) -> None:
         """Judge the text that is there by these taps."""
         if self.check.text != self.editor.value:
-            self.check = Check(self.editor.value)
+            self.check = FilterCheck(self.editor.value)
         self.check.catch_up(taps)
 
     def show(self, taps: Sequence[Tags], tags_seen: Set[str], both: Collection[int]) -> None:
@@ -113,7 +111,7 @@ def is_same(one: str, other: str) -> bool:
     return one.strip() == other.strip()
 
 
-def _remarks(check: Check, taps: Sequence[Tags], tags_seen: Set[str]) -> list[str]:
+def _remarks(check: FilterCheck, taps: Sequence[Tags], tags_seen: Set[str]) -> list[str]:
     if check.filter is None or not taps:
         return []
     remarks = [view.unknown_tag(name, meant) for name, meant in unknown_tags(check.filter, tags_seen).items()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Collection, Sequence
 
-from graftlab.base.html import shortened
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.base.text import shortened
 from graftlab.errors import FilterError
 from graftlab.filters.check import Tags
 

@@ -8,18 +8,20 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anywidget
 import ipywidgets as widgets
 import traitlets
+from IPython.display import publish_display_data
 
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError
-from graftlab.widgets.asked import Askable, Inputs
+from graftlab.widgets.inputs import Inputs, PanelInput
 from graftlab.widgets.refresher import explain, refresher_of
-from graftlab.widgets.snapshot import Snapshot
 from graftlab.widgets.style import PANEL_STYLE
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     - When nobody looks any more, because the output was cleared, the panel is left alone until somebody does.
     - :meth:`close`, or the end of the session, ends its work.
 
-    A panel with a ``host`` is a part of that one: it shares its lock and its thread, and says what it has to say there.
+    A panel with a ``parent`` is a part of it: it shares the parent's lock and thread, and shows its messages there.
     Methods may be called from any thread.
 
     A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` takes in what is new in the session,
@@ -58,10 +60,10 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     closed_message = ""
     """What is said instead of anything else once the session is closed."""
 
-    def __init__(self, session: SessionCore, *, host: Panel | None = None) -> None:
+    def __init__(self, session: SessionCore, *, parent: Panel | None = None) -> None:
         self.session = session
-        self._host = host
-        self._lock: threading.RLock = threading.RLock() if host is None else host._lock
+        self._parent = parent
+        self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
         # Starts its thread when there is something to do.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
         self._in_progress = 0
@@ -72,21 +74,21 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._snapshot = Snapshot()
         self._snapshot_state: object = None
         self._next_snapshot = 0.0
-        self._message_line: widgets.HTML = widgets.HTML() if host is None else host._message_line
+        self._message_line: widgets.HTML = widgets.HTML() if parent is None else parent._message_line
         self._message_line.add_class("graftlab-message")
         super().__init__()
 
-    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, Askable] | None = None) -> None:
+    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, PanelInput] | None = None) -> None:
         """Show these widgets, and keep them up to date from now on."""
         if inputs is not None:
             self._inputs = Inputs(inputs, self.guarded(self._on_read))
-        self.add_class("graftlab-panel" if self._host is None else "graftlab-part")
-        if self._host is None:
+        self.add_class("graftlab-panel" if self._parent is None else "graftlab-part")
+        if self._parent is None:
             sheet = widgets.HTML(f"<style>{PANEL_STYLE}{self.style_sheet}</style>", layout={"display": "none"})
             children = [sheet, *children, *_watch(children)]
         self.children = tuple(children)
         self.refresh()
-        if self._host is None:
+        if self._parent is None:
             # Front ends that count views say when the last one is gone.
             self._view_count = 0
             self.observe(self.guarded(self._on_view_count), "_view_count")
@@ -107,7 +109,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
     def _stage(self) -> tuple[bool, int, bool, int] | None:
         """Whether the session is closed, and how far it has come; None where nothing stays in the notebook."""
-        if self._host is not None or not self._snapshot.is_shown:
+        if self._parent is not None or not self._snapshot.is_shown:
             return None
         session, runs = self.session, self.session.runs
         return session.closed, len(runs), bool(runs) and runs[-1].done, session.plan.version
@@ -140,8 +142,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
     def say(self, text: str, status: str = "quiet") -> None:
         """Show a message in the place of the one before; ``status`` is one of :data:`STATUSES`."""
-        if self._host is not None:
-            self._host.say(text, status)
+        if self._parent is not None:
+            self._parent.say(text, status)
             return
         with self._lock:
             self._said = text, status
@@ -153,8 +155,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
         ``known`` are inputs whose value came along with a key.
         """
-        if self._host is not None:
-            self._host.submit(action, **known)
+        if self._parent is not None:
+            self._parent.submit(action, **known)
         elif self._inputs is not None:
             self._inputs.read(action, **known)
 
@@ -177,7 +179,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             if self._closed:
                 return
             self._closed = True
-        if self._host is None:
+        if self._parent is None:
             refresher_of(self.session).remove(self)
         self._worker.shutdown(wait=False, cancel_futures=True)
         for child in self.children:
@@ -208,7 +210,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 if not isinstance(error, GraftError):
                     logger.exception("a callback of the %s failed", type(self).__name__)
                 # Not by say, which shows everything: what fails may be just that.
-                panel = self if self._host is None else self._host
+                panel = self if self._parent is None else self._parent
                 with panel._lock:
                     panel._said = explain(error), "bad"
                     panel._show_message()
@@ -217,15 +219,15 @@ class Panel(widgets.VBox):  # type: ignore[misc]
 
     def in_background(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Call it on the panel's one thread, after what has been given there before."""
-        if self._host is not None:
-            self._host.in_background(callback, *arguments)
+        if self._parent is not None:
+            self._parent.in_background(callback, *arguments)
             return
         with self._lock:
             if self._closed:
                 return
             self._in_progress += 1
             self.set_trait("busy", True)
-            self._worker.submit(self._do_job, self.guarded(callback), *arguments)
+            self._worker.submit(self._do_task, self.guarded(callback), *arguments)
 
     def button(self, label: str, name: str, tooltip: str, press: Callable[[], object]) -> widgets.Button:
         """A button with the class ``graftlab-NAME``."""
@@ -242,7 +244,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             with self._lock:
                 self.set_trait("acknowledged", self.acknowledged + 1)
 
-    def _do_job(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _do_task(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:
             callback(*arguments)
         finally:
@@ -272,7 +274,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         update(self._message_line, value=shown)
 
 
-class Fold(widgets.VBox):  # type: ignore[misc]
+class FoldableBox(widgets.VBox):  # type: ignore[misc]
     """What is only of interest now and then: a button that shows and hides it. ipywidgets' own has no keys."""
 
     def __init__(self, content: widgets.Widget) -> None:
@@ -322,8 +324,6 @@ def _watch(shown: Sequence[widgets.Widget]) -> list[widgets.Widget]:
     """What tells the page that the kernel has ended, beside widgets that take anywidget too: a page may have none."""
     if not any(_takes_anywidget(each) for each in shown):
         return []
-    from graftlab.widgets.kernel_watch import KernelWatch
-
     return [KernelWatch()]
 
 
@@ -334,3 +334,66 @@ def _takes_anywidget(widget: widgets.Widget) -> bool:
 def row(*children: widgets.Widget) -> widgets.HBox:
     """Widgets next to each other, or below where there is no room."""
     return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap", align_items="center"))
+
+
+# The mark is the one that JupyterLab sets at a restart. Front ends whose widgets do not know their kernel have no mark.
+_WATCH_SCRIPT = """
+export default {
+  render({ model, el }) {
+    const ended = model.widget_manager?.kernel?.disposed;
+    if (typeof ended?.connect !== "function") return;
+    const mark = () => el.closest(".graftlab-panel")?.classList.add("jupyter-widgets-disconnected");
+    ended.connect(mark);
+    return () => ended.disconnect(mark);
+  },
+};
+"""
+
+
+class KernelWatch(anywidget.AnyWidget):
+    """Shows nothing; marks the panel that it is in as not live when the kernel is shut down."""
+
+    _esm = _WATCH_SCRIPT
+
+    def __init__(self) -> None:
+        super().__init__(layout=widgets.Layout(display="none"))
+
+
+# :has is in all browsers since 2023. Viewers that drop styles show the markup, as they show no widget.
+_SNAPSHOT_STYLE = """<style>
+.jp-OutputArea:has(.graftlab-panel) > .jp-OutputArea-child:has(.graftlab-static) { display: none }
+.jp-OutputArea:has(.graftlab-static) > .jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))) { display: none }
+.graftlab-static table { border-collapse: collapse; font-size: 12px }
+.graftlab-static td, .graftlab-static th { padding: 2px 8px; text-align: left }
+.graftlab-static img { max-width: 100% }
+</style>"""
+
+
+class Snapshot:
+    """The output that follows a widget's own. Any thread may update it."""
+
+    def __init__(self) -> None:
+        self._id = f"graftlab-{uuid.uuid4().hex}"
+        self.is_shown = False
+        self._shown = ""
+
+    def display(self, widget: dict[str, Any] | None) -> None:
+        """Show the widget, by its MIME bundle, and an output below it for :meth:`update`."""
+        data = dict(widget or {})
+        if not data:
+            return
+        # What viewers without widgets would show beside the markup: a repr of the widget's parts.
+        data["text/plain"] = ""
+        publish_display_data(data)  # type: ignore[no-untyped-call]
+        self._publish("", update=False)
+        self.is_shown = True
+
+    def update(self, markup: str) -> None:
+        """Bring what is saved with the notebook up to date."""
+        if markup != self._shown:
+            self._shown = markup
+            self._publish(markup, update=True)
+
+    def _publish(self, markup: str, update: bool) -> None:
+        data = {"text/html": f'{_SNAPSHOT_STYLE}<div class="graftlab-static">{markup}</div>', "text/plain": ""}
+        publish_display_data(data, transient={"display_id": self._id}, update=update)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ INTERVAL = 0.15
 """Seconds between two ticks."""
 
 
-class Refreshed(Protocol):
+class RefreshTarget(Protocol):
     """What a widget has, to be kept up to date."""
 
     def refresh(self) -> None:
@@ -50,12 +50,12 @@ class Refresher:
         # Reentrant: ipywidgets closes a widget that nobody holds any more once again, at whatever moment the garbage
         # collector runs, so also in a thread that has this lock.
         self._lock = threading.RLock()
-        self._widgets: list[Refreshed] = []
+        self._widgets: list[RefreshTarget] = []
         self._errors: dict[int, str] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, widget: Refreshed) -> None:
+    def add(self, widget: RefreshTarget) -> None:
         """Refresh ``widget`` from now on; if the session is closed already, once."""
         with self._lock:
             if widget not in self._widgets:
@@ -67,7 +67,7 @@ class Refresher:
                 )
                 self._thread.start()
 
-    def remove(self, widget: Refreshed) -> None:
+    def remove(self, widget: RefreshTarget) -> None:
         """Leave ``widget`` alone from now on. A refresh of it that is going on in the thread is not waited for."""
         with self._lock:
             if widget in self._widgets:
@@ -118,7 +118,7 @@ class Refresher:
                 widget = self._widgets.pop(0)
             self._refresh(widget)
 
-    def _refresh(self, widget: Refreshed) -> None:
+    def _refresh(self, widget: RefreshTarget) -> None:
         before = self._errors.get(id(widget), "")
         try:
             widget.refresh()

@@ -12,14 +12,14 @@ from graftlab.base.world import Side
 from graftlab.errors import FilterError, PlanError
 from graftlab.filters.patterns import bounded_rewrite
 from graftlab.plan.plan import GraftPlan
-from graftlab.widgets.panel import Fold, Panel, close_all, row, update
+from graftlab.widgets.panel import FoldableBox, Panel, close_all, row, update
 
 _EXAMPLES = 3
 
 Rule = tuple[Side, str, str]
 
 
-class RenameList(Fold):
+class RenameList(FoldableBox):
     """A plan's rules, each with a button that drops it, and fields for another one, with what it would rewrite."""
 
     def __init__(self, panel: Panel) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from graftlab.base.html import shortened
+from graftlab.base.text import shortened
 from graftlab.errors import SessionError
-from graftlab.widgets.asked import Menu
+from graftlab.widgets.inputs import Menu
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, row, update
 
@@ -34,11 +34,11 @@ _TEXT_SHOWN = 200
 class TapChooser(Panel):
     """A menu of the taps that are kept, then of those that are not; and a button that has the plan keep more.
 
-    The button submits ``"keep"`` to the host, which reads ``menu`` and calls :meth:`keep`.
+    The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`.
     """
 
-    def __init__(self, host: Panel) -> None:
-        super().__init__(host.session, host=host)
+    def __init__(self, parent: Panel) -> None:
+        super().__init__(parent.session, parent=parent)
         self._kept: list[TapOption] = []
         self._listed: object = None
         self._is_picked = False
@@ -56,7 +56,7 @@ class TapChooser(Panel):
         ).add_class("graftlab-tap-search")
         self._search.observe(self.guarded(lambda _: self.refresh()), "value")
         self._more = widgets.HTML().add_class("graftlab-more-taps")
-        self._keep = self.button("", "keep", "", lambda: host.submit("keep"))
+        self._keep = self.button("", "keep", "", lambda: parent.submit("keep"))
         self._keep.icon = "thumb-tack"
         self._hint = widgets.HTML().add_class("graftlab-kept-hint")
         self.menu.observe(self.guarded(self._on_choice), "value")

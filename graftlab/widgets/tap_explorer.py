@@ -15,8 +15,8 @@ import ipywidgets as widgets
 import traitlets
 
 from graftlab import plots
-from graftlab.base.html import cell, number, shortened, table
-from graftlab.base.words import counted
+from graftlab.base.html import cell, number, table
+from graftlab.base.text import counted, shortened
 from graftlab.control.session_plots import SessionPlots
 from graftlab.errors import GraftError
 from graftlab.plots import explorer

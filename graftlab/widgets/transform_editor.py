@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ import ipywidgets as widgets
 from graftlab.base.tags import PLACE_TAGS
 from graftlab.control.core import SessionCore
 from graftlab.errors import SessionError
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
 from graftlab.verdict.conclusion import of_newest_run
 from graftlab.widgets import trial_view as view
+from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.draft_box import DraftBox
 from graftlab.widgets.drafts import (
     TEMPLATE,
@@ -35,12 +37,11 @@ from graftlab.widgets.drafts import (
     source_of,
     spec_of,
 )
-from graftlab.widgets.jobs import Job, Jobs
+from graftlab.widgets.kept_taps import TapOption
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_view import adoption
 from graftlab.widgets.refresher import explain
 from graftlab.widgets.tap_chooser import TapChooser
-from graftlab.widgets.text_area_editor import TextareaEditor
 from graftlab.widgets.version_list import VersionList
 
 ROWS_A_TICK = 500
@@ -49,24 +50,65 @@ ROWS_A_TICK = 500
 _UNTOUCHED = Draft("text", TEMPLATE)
 
 
+@dataclass(frozen=True)
+class DraftTask:
+    """A draft to try on the tensors of ``tap`` if any are kept, then to publish or not."""
+
+    draft: Draft
+    tap: TapOption | None = None
+    tried: bool = True
+    published: bool = False
+
+    @property
+    def label(self) -> str:
+        on = f" on {self.tap.label}" if self.tried and self.tap is not None and self.tap.kept else ""
+        return f"{'applying' if self.published else 'trying'}{on} …"
+
+
+class TaskQueue:
+    """The current task and the waiting ones. Not safe for several threads at once."""
+
+    def __init__(self) -> None:
+        self.current: DraftTask | None = None
+        self._waiting: list[DraftTask] = []
+
+    def add(self, task: DraftTask) -> None:
+        # Of the waiting tries only the newest matters, and none if an Apply follows, which tries the draft too.
+        self._waiting = [*(waiting for waiting in self._waiting if waiting.published), task]
+
+    def begin_next(self) -> DraftTask | None:
+        """Make the next task current until :meth:`end` and return it; None when no task waits."""
+        self.current = self._waiting.pop(0) if self._waiting else None
+        return self.current
+
+    def end(self) -> None:
+        self.current = None
+
+    def clear(self) -> None:
+        """Drop the waiting tasks."""
+        self._waiting.clear()
+
+    @property
+    def open(self) -> list[DraftTask]:
+        """All tasks that are not finished, in order."""
+        return [*([] if self.current is None else [self.current]), *self._waiting]
+
+
 class TransformEditor(Panel):
     """Write, try and apply the transform of a session's plan while its ranks run: ``session.transform_editor()``.
 
     ``names`` is where functions are looked up by their name (default: the notebook's variables). A draft that is tried
-    is stopped after ``limit`` seconds. ``plain=True`` asks for a plain text area, as in
-    :func:`graftlab.widgets.code_editor.code_editor`.
+    is stopped after ``limit`` seconds.
     """
 
     style_sheet = view.STYLE
     closed_message = "The session is closed; its plan cannot be changed any more."
 
-    def __init__(
-        self, session: SessionCore, *, names: Mapping[str, Any] | None = None, limit: float = 5.0, plain: bool = False
-    ) -> None:
+    def __init__(self, session: SessionCore, *, names: Mapping[str, Any] | None = None, limit: float = 5.0) -> None:
         super().__init__(session)
         self.limit = limit
         self._names = _notebook_names() if names is None else names
-        self._jobs = Jobs()
+        self._tasks = TaskQueue()
         self._publishing: tuple[Specs, Draft] | None = None
         self._live = session.live_taps()
         self._rows: list[Row] = []
@@ -79,7 +121,7 @@ class TransformEditor(Panel):
 
         text = in_force.text if isinstance(in_force, TransformSpec) and in_force.kind == "source" else TEMPLATE
         self._header = widgets.HTML().add_class("graftlab-in-force")
-        self._box = DraftBox(text, self._source_of, plain)
+        self._box = DraftBox(text, self._source_of)
         self.editor = self._box.editor
         self._taps = TapChooser(self)
         try_ = "Run it on the chosen tensors; the ranks and their run are not touched"
@@ -87,7 +129,7 @@ class TransformEditor(Panel):
         self._try = self.button("Try", "try", try_, partial(self.submit, "try"))
         self._apply = self.button("Apply", "apply", apply, partial(self.submit, "apply"))
         self._revert = self.button("Revert", "revert", "Show the transform in force", partial(self.submit, "revert"))
-        keys = "" if isinstance(self.editor, TextareaEditor) else "Shift-Ctrl-Enter tries"
+        keys = NOT_BUILT if isinstance(self.editor, TextAreaEditor) else "Shift-Ctrl-Enter tries"
         self._keys = widgets.HTML(f'<span class="quiet">{keys}</span>')
         self._progress = widgets.HTML().add_class("graftlab-busy")
         self._trial = widgets.HTML().add_class("graftlab-result")
@@ -119,7 +161,7 @@ class TransformEditor(Panel):
     def close(self) -> None:
         """Take the editor out of the browser and leave the session alone; a draft that is being tried is forgotten."""
         with self._lock:
-            self._jobs.clear()
+            self._tasks.clear()
         super().close()
 
     def static_html(self, with_figures: bool = False) -> str:
@@ -133,7 +175,7 @@ class TransformEditor(Panel):
     def _act(self, action: str, values: dict[str, Any]) -> None:
         draft, tap = self._box.of(values), self._taps.tap_of(values["tap"])
         if action in ("try", "apply"):
-            self._add(Job(draft, tap, published=action == "apply"))
+            self._add(DraftTask(draft, tap, published=action == "apply"))
             return
         version: Version | None = values["version"]
         with self._lock:
@@ -177,7 +219,7 @@ class TransformEditor(Panel):
         self._replace(draft, version)
         if action == "restore" and version.plan is not None:
             # It has been in force before, so it needs no trying.
-            self._add(Job(version.draft, tried=False, published=True))
+            self._add(DraftTask(version.draft, tried=False, published=True))
         else:
             self.say(f"In the editor now, {version.label}. Apply puts it in force.")
 
@@ -198,38 +240,38 @@ class TransformEditor(Panel):
 
     # ---- trying and applying, in the background -----------------------------------------------------------------
 
-    def _add(self, job: Job) -> None:
+    def _add(self, task: DraftTask) -> None:
         with self._lock:
-            self._jobs.add(job)
+            self._tasks.add(task)
             self.in_background(self._work)
             self._show()
 
     def _work(self) -> None:
         with self._lock:
-            job = self._jobs.begin_next()
-            if job is None:
+            task = self._tasks.begin_next()
+            if task is None:
                 return
             # The result of an earlier draft would be taken for this one's.
             update(self._trial, value="")
             self.say("")
         try:
-            self.guarded(self._run)(job)
+            self.guarded(self._run)(task)
         finally:
             with self._lock:
-                self._jobs.end()
+                self._tasks.end()
                 self._show()
 
-    def _run(self, job: Job) -> None:
-        spec = spec_of(job.draft, self._names, self._versions.versions)
-        if spec is None and not job.published:
+    def _run(self, task: DraftTask) -> None:
+        spec = spec_of(task.draft, self._names, self._versions.versions)
+        if spec is None and not task.published:
             raise SessionError("the default transform needs no trying: the rows show what it makes of each tap")
-        if (job.tried and spec is not None and not self._went_well(job, spec)) or not job.published:
+        if (task.tried and spec is not None and not self._went_well(task, spec)) or not task.published:
             return
         if spec == self.session.plan.transform:
             self.say(f"Nothing to apply: this is in force, as of plan {self.session.plan.version}.")
             return
         with self._lock:
-            self._publishing = spec, job.draft
+            self._publishing = spec, task.draft
         try:
             # Without the lock: this loads the transform here, which runs the person's code.
             plan = self.session.edit(transform=spec)
@@ -237,33 +279,33 @@ class TransformEditor(Panel):
             with self._lock:
                 self._follow_plan()
                 self._publishing = None
-        missed = self._missed(job.draft.where)
+        missed = self._missed(task.draft.where)
         self.say(f"Applied as plan {plan.version}.{missed}", "overtaken" if missed else "good")
 
     def _missed(self, where: str) -> str:
         """What to say of a filter that matches none of the taps seen; empty where it matches one."""
-        check, taps = Check(where), self.session.taps
+        check, taps = FilterCheck(where), self.session.taps
         # What a filter on the step or the rank will match, those at which taps were first seen do not tell.
         if not where.strip() or not taps or check.filter is None or check.filter.names & PLACE_TAGS:
             return ""
         check.catch_up(taps)
-        return "" if check.hits else f" Its filter matches {told(check, taps)}"
+        return "" if check.hits else f" Its filter matches {check_summary(check, taps)}"
 
-    def _went_well(self, job: Job, spec: Specs) -> bool:
-        selection = job.tap.selection if job.tap is not None and job.tap.kept else {}
+    def _went_well(self, task: DraftTask, spec: Specs) -> bool:
+        selection = task.tap.selection if task.tap is not None and task.tap.kept else {}
         trial = self.session.try_transform(spec, limit=self.limit, **selection)
         with self._lock:
             if self._closed:
                 return False
             update(self._trial, value=view.trial_html(trial))
-            on_screen = job.draft == self._box.draft and job.draft.kind == "text"
+            on_screen = task.draft == self._box.draft and task.draft.kind == "text"
             if trial.error is None:
                 if on_screen:
                     self.editor.clear_error()
                 return True
             if on_screen:
                 self.editor.show_error(view.summary(trial.error), trial.error_line)
-            if job.published:
+            if task.published:
                 elsewhere = " To apply it all the same, choose other tensors to try on, or none." if selection else ""
                 self.say(f"Not applied, because it failed.{elsewhere}", "bad")
             return False
@@ -325,7 +367,7 @@ class TransformEditor(Panel):
         update(
             self._header, value=view.in_force(self._versions.in_force, applied, plan) + view.failing(plan, self._rows)
         )
-        jobs = self._jobs.open
+        jobs = self._tasks.open
         stopped = closed or bool(jobs)
         update(self._try, disabled=stopped or draft.kind == "default")
         update(self._apply, disabled=stopped, button_style="" if applied or closed else "primary")

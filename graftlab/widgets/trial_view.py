@@ -6,8 +6,9 @@ import html
 import re
 from collections.abc import Sequence
 
-from graftlab.base.html import cell, number, shortened, table
+from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
+from graftlab.base.text import shortened
 from graftlab.diffs.measure import DiffStats
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan

@@ -10,9 +10,9 @@ import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
-from graftlab.widgets.asked import Menu
 from graftlab.widgets.drafts import Draft, Version, difference, source_of
-from graftlab.widgets.panel import Fold, Panel, row
+from graftlab.widgets.inputs import Menu
+from graftlab.widgets.panel import FoldableBox, Panel, row
 from graftlab.widgets.trial_view import difference_html
 
 _LISTED = 50
@@ -25,7 +25,7 @@ ACTIONS = {
 }
 
 
-class VersionList(Fold):
+class VersionList(FoldableBox):
     """The transforms of a session's plans, newest first; its buttons submit the :data:`ACTIONS` to ``panel``."""
 
     def __init__(self, panel: Panel) -> None:

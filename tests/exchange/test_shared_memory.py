@@ -17,7 +17,7 @@ from kit.mailboxes import MIB, Mailbox, World, a_world, key
 
 import graftlab as gl
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.frames import KINDS, DeviceLocation, Published, encode
+from graftlab.exchange.frames import KINDS, DeviceLocation, PublishFrame, encode
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_tensor_that_cannot_be_looked_at_is_missing_and_its_memory_comes_back(
 ) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key("real"), torch.zeros(4))
-    frame = Published(key("x"), id=1, dtype="float32", shape=(4,), nbytes=16, location=PAGE, extras=None)
+    frame = PublishFrame(key("x"), id=1, dtype="float32", shape=(4,), nbytes=16, location=PAGE, extras=None)
     sender.channels[0].send(encode(msgspec.structs.replace(frame, **changes)))
     receipt = receiver.receive(key("x"))
     assert receipt.contributions == []

@@ -14,8 +14,16 @@ from graftlab.exchange.channel import Channel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.gathering import Gathering
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import Assemble, Assembled, Linked, Moved, PlanUpdate, RunRequest, unpack_to_rank
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import (
+    LinkReport,
+    PlanUpdate,
+    RunRequest,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
+    unpack_to_rank,
+)
 
 
 class Runs:
@@ -54,7 +62,7 @@ class Jobs:
             rank = self.ranks[number]
             if rank.has_joined:
                 rank.renew()
-            rank.hand_over(1000 + number, Seat("cpu", "none"))
+            rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
             line, bell = rank.take_line()
             self._ends[number] = Channel(line)
             bell.close()
@@ -72,10 +80,10 @@ class Jobs:
             # A segment and a socket for each of the others, and its own segment.
             assert (size > 0, len(descriptors)) == (True, 5)
             others = tuple({0, 1, 2} - {number})
-            self.gathering.note_linked(self.ranks[number], Linked(world, others, ()))
+            self.gathering.note_linked(self.ranks[number], LinkReport(world, others, ()))
 
     def move(self, number: int, world: int, step: int) -> None:
-        self.gathering.note_moved(self.ranks[number], Moved(world, step))
+        self.gathering.note_moved(self.ranks[number], WorldSwitch(world, step))
 
     def begin(self) -> Jobs:
         """All are in their first run."""
@@ -114,7 +122,7 @@ def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_link
     jobs.come(0, 1)
     assert jobs.heard(0) == []
     jobs.come(2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assemble]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
     jobs.link(1, 0, 1)
     assert jobs.heard(0) == []
     jobs.link(1, 2)
@@ -132,7 +140,7 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
     assert assemble.info.generations == (2, 1)
     jobs.heard(0), jobs.heard(2)
     jobs.link(2, 0, 1, 2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [Assembled], [Assembled]]
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [WorldStart], [WorldStart]]
     # The ranks of one side need not come to the same step.
     jobs.move(1, 2, 151)
     assert jobs.heard(0) == []
@@ -142,7 +150,7 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
     assert [rank.generation for rank in jobs.ranks] == [2, 1, 1]
     [remark] = jobs.runs.remarks
     assert "the baseline was started again (generation 2), and its first step is step 152 here" in remark
-    assert jobs.ranks[0].seat.notes == ("joined again as generation 2, and began at step 152",)
+    assert jobs.ranks[0].assignment.notes == ("joined again as generation 2, and began at step 152",)
 
 
 def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
@@ -172,7 +180,7 @@ def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(j
     assert (assemble.world, assemble.info.generations) == (3, (1, 2))
     jobs.heard(1), jobs.heard(2)
     # Word of the world before, which was on its way, is of no account.
-    jobs.gathering.note_linked(jobs.ranks[2], Linked(2, (0, 1), ()))
+    jobs.gathering.note_linked(jobs.ranks[2], LinkReport(2, (0, 1), ()))
     jobs.move(0, 2, 140)
     jobs.link(3, 0, 1, 2)
     jobs.move(2, 3, 150)
@@ -208,15 +216,15 @@ def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs
     """Some had moved when the notebook before this one went away, and some had not."""
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
-        rank.hand_over(number, Seat("cpu", "none"))
+        rank.hand_over(number, DeviceAssignment("cpu", "none"))
         line, bell = rank.take_line()
         jobs._ends[number] = Channel(line)
         bell.close()
         jobs.gathering.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
         jobs.gathering.greet(rank)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assemble]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
     jobs.link(1, 0, 1, 2)
-    assert [kinds(jobs.heard(number)) for number in range(3)] == [[Assembled]] * 3
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldStart]] * 3
     for number in range(3):
         jobs.move(number, 1, 130)
     assert [jobs.heard(number) for number in range(3)] == [[], [], []]

@@ -14,7 +14,7 @@ from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
 
 from graftlab.base.tags import TagItems
 from graftlab.base.world import RunInfo
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter, Offer
 from graftlab.plan.plan import GraftPlan
@@ -58,8 +58,8 @@ class Job:
         return closed
 
 
-def _page() -> WhereaboutsPage:
-    return WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+def _page() -> StatusPage:
+    return StatusPage(mmap.mmap(-1, mmap.PAGESIZE))
 
 
 @pytest.fixture(params=WORLDS)

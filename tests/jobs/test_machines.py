@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from pathlib import Path
 
@@ -52,10 +51,6 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
         assert [code for code, _, _ in ends] == [0] * 4, ends
         assert ends[0][1] == "done True\n"
         logs = (tmp_path / second.name / "logs" / "target-1.log").read_text()
-        ways = [
-            re.search(r"goes through agent \d+", (tmp_path / name / "logs" / f"target-{rank}.log").read_text())
-            for rank, name in enumerate((second.name, second.name, third.name))
-        ]
     frame = gl.load_run(run)
     measured = frame[frame["name"] == "hidden"]
     assert len(measured) == 3 * 3 * 2
@@ -66,10 +61,6 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
     wrong = measured[(measured["layer"] == 1) & (measured["status"] == "compared")]
     assert wrong["rel_l2"].to_numpy() == pytest.approx(0.05, rel=1e-4)
     assert frame[frame["name"] == "logits"]["status"].tolist() == ["unmatched"] * 3
-    # One agent a machine, and the machines have different ones.
-    first_way, second_way, third_way = (way and way[0] for way in ways)
-    assert first_way == second_way != third_way
-    assert None not in (first_way, third_way)
     # The job's own log is on its own machine.
     assert logs.count("grafted b2t at tap 'hidden' step 1") == 1
 

@@ -15,7 +15,7 @@ from graftlab.config import GraftConfig
 from graftlab.jobs import meeting
 from graftlab.jobs.entering import Entrance
 from graftlab.jobs.meeting import Meeting
-from graftlab.ranks.messages import AskMissing, Missing, pack, unpack_to_rank
+from graftlab.ranks.messages import AskWaitReason, WaitReason, pack, unpack_to_rank
 
 
 def mode(path: Path) -> int:
@@ -88,15 +88,17 @@ def test_who_waits_in_vain_hears_of_the_process_that_was_not_let_in(tmp_path: Pa
         entry = entrance(tmp_path).enter()
         with pytest.raises(gl.SessionError, match="has joined already"):
             entrance(tmp_path).enter()
-        entry.channel.send(pack(AskMissing()))
+        entry.channel.send(pack(AskWaitReason()))
         poller = select.poll()
         poller.register(entry.channel.fileno(), select.POLLIN)
         heard: list[object] = []
         while not heard:
             poller.poll()
-            heard += [found for frame in entry.channel.receive() if isinstance(found := unpack_to_rank(frame), Missing)]
+            heard += [
+                found for frame in entry.channel.receive() if isinstance(found := unpack_to_rank(frame), WaitReason)
+            ]
         (missing,) = heard
-        assert isinstance(missing, Missing)
+        assert isinstance(missing, WaitReason)
         assert missing.what.startswith("baseline[0], target[0] had not joined (baseline[0] (pid ")
         assert "not let in, and told: baseline[0] has joined already" in missing.what
         assert "Should this job be the target (GRAFTLAB_ROLE)?" in missing.what

@@ -20,12 +20,12 @@ from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.exchange.status_page import StatusPage
+from graftlab.exchange.tcp import RemoteChannel, RouterSocket
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -70,7 +70,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Mailbox:
-    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date.
+    """One rank's exchange, with what the grafter would do around it: the status page is kept up to date.
 
     ``put`` brings a tensor to where this kind of exchange has its tensors; ``gpu`` is the stand-in for its GPU.
     """
@@ -78,8 +78,8 @@ class Mailbox:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Any],
-        page: WhereaboutsPage,
+        exchange: Exchange[Any],
+        page: StatusPage,
         channels: Sequence[Channel | RemoteChannel],
         put: Put = as_it_is,
         gpu: Any = None,
@@ -273,7 +273,7 @@ def make_mailbox(
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
     exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, **options)
-    return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
+    return Mailbox(place, exchange, StatusPage(own.map), list(channels.values()), put, made)
 
 
 class Wires:
@@ -311,29 +311,29 @@ def _take_mark(channel: RemoteChannel) -> bool:
     return True
 
 
-def make_post(rank: int, token: str = TOKEN) -> Post:
-    return Post(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+def make_post(rank: int, token: str = TOKEN) -> RouterSocket:
+    return RouterSocket(derive_keys(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_posts(count: int) -> list[Post]:
+def make_posts(count: int) -> list[RouterSocket]:
     return [make_post(rank) for rank in range(count)]
 
 
 Remote = dict[int, RemoteChannel]
 
 
-def connect_all(posts: list[Post]) -> dict[int, Remote]:
+def connect_all(posts: list[RouterSocket]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
     ports = [post.port for post in posts]
     made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
     return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
 
 
-def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
+def connect_to_lower(post: RouterSocket, rank: int, ports: list[int]) -> Remote:
     return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 

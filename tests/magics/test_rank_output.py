@@ -115,7 +115,7 @@ def test_a_failure_is_looked_into_at_a_prompt_and_with_single_commands(notebook:
     missing = notebook.run("%graft debug target p 1")
     assert "more than one rank; name one of target[0], target[1]" in missing.error
     typed(notebook, "%%graft target\n1")
-    assert "UsageError: %graft debug: nothing has failed in the newest run" in notebook.run("%graft debug").stderr
+    assert "UsageError: %graft debug: nothing failed in the newest run" in notebook.run("%graft debug").stderr
     assert "no failure is kept" in notebook.run("%graft debug target[1] w").error
 
 

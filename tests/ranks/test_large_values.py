@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.ranks.large_values import unless_large
+from graftlab.ranks.namespace import unless_large
 
 
 class Holder:

@@ -290,11 +290,11 @@ def test_the_stop_button_ends_the_wait_and_not_the_ranks(gated: Kernel, tmp_path
     gated.finish(cell, until=lambda reply: reply.stdout.count("begun") == 2)
     gated.manager.interrupt_kernel()
     stopped = gated.finish(cell)
-    assert stopped.error.startswith("KeyboardInterrupt: the wait for run 1 ended; the ranks go on")
+    assert stopped.error.startswith("KeyboardInterrupt: stopped waiting for run 1; the ranks continue")
     assert "session.runs[-1].wait()" in stopped.error
     assert "Traceback" not in stopped.error
     assert gated.run("run.done, [rank.pid for rank in session.ranks]").values[-1] == str((False, pids))
-    assert gated.run("%graft run 1").error.startswith("SessionBusyError: run 1 is still going on")
+    assert gated.run("%graft run 1").error.startswith("SessionBusyError: run 1 is still running")
 
     gated.run("for side in ('baseline', 'target'):\n    (folder / side).write_text(side + ' went on')")
     ended = gated.run("session.runs[1].wait().baseline, run.target")

@@ -8,8 +8,7 @@ import pytest
 from tqdm.std import tqdm
 
 from graftlab.ranks import streams
-from graftlab.ranks.live_lines import LiveLines
-from graftlab.ranks.streams import LabelledStream
+from graftlab.ranks.streams import LabelledStream, LiveLines
 
 
 class Shown:

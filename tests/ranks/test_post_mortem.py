@@ -10,8 +10,8 @@ import pytest
 from kit.deadline import DEADLINE
 
 import graftlab as gl
-from graftlab.ranks import post_mortem
-from graftlab.ranks.post_mortem import LastFailure
+from graftlab.ranks import debugging
+from graftlab.ranks.debugging import LastFailure
 
 
 class Held:
@@ -84,7 +84,7 @@ def test_a_long_answer_is_cut_and_a_command_that_does_not_end_holds_up_no_other(
     said = last.ask("print('x' * 100_000)")
     assert len(said) < 25_000
     assert said.endswith("characters more]")
-    monkeypatch.setattr(post_mortem, "_PATIENCE", 0.05)
+    monkeypatch.setattr(debugging, "_PATIENCE", 0.05)
     go = threading.Event()
     monkeypatch.setattr(Held, "wait", lambda self: go.wait(DEADLINE), raising=False)
     waiting = threading.Thread(target=last.ask, args=("held.wait()",))

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 import pytest
 
-from graftlab.verdict.groups import group_of
+from graftlab.base.tap_groups import group_of
 from graftlab.verdict.unreached import told, unreached
 
 

@@ -94,8 +94,8 @@ def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: BoardScreen
 
     go = tmp_path / "go"
     run = session.start(late, early, args=(str(go),))
-    wait_until(lambda: all(rank.whereabouts().awaits for rank in session.ranks[1:]), "waiting at the tap")
-    wait_until(lambda: session.ranks[0].whereabouts().state == "running", "the beginning of the baseline's run")
+    wait_until(lambda: all(rank.status().awaits for rank in session.ranks[1:]), "waiting at the tap")
+    wait_until(lambda: session.ranks[0].status().state == "running", "the beginning of the baseline's run")
     board.panel.refresh()
     assert [line[3] for line in board.lines("ranks")] == ["running", *["waiting for baseline[0]"] * 2]
     go.touch()

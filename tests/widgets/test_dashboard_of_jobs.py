@@ -11,11 +11,12 @@ from kit.pages import Browser, Screen
 from kit.support import wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
 from graftlab.exchange.channel import Channel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.host import Host
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import Linked, Moved
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import LinkReport, WorldSwitch
 from graftlab.widgets.refresher import refresher_of
 
 
@@ -26,7 +27,7 @@ class Jobs:
         self.session = session
         self.ranks = cast("list[AttachedRank]", session.ranks)
         # The session knows of it no more than how to end it.
-        closes: Any = session.closes_first
+        closes: Any = internals_of(session).close_first
         self.host: Host = closes.__self__
         self._ends: dict[int, Channel] = {}
 
@@ -38,8 +39,8 @@ class Jobs:
                 rank = self.ranks[number]
                 if rank.has_joined:
                     rank.renew()
-                    self.session.joined.hear(rank)
-                rank.hand_over(1000 + number, Seat("cpu", "none"))
+                    internals_of(self.session).jobs.hear(rank)
+                rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
                 line, bell = rank.take_line()
                 self._ends[number] = Channel(line)
                 bell.close()
@@ -48,12 +49,12 @@ class Jobs:
                 gathering.greet(self.ranks[number])
             for number, rank in enumerate(self.ranks):
                 gathering.share_of(rank, gathering._world)
-                gathering.note_linked(rank, Linked(gathering._world, (1 - number,), ()))
+                gathering.note_linked(rank, LinkReport(gathering._world, (1 - number,), ()))
 
     def move(self, number: int, step: int) -> None:
         """One that stayed goes on with the new ones, after this step."""
         with self.host._lock:
-            self.host._gathering.note_moved(self.ranks[number], Moved(self.host._gathering._world, step))
+            self.host._gathering.note_moved(self.ranks[number], WorldSwitch(self.host._gathering._world, step))
 
     def die(self, number: int) -> None:
         self._ends.pop(number).close()

@@ -23,8 +23,8 @@ import graftlab as gl
 from graftlab.filters.check import TAP_LIMIT
 from graftlab.filters.expressions import MAX_LENGTH, Filter
 from graftlab.plan.plan import FILTERS, GraftPlan
-from graftlab.widgets import filter_view, text_area_editor
-from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets import filter_view
+from graftlab.widgets.code_editor import CodeEditor
 from graftlab.widgets.filter_editor import FilterEditor
 from graftlab.widgets.filter_view import NAMES_LISTED, NAMES_SHOWN
 from graftlab.widgets.refresher import refresher_of
@@ -114,16 +114,14 @@ def lines_of(widget: Any) -> list[CodeEditor]:
     return [each for each in descendants(widget) if isinstance(each, CodeEditor)]
 
 
-@pytest.fixture(params=["codemirror", "textarea"])
-def show(request: pytest.FixtureRequest, simulated: Browser) -> Iterator[Callable[[Any], FilterScreen]]:
+@pytest.fixture
+def show(stub_bundle: Path, simulated: Browser) -> Iterator[Callable[[Any], FilterScreen]]:
     """Shows a session's filter editor, which is only refreshed when the test does it."""
-    if request.param == "codemirror":
-        request.getfixturevalue("stub_bundle")
     made: list[FilterEditor] = []
 
     def make(session: Any) -> FilterScreen:
         refresher_of(session).interval = 1000
-        made.append(FilterEditor(session, plain=request.param == "textarea"))
+        made.append(FilterEditor(session))
         return FilterScreen(simulated, made[-1])
 
     yield make
@@ -585,21 +583,6 @@ def test_what_was_typed_and_has_not_reached_the_kernel_is_kept_when_the_plan_cha
     assert (session.plan.b2t, session.plan.t2b) == ("layer == 0", "name == 'logits'")
     screen.type(b2t="layer == 5")
     assert "elsewhere" not in screen.below("b2t")
-
-
-def test_a_slow_answer_to_an_offer_is_not_believed(
-    screen: FilterScreen, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel was busy after the browser had answered that nothing was typed, and then something was."""
-    now = [100.0]
-    monkeypatch.setattr(text_area_editor.time, "monotonic", lambda: now[0])
-    session.edit(b2t="layer == 1")
-    screen.editor.refresh()  # the browser answers at once, and the answer waits
-    for text in ("mine", "mine too"):
-        screen.pages["b2t"].type(text)
-    now[0] += 10
-    screen.browser.kernel_works()
-    assert screen.text("b2t") == screen.line("b2t").value == "mine too"
 
 
 def test_typing_what_the_plan_has_now_ends_the_difference(screen: FilterScreen, session: FakeSession) -> None:

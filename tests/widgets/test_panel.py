@@ -8,14 +8,14 @@ from typing import Any
 
 import ipywidgets as widgets
 import pytest
-from kit.pages import Browser, Screen, TextareaPage
+from kit.pages import Browser, Screen, TextAreaPage
 from kit.support import wait_until
 
 from graftlab.errors import SessionError
-from graftlab.widgets.asked import Menu, NameBox
-from graftlab.widgets.panel import Fold, Panel
+from graftlab.widgets.code_editor import TextAreaEditor
+from graftlab.widgets.inputs import Menu, NameBox
+from graftlab.widgets.panel import FoldableBox, Panel
 from graftlab.widgets.refresher import refresher_of
-from graftlab.widgets.text_area_editor import TextareaEditor
 
 Done = tuple[str, dict[str, Any]]
 
@@ -30,8 +30,8 @@ class FakeSession:
 class Part(Panel):
     """A panel within another one, with a button of its own."""
 
-    def __init__(self, host: Panel) -> None:
-        super().__init__(host.session, host=host)
+    def __init__(self, parent: Panel) -> None:
+        super().__init__(parent.session, parent=parent)
         self.go = self.button("Go", "go", "", self.pressed)
         self._open([self.go])
 
@@ -54,7 +54,7 @@ class Example(Panel):
         super().__init__(session)
         self.done: list[Done] = []
         self.followed = 0
-        self.editor = TextareaEditor("start", language="text")
+        self.editor = TextAreaEditor("start", language="text")
         self.menu = Menu(options=["one", "two", "three"]).add_class("graftlab-menu")
         self.box = NameBox().add_class("graftlab-box")
         self.part = Part(self)
@@ -90,8 +90,8 @@ def screen(panel: Example, simulated: Browser) -> Screen:
 
 
 @pytest.fixture
-def page(panel: Example, simulated: Browser) -> TextareaPage:
-    return TextareaPage(simulated, panel.editor)
+def page(panel: Example, simulated: Browser) -> TextAreaPage:
+    return TextAreaPage(simulated, panel.editor)
 
 
 def press(screen: Screen, action: str) -> None:
@@ -103,7 +103,7 @@ def press(screen: Screen, action: str) -> None:
 
 
 def test_a_click_while_the_kernel_is_busy_acts_on_all_that_is_on_the_screen(
-    panel: Example, screen: Screen, page: TextareaPage
+    panel: Example, screen: Screen, page: TextAreaPage
 ) -> None:
     for text, number, name in (("a", "two", "x"), ("ab", "one", "xy"), ("abc", "three", "xyz")):
         page.type(text)
@@ -116,7 +116,7 @@ def test_a_click_while_the_kernel_is_busy_acts_on_all_that_is_on_the_screen(
 
 
 def test_what_a_key_brings_along_counts_and_the_rest_is_asked_for(
-    panel: Example, screen: Screen, page: TextareaPage
+    panel: Example, screen: Screen, page: TextAreaPage
 ) -> None:
     page.type("typed on")
     screen.choose("menu", "two")
@@ -258,7 +258,7 @@ def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
 
 def test_a_fold_shows_and_hides_what_is_in_it_at_the_press_of_a_button(simulated: Browser) -> None:
     content = widgets.HTML("inside")
-    fold = Fold(content)
+    fold = FoldableBox(content)
     fold.title = "Earlier plans (3)"
     button = fold.children[0]
     for display, tooltip in (("none", "Show"), (None, "Hide"), ("none", "Show")):

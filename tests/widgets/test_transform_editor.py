@@ -138,20 +138,17 @@ class TransformScreen(Screen):
 Show = Callable[..., TransformScreen]
 
 
-@pytest.fixture(params=["codemirror, main thread", "textarea, another thread"])
-def show(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+@pytest.fixture(params=["main thread", "another thread"])
+def show(request: pytest.FixtureRequest, stub_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
     """Shows a session's transform editor, which is only refreshed when the test does it."""
-    kind, _, thread = request.param.partition(", ")
-    browser = Browser(in_a_thread=thread == "another thread")
-    if kind == "codemirror":
-        request.getfixturevalue("stub_bundle")
+    browser = Browser(in_a_thread=request.param == "another thread")
     monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
     made: list[TransformScreen] = []
 
     def make(session: gl.Session, **options: Any) -> TransformScreen:
         monkeypatch.setattr(refresher_of(session), "interval", 1000)
         options = {"names": {}, "limit": PLENTY, **options}
-        editor = TransformEditor(session, plain=kind == "textarea", **options)
+        editor = TransformEditor(session, **options)
         made.append(TransformScreen(browser, editor))
         made[-1].settle()
         return made[-1]

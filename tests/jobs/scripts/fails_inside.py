@@ -12,7 +12,7 @@ def broken(*_: object) -> None:
 
 for number in range(4):
     if number == 1:
-        arrival.Arrivals.take = grafter.Grafter._publish = broken
+        arrival.ReceivePipeline.take = grafter.Grafter._publish = broken
     gl.tap("hidden", torch.arange(12.0).reshape(2, 6) + number, layer=0)
     gl.step()
 print("done")
