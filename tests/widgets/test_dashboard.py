@@ -13,6 +13,7 @@ from kit.pages import Browser, Screen
 from kit.support import reset, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
 from graftlab.rows.store import RowStore
@@ -242,7 +243,7 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
         return found
 
     monkeypatch.setattr(RowStore, "rows", counted)
-    session.reports.on_rows([line(index) for index in range(20_000)])
+    internals_of(session).reports.on_rows([line(index) for index in range(20_000)])
     board.panel.refresh()
     assert sum(read) <= 2 * ROWS_A_TICK, "the taps and the transform editor"
     assert board.view["count"].endswith("not included yet")
