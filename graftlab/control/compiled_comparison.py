@@ -15,10 +15,10 @@ from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.core import start_under
 from graftlab.control.judge import judge
-from graftlab.control.result_distances import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import arguments
+from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.plan.plan import PlanEdit

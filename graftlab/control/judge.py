@@ -32,6 +32,7 @@ from graftlab.verdict.given import ShownData, data_rows, differing_data, input_n
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
 from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.unexplained import AccumulatedFloors, UnexplainedDifferences, differing_taps
 from graftlab.verdict.unreached import told, unreached
 from graftlab.verdict.wording import Findings
 
@@ -174,7 +175,9 @@ class _Judgement:
 
     def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
         compared = self._runs.both("without grafts", RunFilters(compare="True"))
+        returned = self._runs.returned
         grafted = self._runs.both("what each tap adds", RunFilters(b2t="True"))
+        returned_grafted = self._runs.returned
         # In a swap a side that waits for such a tap could hold up one that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
@@ -192,13 +195,13 @@ class _Judgement:
             constant = of_jobs.constant
             unseen += of_jobs.unseen
             data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
-        frame = added_frame(
-            grafted,
-            self._floors(selves),
-            compared=compared,
-            constant=constant,
+        own = self._pool_taps(
+            (row for each in selves for row in each.added), (row for each in selves for row in each.exact)
         )
+        frame = added_frame(grafted, self._floors(selves), compared=compared, constant=constant, own=own)
         named = named_groups(frame, threshold)
+        accumulated = self._accumulated(selves, constant)
+        differing = [] if not_repeated else differing_taps(compared, accumulated, threshold, leave=given)
         sizes = self.session.options.baseline, self.session.options.target
         evened = evened_out(frame, grafted, named, *sizes, threshold)
         even = evened.groups
@@ -207,8 +210,23 @@ class _Judgement:
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
+        # Before anything is cleared the target has run often enough to differ from itself.
+        clears = not (named or not_repeated)
         explain = explain and bool(named)
-        target_not_repeated = self._runs.target_against_itself() if explain else []
+        target_not_repeated = self._runs.target_against_itself() if explain or clears else []
+        unexplained: list[str] = []
+        if not not_repeated:
+            differences = UnexplainedDifferences(
+                compared, differing, returned, returned_grafted, accumulated, threshold, given
+            )
+            unexplained = differences.after_last_tap()
+            if clears:
+                said = [] if data else differences.no_tap_explains()
+                unexplained += said
+                if said and not target_not_repeated and self._runs.returned is not None:
+                    again = self._runs.both("without grafts again", RunFilters(compare="True"))
+                    unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+                unexplained += differences.without_partner(self._last_baseline_tap(selves))
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
         can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
@@ -258,6 +276,7 @@ class _Judgement:
                 following,
                 target_not_repeated if of_jobs is None or self._runs.recorded else (),
                 of_jobs,
+                unexplained,
             ),
             self._runs.count,
         )
@@ -273,6 +292,35 @@ class _Judgement:
 
     def _pool(self, rows: Iterable[AddedRounding]) -> dict[str, Floor]:
         return pool((group, each.rel_l2, each.rel_max, each.squares) for each in rows for group in self._groups(each))
+
+    def _pool_taps(
+        self, moved: Iterable[AddedRounding], exact: Iterable[AddedRounding]
+    ) -> dict[tuple[str, str | None], Floor]:
+        """Floors of single taps, by the name that filters know and by kind; ``exact`` are those of the twin."""
+        floors, distances = (
+            pool(
+                ((name, kind_of(each.tags)), each.rel_l2, each.rel_max, each.squares)
+                for each in rows
+                for name in self._paired(each)
+            )
+            for rows in (moved, exact)
+        )
+        return {tap: f.with_distance(distances[tap]) if tap in distances else f for tap, f in floors.items()}
+
+    def _accumulated(self, selves: Sequence[SelfGraft], constant: float | None) -> AccumulatedFloors:
+        returned: dict[str, float] = {}
+        for each in selves:
+            for path, rel_l2 in each.returned.items():
+                returned[path] = max(returned.get(path, 0.0), rel_l2)
+        taps = self._pool_taps(
+            (row for each in selves for row in each.outputs), (row for each in selves for row in each.exact_outputs)
+        )
+        return AccumulatedFloors(taps, returned, constant)
+
+    def _last_baseline_tap(self, selves: Sequence[SelfGraft]) -> str | None:
+        """The last tap of the baseline's forward pass, as filters call it."""
+        values = [added for each in selves[:1] for added in each.outputs if kind_of(added.tags) is None]
+        return self._paired(values[-1])[0] if values else None
 
     def _floors(self, selves: Sequence[SelfGraft]) -> dict[str, Floor]:
         floors = self._pool(row for each in selves for row in each.added)

@@ -24,6 +24,7 @@ from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
 from graftlab.verdict.given import without_data
 from graftlab.verdict.of_jobs import account_of_recording
+from graftlab.verdict.unexplained import ReturnedValues, compare_returned
 from graftlab.verdict.wording import OfJobs
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class VerdictRuns:
         self.session = session
         self.count = 0
         self.before = session.plan
+        self.returned: ReturnedValues | None = None
+        """What both functions returned in the newest run of both; None of jobs, which return nothing."""
         self._ours: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -150,6 +153,7 @@ class CalledRuns(VerdictRuns):
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise SessionError(EDITED)
+        self.returned = compare_returned(run.baseline, run.target)
         return frame
 
     def _run(
