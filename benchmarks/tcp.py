@@ -77,7 +77,7 @@ def _exchange(rank: int, token: str) -> tuple[RankExchange[None], RouterSocket]:
     while channel is None or not channel.linked:
         post.pump()
         channel = channel or post.channel_from(b"rank 1")
-    post.rouse()
+    post.wake()
     arena = Arena(*create_segment(), writable=True)
     place = Place("target" if rank else "baseline", 0, 1, 1)
     return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post

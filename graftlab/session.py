@@ -280,21 +280,12 @@ class Session(SessionCore):
         'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
         from graftlab.control.judge import judge
+        from graftlab.control.verdict_request import VerdictRequest
 
-        self._verdict = judge(
-            self,
-            baseline,
-            target,
-            output=output,
-            floor=floor,
-            exact=exact,
-            threshold=threshold,
-            explain=explain,
-            args=args,
-            kwargs=kwargs,
-            steps=steps,
-            graft_weights=graft_weights,
+        request = VerdictRequest(
+            baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
+        self._verdict = judge(self, request)
         return self._verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:

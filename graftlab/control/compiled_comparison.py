@@ -16,6 +16,7 @@ from graftlab.base.world import Side
 from graftlab.control.core import start_under
 from graftlab.control.judge import judge
 from graftlab.control.run import Run
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import arguments
 from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
@@ -135,15 +136,15 @@ def compare_compiled(
     compiled = _CompiledRuns(session, function, packed, args, kwargs, dict(options))
     untapped, exact_untapped = compiled.distances((), "without taps in the graph")
     floor = compiled.floor
-    verdict = judge(
-        session,
+    request = VerdictRequest(
         function,
         CompiledCall(_source(function), packed, options),
-        threshold=threshold,
         exact=None if floor.error is not None else partial(call_in_float64, function),
+        threshold=threshold,
         args=args,
         kwargs=kwargs,
     )
+    verdict = judge(session, request)
     tapped, exact_tapped = compiled.distances(None, "with every tap in the graph")
     names = list(dict.fromkeys(str(name) for name in verdict.frame["name"]))
     fused = None

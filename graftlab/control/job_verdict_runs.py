@@ -17,6 +17,7 @@ from graftlab.control.core import internals_of
 from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictRuns, coarser_dtypes
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
@@ -54,14 +55,15 @@ class StepRuns(VerdictRuns):
     ``graft_weights`` says so: then the target has the baseline's from its first grafted step on.
     """
 
-    def __init__(self, session: SessionCore, steps: int, *, graft_weights: bool) -> None:
-        super().__init__(session)
+    def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
+        super().__init__(session, request)
+        graft_weights = request.graft_weights
         self.never_grafted = (
             "(kind == 'optimizer' and not updated)" if graft_weights else "(kind == 'param' or kind == 'optimizer')"
         )
         self._jobs = internals_of(session).jobs
         self._state = state_of(_run_of_jobs(session))
-        self._steps = steps
+        self._steps = request.steps
         self._graft_weights = graft_weights
         self._weights_grafted = 0
         self._zero = 0
@@ -152,23 +154,16 @@ class StepRuns(VerdictRuns):
         ranks = self.session.select("baseline")
         return _differing(self._against_themselves("whether the baseline is as it was", ("repeat",), ranks))
 
-    def of_jobs(
-        self,
-        compared: pd.DataFrame,
-        grafted: pd.DataFrame,
-        moved: Sequence[str],
-        constant: float | None,
-        threshold: float,
-    ) -> OfJobs:
+    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs:
         return account(
             compared,
             grafted,
             moved=moved,
             target_moved=self._target_moved,
-            given=constant,
+            given=self.request.constant_floor,
             steps=self._steps,
             weights_grafted=self._weights_grafted if self._graft_weights else None,
-            threshold=threshold,
+            threshold=self.request.threshold,
         )
 
     def _against_themselves(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -13,12 +14,12 @@ from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.core import internals_of
 from graftlab.control.job_verdict_runs import StepRuns
+from graftlab.control.verdict_request import VerdictRequest, refuse_floor, refuse_threshold
 from graftlab.control.verdict_runs import CalledRuns, RunFilters, VerdictRuns
 from graftlab.control.verdicts import Verdict
-from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.control.work import refuse_invalid_expressions
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
-from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
@@ -40,73 +41,54 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 
-def judge(
-    session: SessionCore,
-    baseline: Callee | None = None,
-    target: Callee | None = None,
-    *,
-    output: str | None = None,
-    floor: float | Literal["auto"] = "auto",
-    exact: Callee | None = None,
-    threshold: float = 5.0,
-    explain: bool = True,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    steps: int = 1,
-    graft_weights: bool = False,
-) -> Verdict:
+def judge(session: SessionCore, request: VerdictRequest) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
-    if floor != "auto" and not _is_above_0(floor):
-        raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {floor!r}")
-    _refuse_threshold(threshold)
-    if not (output is None or isinstance(output, str)):
-        raise SessionError(f"verdict: output is the name of a tap, not {output!r}")
-    if not (exact is None or isinstance(exact, str) or callable(exact)):
-        raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {exact!r}")
-    constant = None if floor == "auto" else float(floor)
-    given = arguments("verdict", args, kwargs)
     if all(rank.takes_work for rank in session.ranks):
-        default = internals_of(session).default_callees
-        baseline = default.get("baseline") if baseline is None else baseline
-        target = default.get("target") if target is None else target
-        if baseline is None or target is None:
-            raise SessionError(
-                "verdict: give baseline= and target=, the functions that are to be judged; only jobs that a session "
-                "listens for are judged in what they do anyway"
-            )
-        if steps != 1 or graft_weights:
-            raise SessionError(
-                "verdict: steps= and graft_weights= are for jobs that a session listens for. A function that is called "
-                "for each run makes all of its steps, and begins from the same weights"
-            )
-        _require_computing(baseline, target, exact)
-        refuse_invalid_expressions(baseline, target, exact)
-        made = CalledRuns(session, baseline, target, exact, *given)
-        with made:
-            return _Judgement(made).verdict(output, constant, threshold, explain)
-    if any(each is not None for each in (baseline, target, exact)) or any(given):
+        runs: VerdictRuns = CalledRuns(session, _of_functions(session, request))
+    else:
+        runs = StepRuns(session, _of_jobs(request))
+    with runs:
+        return _Judgement(runs).verdict()
+
+
+def _of_functions(session: SessionCore, request: VerdictRequest) -> VerdictRequest:
+    """The request with each side's default. Raises :class:`SessionError` where its functions cannot be judged."""
+    default = internals_of(session).default_callees
+    baseline = default.get("baseline") if request.baseline is None else request.baseline
+    target = default.get("target") if request.target is None else request.target
+    if baseline is None or target is None:
         raise SessionError(
-            "verdict: these ranks are jobs of their own, and cannot be given code to run: baseline=, target=, exact=, "
-            "args= and kwargs= are for a session that was launched. session.verdict() judges what the jobs do"
+            "verdict: give baseline= and target=, the functions to judge; only a session that listens for jobs judges "
+            "without them, in the steps that the jobs make anyway"
         )
-    if not (isinstance(steps, int) and steps > 0):
-        raise SessionError(f"verdict: steps is how many steps of the jobs a run of the verdict has, not {steps!r}")
-    with StepRuns(session, steps, graft_weights=graft_weights) as made_of_steps:
-        return _Judgement(made_of_steps).verdict(output, constant, threshold, explain)
-
-
-def _require_computing(baseline: Callee, target: Callee, exact: Callee | None) -> None:
+    if request.steps != 1 or request.graft_weights:
+        raise SessionError(
+            "verdict: steps= and graft_weights= are for a session that listens for jobs. A function that is called "
+            "for each run makes all of its steps, and begins from the same weights"
+        )
     if isinstance(target, Recorded):
         raise SessionError(
             "verdict: the target is a recording, which computes nothing from what is grafted into it, so what each tap "
-            "adds cannot be told. Make it the baseline, or give the code that was recorded; session.plot.divergence() "
-            "shows the differences as they are"
+            "adds cannot be measured. Make it the baseline, or give the code that was recorded; "
+            "session.plot.divergence() shows the differences as they are"
         )
-    if isinstance(baseline, Recorded) and exact is not None:
+    if isinstance(baseline, Recorded) and request.exact is not None:
         raise SessionError(
             "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it out, and give "
-            "floor= where the one that is assumed does not suit"
+            "floor= where the assumed floor does not suit"
         )
+    refuse_invalid_expressions(baseline, target, request.exact)
+    return replace(request, baseline=baseline, target=target)
+
+
+def _of_jobs(request: VerdictRequest) -> VerdictRequest:
+    """The request itself. Raises :class:`SessionError` where it gives code, which jobs do not take."""
+    if any(each is not None for each in (request.baseline, request.target, request.exact)) or any(request.arguments):
+        raise SessionError(
+            "verdict: these ranks are jobs that another launcher started, and cannot be given code to run: baseline=, "
+            "target=, exact=, args= and kwargs= are for a launched session. session.verdict() judges what the jobs do"
+        )
+    return request
 
 
 def judge_rows(
@@ -121,9 +103,8 @@ def judge_rows(
     where: str,
 ) -> Verdict:
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
-    if floor is not None and not _is_above_0(floor):
-        raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
-    _refuse_threshold(threshold)
+    refuse_floor(floor)
+    refuse_threshold(threshold)
     said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
@@ -152,15 +133,6 @@ def judge_rows(
     return Verdict(findings, 0)
 
 
-def _is_above_0(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _refuse_threshold(threshold: object) -> None:
-    if not _is_above_0(threshold):
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
-
-
 class _Judgement:
     """One verdict on its way, from its runs to what they came to."""
 
@@ -173,7 +145,9 @@ class _Judgement:
         self._zero = 0
         self._not_swapped: dict[str, None] = {}
 
-    def verdict(self, output: str | None, constant: float | None, threshold: float, explain: bool) -> Verdict:
+    def verdict(self) -> Verdict:
+        request = self._runs.request
+        constant, threshold = request.constant_floor, request.threshold
         compared = self._runs.both("without grafts", RunFilters(compare="True"))
         returned = self._runs.returned
         grafted = self._runs.both("what each tap adds", RunFilters(b2t="True"))
@@ -182,14 +156,14 @@ class _Judgement:
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
-        outputs = self._outputs(rows, output)
+        outputs = self._outputs(rows, request.output)
         selves = self._runs.baseline_against_itself(rows, list(outputs))
         unseen = _not_in_twin(selves, self._runs.has_twin)
         unseen += _unseen(compared, self._runs.to_be_grafted(compared), grafted, selves)
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
-        of_jobs = self._runs.of_jobs(compared, grafted, not_repeated, constant, threshold)
+        of_jobs = self._runs.of_jobs(compared, grafted, not_repeated)
         data = contradicting_pairs(compared, self._before) + differing_data(compared, threshold, grafted)
         if of_jobs is not None:
             constant = of_jobs.constant
@@ -212,7 +186,7 @@ class _Judgement:
         named = [group for group in named if group not in (*even, *following)]
         # Before anything is cleared the target has run often enough to differ from itself.
         clears = not (named or not_repeated)
-        explain = explain and bool(named)
+        explain = request.explain and bool(named)
         target_not_repeated = self._runs.target_against_itself() if explain or clears else []
         unexplained: list[str] = []
         if not not_repeated:

@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.base.html import cell, table
 from graftlab.base.text import shortened
 from graftlab.ranks.handle import RankHandle
+from graftlab.rows.rendering import bounded_repr
 
 
 class RanksFrame(pd.DataFrame):
@@ -19,6 +20,9 @@ class RanksFrame(pd.DataFrame):
     @property
     def _constructor(self) -> Any:
         return RanksFrame
+
+    def __repr__(self) -> str:
+        return bounded_repr(self)
 
     def _repr_html_(self) -> str:
         told = {name: ["" if value is pd.NA else str(value) for value in self[name]] for name in self.columns}

@@ -16,6 +16,7 @@ from graftlab.base.world import Side
 from graftlab.control.core import start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
@@ -61,8 +62,9 @@ class VerdictRuns:
     has_twin = False
     """Whether a twin of the baseline in higher precision was given."""
 
-    def __init__(self, session: SessionCore) -> None:
+    def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
         self.session = session
+        self.request = request
         self.count = 0
         self.before = session.plan
         self.returned: ReturnedValues | None = None
@@ -110,14 +112,7 @@ class VerdictRuns:
         """Taps at which the baseline does not show any more what it did before its code was swapped."""
         return []
 
-    def of_jobs(
-        self,
-        compared: pd.DataFrame,
-        grafted: pd.DataFrame,
-        moved: Sequence[str],
-        constant: float | None,
-        threshold: float,
-    ) -> OfJobs | None:
+    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
         """What is to be said of jobs, whose baseline differed from itself at ``moved``, or of a recording; None of
         functions."""
         return None
@@ -128,28 +123,20 @@ class VerdictRuns:
 
 
 class CalledRuns(VerdictRuns):
-    """Calls ``baseline`` and ``target`` anew for each run; ``exact`` is the baseline in float64."""
+    """Calls the request's functions anew for each run."""
 
-    def __init__(
-        self,
-        session: SessionCore,
-        baseline: Callee,
-        target: Callee,
-        exact: Callee | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        super().__init__(session)
-        self._callees = (baseline, target)
-        self.recorded = isinstance(baseline, Recorded)
-        self._exact = exact
-        self.has_twin = exact is not None
-        self._args, self._kwargs = args, kwargs
+    def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
+        super().__init__(session, request)
+        assert request.baseline is not None
+        assert request.target is not None
+        self._baseline: Callee = request.baseline
+        self._target: Callee = request.target
+        self.recorded = isinstance(request.baseline, Recorded)
+        self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
-        baseline, target = self._callees
-        callees: dict[Side, Callee] = {"baseline": baseline, "target": target}
-        run, version = self._run(why, callees, self._args, self._kwargs, self.changes(wanted))
+        callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
+        run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise SessionError(EDITED)
@@ -185,18 +172,17 @@ class CalledRuns(VerdictRuns):
         if self.recorded:
             # It would show what was recorded, whatever is grafted: no rounding goes on with it.
             return []
-        key = floor_key(
-            self.session, self.before, rows, (self._callees[0], self._exact), self._args, self._kwargs, list(keep)
-        )
+        args, kwargs = self.request.arguments
+        callees = (self._baseline, self.request.exact)
+        key = floor_key(self.session, self.before, rows, callees, args, kwargs, list(keep))
         known = known_floor(self.session, key)
         if known is not None:
             return known
         call = partial(
             graft_baseline_into_itself,
-            self._callees[0],
-            self._exact,
-            self._args,
-            self._kwargs,
+            *callees,
+            args,
+            kwargs,
             coarser_dtypes(rows),
             self.before,
             self.session.options.keep_budget,
@@ -208,19 +194,12 @@ class CalledRuns(VerdictRuns):
         return measured
 
     def target_against_itself(self) -> list[str]:
-        call = partial(repeat_callee, self._callees[1], self._args, self._kwargs, self.session.options.keep_budget)
+        call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
 
-    def of_jobs(
-        self,
-        compared: pd.DataFrame,
-        grafted: pd.DataFrame,
-        moved: Sequence[str],
-        constant: float | None,
-        threshold: float,
-    ) -> OfJobs | None:
-        return account_of_recording(compared, grafted, constant) if self.recorded else None
+    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
+        return account_of_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)

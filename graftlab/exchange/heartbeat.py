@@ -1,4 +1,4 @@
-"""Where a rank is, told from time to time to those that cannot look into its memory."""
+"""Send this rank's status to processes that cannot read its memory, whenever it has changed."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ _REST = 0.05
 
 
 class Heartbeat:
-    """A thread that looks into this process's own page, and tells what is new there.
+    """A thread that reads this process's own status page every ``rest`` seconds and sends what has changed.
 
-    What else may be new is in ``details``: they are told with it, and for their sake. A wait is told at the second
-    look alone, for one that just ends is no wait. It ends when ``is_over`` says so.
+    A change of ``details()`` also causes a report. A wait is reported only when two reads in a row have found it,
+    because most waits end within microseconds. The thread ends when ``is_over()`` is true.
     """
 
     def __init__(
         self,
         page: StatusPage,
-        tell: Callable[[RankStatus], None],
+        send: Callable[[RankStatus], None],
         details: Callable[[], object],
         is_over: Callable[[], bool],
         rest: float = _REST,
     ) -> None:
         self._page = page
-        self._tell = tell
+        self._send = send
         self._details = details
         self._is_over = is_over
         self._rest = rest
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="graftlab-beacon", daemon=True).start()
+        threading.Thread(target=self._run, name="graftlab-heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         rest = threading.Event()
-        told: object = None
+        reported: object = None
         before: object = None
         while not self._is_over():
-            # In this order: who waits, has had what had come before.
+            # Details first: a wait that the page shows then began after everything counted in them had arrived.
             details = self._details()
             try:
-                look = self._page.read()
+                status = self._page.read()
             except ValueError:
-                # The memory was let go of, with all who were told.
+                # The exchange was closed, and its memory unmapped.
                 return
-            now = (details, look)
-            if now != told and (look.state != "waiting" or now == before):
-                self._tell(look)
-                told = now
+            now = (details, status)
+            if now != reported and (status.state != "waiting" or now == before):
+                self._send(status)
+                reported = now
             before = now
             rest.wait(self._rest)

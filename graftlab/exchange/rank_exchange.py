@@ -1,14 +1,13 @@
-"""The exchange between ranks: tensors through shared memory where two have it, their addresses through sockets.
+"""The exchange between ranks: tensors through shared memory or TCP, their addresses through sockets.
 
-Each rank owns one segment (:mod:`.arena`) that every rank maps. A sender copies a tensor into its own segment once and
-sends each receiver a small frame with the key and the offset (:mod:`.sender`); a receiver looks at the bytes where
-they are (:mod:`.receiver`). What was received is released in batches; what nobody asked for is free when the
-receivers end the step.
+Each rank owns one segment (:mod:`.arena`), which every rank of its machine maps. A sender copies a tensor into its
+segment once and sends each receiver a small frame with the key and the offset (:mod:`.sender`). A receiver reads the
+bytes in place (:mod:`.receiver`). It releases tensors in batches; when it ends the step, it also releases those that
+it did not ask for.
 
-Tensors on a GPU stay there where they can (:mod:`.device`); all else about them is the same. To ranks on other
-machines a tensor's bytes are sent along with its frame (:mod:`.tcp`), from where they lie in the segment or, of a
-tensor on a GPU, in pinned memory (:mod:`.pinned`). They stay there until they are released, as for all others: so the
-budget bounds what any receiver has to hold.
+Tensors on a GPU stay on the GPU if possible (:mod:`.device`). A rank on another machine gets a tensor's bytes with its
+frame (:mod:`.tcp`), sent from the segment or, for a tensor on a GPU, from pinned memory (:mod:`.pinned`). They also
+stay there until they are released, so the sender's budget bounds the memory of every receiver too.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from graftlab.exchange.status_page import StatusPage
 class RankExchange(Generic[Memo]):
     """Implements :class:`graftlab.exchange.contract.Exchange`; see there for the promises.
 
-    ``arena`` is this rank's own segment, and ``links`` has the connection to each other rank and that rank's segment
-    (None where the two share no memory), by world rank. ``budget`` is in bytes and bounds what this
-    rank has published and not got back; ``timeout``, in seconds, bounds every wait.
+    ``arena`` is this rank's own segment. ``links`` has the connection to each other rank and that rank's segment, by
+    world rank (None where the two share no memory). ``budget`` bounds the bytes that this rank has published and that
+    receivers still hold; ``timeout``, in seconds, bounds every wait.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class RankExchange(Generic[Memo]):
     def where_peers_are(self) -> str:
         return self._peers.describe()
 
-    # ---- what the leader says, and what followers hear ----------------------------------------------------------
+    # ---- the leader's announcements -----------------------------------------------------------------------------
 
     def announce(self, step: int, message: bytes) -> None:
         for peer in self._peers.by_rank.values():
@@ -183,10 +182,10 @@ class RankExchange(Generic[Memo]):
                     if remaining <= 0:
                         return None
                     self._peers.pump(remaining)
-        return [peer.announced.pop(heard) for heard in sorted(peer.announced) if heard <= step]
+        return [peer.announced.pop(earlier) for earlier in sorted(peer.announced) if earlier <= step]
 
     def await_past(self, step: int) -> bool:
-        # Ranks of one side tell each other nothing of their steps. Through the other side they are held together too.
+        # Ranks of one side send each other no step ends: waiting for the other side keeps them together too.
         peers = self._peers.others
         self._peers.pump(0)
         if not all(peer.is_past(step) for peer in peers):

@@ -1,4 +1,4 @@
-"""The receiving side of a rank: waiting for what the other side publishes, looking at it, and releasing it."""
+"""The receiving side of a rank: wait for the tensors that the other side publishes, open and release them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from graftlab.exchange.frames import (
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
 
-# Releases travel together: this many, or so many bytes, or this share of the budget, whichever comes first. So few
-# bytes, because a sender writes there again while the cache holds it: to copy 4 MiB into one place takes it half as
-# long as into eight in turn.
+# Releases are sent in batches: after this number, these bytes, or this share of the budget, whichever comes first. The
+# bytes are few so that a sender reuses memory that is still in its cache: copying 4 MiB into one place takes it half
+# as long as into eight places in turn.
 _RELEASE_COUNT = 64
 _RELEASE_BYTES = 2 << 20
 _RELEASE_SHARE = 8
-# How often a rank that waits looks whether the GPU has done with what was received, so that it can be released.
+# Seconds between two looks of a waiting rank whether the GPU has finished reading, so that tensors can be released.
 _READ_POLL = 0.001
-# How soon a rank that waits looks whether a peer waits for it in turn, and how often in the end.
+# Seconds until a waiting rank first looks whether a peer waits for it in turn, and the longest pause between two looks.
 _FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
-# Taps that never repeat must not fill the memory.
+# Bounds the memory for taps that never repeat.
 _SEEN_LIMIT = 100_000
 
 ReceivedTensors = list[tuple[Peer, PublishFrame]]
 
 
 class Receiver:
-    """Receives, and releases in batches what was received.
+    """Receives tensors, and releases them in batches.
 
-    Two ranks may come to wait for each other, each for a tap that the other reaches later. One of them yields, that is,
-    gives up its wait, and the other goes on waiting: who waits for what the other side has never reached, and the
-    higher world rank if that tells nothing. A sender's page alone is no proof that it waits in vain, as our answer may
-    be on its way to it; so it is asked, and its answer comes after it has read all that we had sent before.
+    Two ranks may wait for each other, each for a tap that the other reaches later. Then one of them yields, that is,
+    ends its wait, and the other keeps waiting. The one that yields is the rank that waits for a tap that the other side
+    has never reached; if that does not decide, the higher world rank. A peer's status page alone does not prove that
+    its wait is vain, because this rank's answer may be in transit. So the peer is asked, and it replies only after it
+    has read all earlier frames.
     """
 
     def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory) -> None:
@@ -56,10 +57,10 @@ class Receiver:
         self._large = min(_RELEASE_BYTES, budget // _RELEASE_SHARE)
         self._reader = DeviceReader(gpu)
         self._ended_step = -1
-        # The taps that threads of this rank wait for, by the number of the wait.
+        # The taps that threads of this rank wait for, by number of the wait.
         self._awaited: dict[int, TapKey] = {}
         self._wait_number = 0
-        # Names and tags that the other side has ever reached.
+        # Names and tags of taps that the other side has reached, in any step.
         self._seen_taps: set[tuple[object, ...]] = set()
 
     # ---- runs and steps -----------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Receiver:
             try:
                 tensor = self._open(peer, published, near)
             except Exception as error:
-                receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be brought here: {error}"
+                receipt.absent[rank] = f"{peer.label} sent this tap, but its tensor cannot be read here: {error}"
                 self._release([(peer, published)])
                 continue
             taken.append((peer, published))
@@ -116,7 +117,7 @@ class Receiver:
             try:
                 extras = None if published.extras is None else pickle.loads(published.extras)
             except Exception as error:
-                # Unpickling runs the user's own code, or does not find their class here; the error is theirs to see.
+                # Unpickling runs the user's code, and may not find their class here: show them the error.
                 extras = None
                 receipt.unreadable[rank] = (
                     f"the extras of {peer.label} cannot be loaded here: {type(error).__name__}: {error}"
@@ -140,12 +141,12 @@ class Receiver:
                 window = peer.arena.window(location or 0, nbytes, dtype, shape)
             if near is None or near.is_cpu:
                 return window
-            # Pinned bytes are not given out again before the GPU has read them: nobody has to wait for that.
+            # The allocator reuses pinned memory only after the GPU has read it, so no wait is needed here.
             return window.to(near.device, non_blocking=pinned is not None and pinned.is_pinned())
         try:
             window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
         except Exception as error:
-            # This one is lost; those that follow must take the other way.
+            # This tensor is lost; the sender has to send later ones through the host's memory.
             self._answer(peer, str(error))
             raise
         return window if near is None else window.to(near.device)
@@ -165,7 +166,7 @@ class Receiver:
     def _note_answer(self, peer: Peer, key: TapKey, published: PublishFrame | None) -> None:
         if len(self._seen_taps) < _SEEN_LIMIT:
             self._seen_taps.add((key.name, key.tags))
-        # What comes for a step that has ended here is released by the end-of-step frame that is on its way back.
+        # A tensor for a step that has ended here is released by the StepEndFrame that its sender will receive.
         if key.step > self._ended_step:
             peer.inbox[key.step][key] = published
             if published is not None and peer.attached:
@@ -174,10 +175,10 @@ class Receiver:
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def _wait_for(self, key: TapKey) -> tuple[dict[int, str], bool]:
-        """Wait until every sender has answered; why some have not, by rank, where the wait is given up.
+        """Wait until every sender has answered; return why some have not, by rank, and whether this rank has yielded.
 
-        It is given up at the time limit, and at once where a sender waits for a tap of this very rank and says so: then
-        the second is True.
+        The wait ends early at the time limit, and at once when a sender that waits for a tap of this rank answers that
+        this rank must yield.
         """
         peers = self._peers
         for peer in peers.others:
@@ -222,7 +223,7 @@ class Receiver:
             peer.yielded_waits.add(frame.wait)
 
     def _must_yield(self, peer: Peer, asker_is_known: bool) -> bool:
-        """What this rank says when asked by a peer that waits for it."""
+        """Whether the peer, which asks because it waits for this rank, has to end its wait."""
         if self._peers.waiters.several or len(self._awaited) != 1:
             return False
         [awaited] = self._awaited.values()
@@ -233,14 +234,15 @@ class Receiver:
         return peer.world_rank > self._peers.place.world_rank
 
     def _has_seen(self, key: TapKey) -> bool:
-        """Whether the other side has ever reached such a tap."""
+        """Whether the other side has reached a tap of this name and tags in any step."""
         return (key.name, key.tags) in self._seen_taps
 
     def _why_unanswered(self, key: TapKey, has_yielded: bool) -> dict[int, str]:
         peers = self._peers
         waited = f"did not reach this tap within {peers.timeout:g} s"
         if has_yielded:
-            waited = f"waits for another tap of {peers.place.label}, which cannot come while this one is waited for"
+            me = peers.place.label
+            waited = f"waits for a different tap of {me}, which {me} cannot reach while it waits for this one"
         late = [peer for peer in peers.others if not peer.has_answered(key)]
         return {peer.place.rank: f"{peer.label} {waited}: {peer.page.read()}" for peer in late}
 
@@ -254,7 +256,7 @@ class Receiver:
                 self._send_releases(peer)
 
     def _release_when_read(self, taken: ReceivedTensors) -> None:
-        """The same for tensors some of which are on a GPU, whose streams may have them still to read."""
+        """Release tensors, those on a GPU only when its streams have read them."""
         for peer, published in taken:
             if isinstance(published.location, DeviceLocation):
                 self._reader.release(peer.world_rank, published.location, (peer, published))
@@ -263,7 +265,7 @@ class Receiver:
         self._release(self._reader.read(wait=False))
 
     def release_read(self, *, wait: bool) -> None:
-        """Tell the senders of everything that no GPU reads any more; with ``wait``, of everything that was released."""
+        """Release the tensors that no GPU reads any longer; with ``wait``, wait until that is true of all of them."""
         if self._reader.reading:
             self._release(self._reader.read(wait=wait))
             for peer in self._peers.others:
@@ -281,5 +283,5 @@ class Receiver:
         self._answer(peer, self._reader.open(peer.world_rank, frame.chunk, frame.handle))
 
     def _answer(self, peer: Peer, failure: str | None) -> None:
-        # A message of CUDA's may quote a path, which need not be Unicode.
+        # CUDA's message may quote a path that is not valid Unicode.
         peer.send(ChunkReplyFrame(failure and failure.encode("utf-8", "replace").decode()))

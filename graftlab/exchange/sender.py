@@ -1,4 +1,4 @@
-"""The sending side of a rank: where what it publishes lies until every receiver has done with it, and how much may."""
+"""The sending side of a rank: publish tensors, and keep them until every receiver has released them."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from graftlab.exchange.tcp import RemoteChannel
 
 logger = logging.getLogger(__name__)
 
-# So many tensors on their way, or bytes that were sent since the last look, are a reason to look whether some have been
-# released: their memory is still in the processor's cache.
+# After this many tensors in transit, or bytes sent since the last look, look for releases: released memory is still in
+# the processor's cache.
 _LOOK_COUNT = 256
 _LOOK_BYTES = 1 << 20
-# How often a sender without room looks whether a receiver waits for it.
+# Seconds between two looks of a sender without room whether a receiver waits for it.
 _ROOM_POLL = 0.02
-# Taps that never repeat must not fill the memory.
+# Bounds the memory for taps that never repeat.
 _REPORTED_LIMIT = 100_000
 
 
 class Staging(Protocol):
-    """Memory of a sender that its receivers can look at where it is: the host's, or a GPU's (:mod:`.device`)."""
+    """Memory in which a sender keeps tensors for its receivers: the host's, or a GPU's (:mod:`.device`)."""
 
     def put(self, tensor: torch.Tensor, nbytes: int, receivers: set[int]) -> Any:
-        """Copy a tensor of ``nbytes`` (at least one) here and return its location, which receivers are told.
+        """Copy a tensor of ``nbytes`` (at least one) here and return its location, which the sender sends to receivers.
 
-        None when these receivers (world ranks) cannot get it this way, or there is no room.
+        None when these receivers (world ranks) cannot read it here, or there is no room.
         """
 
     def release(self, location: Any) -> None:
-        """No receiver looks at this location any more."""
+        """Free this location, which no receiver reads any longer."""
 
 
 class HostStaging:
@@ -75,7 +75,7 @@ class HostStaging:
 
 @dataclass(slots=True)
 class _OutgoingTensor(Generic[Memo]):
-    """A published tensor as its sender knows it: which receivers may still look at it, and did any."""
+    """A published tensor: the receivers that may still read it, and whether any has asked for it."""
 
     step: int
     staging: Staging
@@ -86,10 +86,10 @@ class _OutgoingTensor(Generic[Memo]):
 
 
 class Sender(Generic[Memo]):
-    """Publishes, declines, and takes back what the receivers have done with.
+    """Publishes and declines, and frees what the receivers have released.
 
-    ``release_read`` gives other senders back what this rank has received from them; it is called while this one waits
-    for room, because they may be waiting for that.
+    ``release_read`` releases what this rank has received itself. It is called while this rank waits for room, because
+    the other senders may be waiting for theirs.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Sender(Generic[Memo]):
         self._sent_since_look = 0
         self._unmatched: list[Memo] = []
         self._has_warned = False
-        # Names and tags of which receivers that had ended the step were told.
+        # Names and tags of taps that were reported to receivers that had ended the step.
         self._reported_taps: set[tuple[object, ...]] = set()
 
     @property
@@ -137,14 +137,14 @@ class Sender(Generic[Memo]):
         if (
             self._sent_since_look > _LOOK_BYTES
             or len(self._outgoing) > _LOOK_COUNT
-            or (not on_host and self._device.awaits_answers)
+            or (not on_host and self._device.awaits_replies)
         ):
             self._sent_since_look = 0
             self._peers.pump(0)
         if nbytes and self._is_full_for(nbytes):
             self._make_room(key, nbytes)
         others = self._peers.others
-        # Only now: a receiver may have ended the step, or died, while this rank waited for room.
+        # Not earlier: a receiver may have ended the step, or died, while this rank waited for room.
         receivers = [peer for peer in others if not peer.is_past(key.step)]
         if len(receivers) < len(others):
             self._report_tap(key)
@@ -171,7 +171,7 @@ class Sender(Generic[Memo]):
     def _stage(
         self, key: TapKey, tensor: torch.Tensor, nbytes: int, receivers: set[int], remote: int
     ) -> tuple[Staging, Location]:
-        """Copy the tensor to where all of these receivers can get it, so many of which share no memory with this rank.
+        """Copy the tensor to memory that all these receivers can read; ``remote`` of them share none with this rank.
 
         Raises :class:`BufferFullError`.
         """
@@ -182,23 +182,22 @@ class Sender(Generic[Memo]):
             elif self._gpu.takes(tensor):
                 if remote == len(receivers):
                     return self._pinned, self._pinned.put(tensor, nbytes, receivers)
-                # Those that are here look at it in the segment, into which the GPU would copy more slowly.
+                # Receivers on this machine read it in the segment, to which the GPU would copy more slowly.
                 tensor = self._pinned.fetch(tensor, nbytes)
         location = self._host.put(tensor, nbytes, receivers)
         if location is None:
             raise BufferFullError(
-                f"{self._label} could not publish tap {key.name!r} of step {key.step}: {nbytes} bytes do not fit into "
-                f"what its segment has left"
+                f"{self._label} could not publish tap {key.name!r} of step {key.step}: its segment has no room for "
+                f"{nbytes} bytes"
             )
         return self._host, location
 
     def _send_attached(
         self, receivers: list[Peer], frame: bytes, staging: Staging, location: Location, nbytes: int
     ) -> None:
-        """The same where some share no memory with this rank: the bytes go along, from where they lie.
+        """Send the frame; to receivers that share no memory with this rank together with the bytes, without a copy.
 
-        A receiver that ends the step while they are on their way does not look at them any more, so that they may be
-        written over then.
+        A receiver that ends the step while they are in transit does not read them, so they may be overwritten then.
         """
         attached = None
         if isinstance(location, int):
@@ -225,10 +224,9 @@ class Sender(Generic[Memo]):
                 peer.send(DeclineFrame(key))
 
     def _report_tap(self, key: TapKey) -> None:
-        """Let those that have ended the step know, once, that this rank reaches such a tap.
+        """Report once to the receivers that have ended the step that this rank reaches such a tap.
 
-        Of two ranks that wait for each other, the one whose tap the other has never reached gives up; see
-        :meth:`.receiver.Receiver`.
+        It decides which of two ranks that wait for each other yields; see :class:`.receiver.Receiver`.
         """
         if (key.name, key.tags) not in self._reported_taps and len(self._reported_taps) < _REPORTED_LIMIT:
             self._reported_taps.add((key.name, key.tags))
@@ -239,7 +237,7 @@ class Sender(Generic[Memo]):
     # ---- room ---------------------------------------------------------------------------------------------------
 
     def _is_full_for(self, nbytes: int) -> bool:
-        # A tensor larger than the whole budget goes when nothing else is in the buffer.
+        # A tensor larger than the whole budget is published when the buffer is empty.
         in_use = self.bytes_in_use
         return in_use > 0 and in_use + nbytes > self._budget
 
@@ -263,8 +261,8 @@ class Sender(Generic[Memo]):
             before = self._peers.ranks_waiting_for_me()
             quiet = not self._peers.look(min(remaining, _ROOM_POLL))
             if quiet and before & self._peers.ranks_waiting_for_me():
-                # A receiver waits for a later tap of this rank and will not ask for what is in the buffer until it has
-                # got it: both would wait for each other.
+                # A receiver waits for a later tap of this rank, and takes nothing from the buffer until it has received
+                # that tap: both would wait for each other.
                 self._warn_once()
                 return
 
@@ -272,13 +270,13 @@ class Sender(Generic[Memo]):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s exceeds its buffer budget of %d MiB: a receiver waits for a later tap and has not asked for what "
+                "%s exceeds its buffer budget of %d MiB: a receiver waits for a later tap and has not received what "
                 "is in the buffer; filters that match only taps of both sides avoid this",
                 self._label,
                 self._budget >> 20,
             )
 
-    # ---- what receivers say -------------------------------------------------------------------------------------
+    # ---- frames from receivers ----------------------------------------------------------------------------------
 
     def on_release(self, peer: Peer, frame: ReleaseFrame) -> None:
         for outgoing_id in frame.ids:
@@ -309,7 +307,7 @@ class Sender(Generic[Memo]):
                 self._unmatched.append(outgoing.memo)
 
     def _release_all(self, peer: Peer, step: int | None) -> None:
-        """The peer asks for nothing more of this step and earlier ones (None: of any)."""
+        """Release what the peer still holds of this step and earlier ones (None: of all steps)."""
         rank = peer.world_rank
         for outgoing_id, outgoing in list(self._outgoing.items()):
             if rank in outgoing.pending and (step is None or outgoing.step <= step):
@@ -321,4 +319,4 @@ class Sender(Generic[Memo]):
         self._peers.by_rank[world_rank].send(ChunkFrame(chunk, handle))
 
     def on_chunk_reply(self, peer: Peer, frame: ChunkReplyFrame) -> None:
-        self._device.answered(peer.world_rank, frame.failure)
+        self._device.note_reply(peer.world_rank, frame.failure)

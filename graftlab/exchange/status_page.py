@@ -1,8 +1,8 @@
-"""Where a rank is, readable by everybody at any moment without asking it.
+"""A rank's status in shared memory: any process of the session can read it without asking the rank.
 
-A rank that hangs cannot answer; what it last wrote into the first page of its segment still can. There are two halves:
-the writer fills the one that is not in force and then counts up, which puts it in force. So a writer that stops or dies
-half way leaves the other half whole, and a reader that was overtaken notices and looks again.
+A rank that hangs cannot answer, but its status page, the first page of its segment, can still be read. The page has
+two halves and a counter whose parity says which half is valid. The writer fills the other half and then increments the
+counter. So a writer that dies half way leaves a valid half, and a reader that was overtaken notices and reads again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NOBODY = bytes(_BITS)
 _COUNT = slice(_COUNTER.size)
 _HALVES = tuple(slice(start, start + _BODY.size) for start in (_COUNTER.size, _COUNTER.size + _BODY.size))
 _pack_count, _pack = _COUNTER.pack, _BODY.pack
-# Names that never repeat must not fill the memory.
+# Bounds the memory for tap names that never repeat.
 _NAMES_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One look at a rank: ``tap`` is the last tap that some filter wanted; ``awaits`` the world ranks it waits for."""
+    """A rank's status: ``tap`` is the last tap that a filter matched, ``awaits`` the world ranks it waits for."""
 
     state: str = "starting"
     step: int = -1
@@ -50,11 +50,11 @@ class RankStatus:
         seconds = max(0.0, time.monotonic() - self.since)
         if self.state == "waiting":
             return f"waiting {where} of step {self.step} for {seconds:.1f} s"
-        return f"computing since {seconds:.1f} s, last seen {where} of step {self.step}"
+        return f"computing for {seconds:.1f} s, last seen {where} of step {self.step}"
 
 
 class WireStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same on its way to another machine, whose clock is another: ``seconds`` is for how long it has been so."""
+    """A :class:`RankStatus` sent to another machine, whose clock differs: ``seconds`` is the age of the state."""
 
     state: str
     step: int
@@ -65,27 +65,27 @@ class WireStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     awaits: tuple[int, ...]
 
     @classmethod
-    def of(cls, look: RankStatus) -> WireStatus:
-        seconds = time.monotonic() - look.since
-        return cls(look.state, look.step, look.plan_version, look.taps, seconds, look.tap, look.awaits)
+    def of(cls, status: RankStatus) -> WireStatus:
+        seconds = time.monotonic() - status.since
+        return cls(status.state, status.step, status.plan_version, status.taps, seconds, status.tap, status.awaits)
 
     def restore(self) -> RankStatus:
-        """What was told, by the clock of this machine."""
+        """Return the status with the time since when by this machine's clock."""
         since = time.monotonic() - self.seconds
         return RankStatus(self.state, self.step, self.plan_version, self.taps, since, self.tap, self.awaits)
 
 
 class StatusPage:
-    """The page itself: its owner writes, everybody reads."""
+    """The status page: its owner writes it, any process of the session reads it."""
 
     def __init__(self, page: mmap) -> None:
         self._page = page
         self._count = 0
-        # Names as they are written: a model reaches the same taps over and over.
+        # Encoded names, because a model reaches the same taps over and over.
         self._names: dict[str, bytes] = {}
 
     def pass_tap(self, step: int, plan_version: int, taps: int, tap: str) -> None:
-        """Write that the rank runs, and has come to this tap: :meth:`write` in a third of the time."""
+        """Write that the rank is running and has reached this tap, in a third of the time of :meth:`write`."""
         name = self._names.get(tap)
         if name is None:
             name = self._encode_name(tap)
@@ -111,7 +111,7 @@ class StatusPage:
         now, whom = time.monotonic(), bits.to_bytes(_BITS, "little")
         body = _pack(_STATES.index(state), step, plan_version, taps, now, whom, len(name), name)
         self._page[_HALVES[self._count % 2]] = body
-        # Not pack_into: it blanks what it writes to first, and a count of zero is a count too.
+        # Not pack_into, which zeroes the bytes before it writes: a reader would take the zero for a valid count.
         self._page[_COUNT] = _pack_count(self._count)
 
     def read(self) -> RankStatus:

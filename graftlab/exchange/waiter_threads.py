@@ -1,7 +1,7 @@
-"""Several threads of one rank, each waiting for a tap of its own.
+"""Let several threads of one rank wait for different taps at the same time.
 
-The exchange has one owner at a time. A thread that waits for other ranks gives it up meanwhile, so that the next one
-may send, receive, and wait as well. What comes is read by whoever is there first, and it wakes the others.
+One thread at a time owns the exchange. A thread that waits for other ranks releases it meanwhile, so that the next
+thread can send, receive and wait too. The first thread to own it again reads what has arrived, and wakes the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graftlab.exchange.interrupts import interruptible
 
 
 class _Waiter:
-    """What one thread waits with: for descriptors, or to be woken by a thread that has read what came."""
+    """One thread's wait: for descriptors, or for a wake-up by another thread that has read from them."""
 
     def __init__(self) -> None:
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -39,13 +39,13 @@ class _Waiter:
 
 
 class WaiterThreads:
-    """The threads that use one exchange. All calls come from the thread that owns it at the moment."""
+    """The threads that use one exchange. Only the thread that owns the exchange calls its methods."""
 
     def __init__(self, descriptors: Iterable[int]) -> None:
         self.let_go: Callable[[], bool] = lambda: False
         self.take_back: Callable[[], None] = lambda: None
         self.several = False
-        """Whether more than one thread has ever used the exchange in one step."""
+        """Whether more than one thread has used the exchange within one step, in any step so far."""
         self._thread = 0
         self._descriptors = frozenset(descriptors)
         self._idle: list[_Waiter] = []
@@ -55,39 +55,39 @@ class WaiterThreads:
         self._thread = 0
 
     def note(self) -> None:
-        """The calling thread uses the exchange."""
+        """Record that the calling thread uses the exchange."""
         thread = threading.get_ident()
         if thread != self._thread:
             self.several |= self._thread != 0
             self._thread = self._thread or thread
 
     def forget(self, descriptor: int) -> None:
-        """Nothing comes from this one any more."""
+        """Stop waiting for this descriptor: its connection has ended."""
         self._descriptors -= {descriptor}
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something can be read, or another thread has read something; True in the latter case.
+        """Wait until a descriptor is readable, or another thread has read from one; True in the latter case.
 
         Other threads may own the exchange meanwhile.
         """
-        looker = self._idle.pop() if self._idle else _Waiter()
-        looker.follow(self._descriptors)
-        self._waiting.append(looker)
-        # An interrupt is raised in the wait itself alone, because the rest is the exchange's: see .interrupts.
+        waiter = self._idle.pop() if self._idle else _Waiter()
+        waiter.follow(self._descriptors)
+        self._waiting.append(waiter)
+        # An interrupt may be raised only in the wait itself, see .interrupts.
         is_free = self.let_go()
         try:
-            ready = looker.wait(seconds)
+            ready = waiter.wait(seconds)
         finally:
             if is_free:
                 self.take_back()
-            self._waiting.remove(looker)
-            self._idle.append(looker)
-        if not any(descriptor == looker.wake for descriptor, _ in ready):
+            self._waiting.remove(waiter)
+            self._idle.append(waiter)
+        if not any(descriptor == waiter.wake for descriptor, _ in ready):
             return False
-        os.eventfd_read(looker.wake)
+        os.eventfd_read(waiter.wake)
         return True
 
     def wake(self) -> None:
-        """Something was read, which others may wait for."""
-        for looker in self._waiting:
-            os.eventfd_write(looker.wake, 1)
+        """Wake all waiting threads: one of them may wait for what this thread has read."""
+        for waiter in self._waiting:
+            os.eventfd_write(waiter.wake, 1)

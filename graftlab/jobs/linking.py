@@ -262,7 +262,7 @@ class Linker:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._segment)
         if self.kinds()[1]:
-            self._post.rouse()
+            self._post.wake()
         else:
             # Nothing listens that nobody needs.
             self._post.close()

@@ -13,6 +13,7 @@ from kit.support import wait_until
 from graftlab.control.core import SessionCore
 from graftlab.control.judge import judge
 from graftlab.control.run import state_of
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import RunError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -57,7 +58,7 @@ def filters(plan: Any) -> tuple[Any, ...]:
 def test_jobs_that_end_no_step_are_not_waited_for_without_end(session: SessionCore, ranks: list[TalkingRank]) -> None:
     under_way(session, ranks)
     with pytest.raises(SessionError, match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)"):
-        judge(session)
+        judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
     for each in ranks:
         # Whatever becomes of the notebook, a job knows to which plan it goes back.
@@ -73,7 +74,7 @@ def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[Talk
     ranks[0].line.send(RunSettled(run, 4))
     wait_until(lambda: state_of(session.runs[-1]).has_ended(ranks[0].rank), "the end of the baseline's part")
     with pytest.raises(SessionError, match=r"given up: baseline\[0\] ended before it was there, after run 0 of it"):
-        judge(session)
+        judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
 
 
@@ -90,7 +91,7 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ran
 
     session.edit = edit_and_die  # type: ignore[method-assign]
     with pytest.raises(RunError, match=r"the verdict was given up, .* failed on target\[0\]"):
-        judge(session)
+        judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
 
 
@@ -98,14 +99,14 @@ def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
     session: SessionCore, ranks: list[TalkingRank]
 ) -> None:
     with pytest.raises(SessionError, match="the run is not there, and a verdict needs every rank"):
-        judge(session)
+        judge(session, VerdictRequest())
     under_way(session, ranks)
     ranks[1].rank.alive = False
     with pytest.raises(SessionError, match=r"target\[0\] is not there"):
-        judge(session)
+        judge(session, VerdictRequest())
     ranks[0].rank.alive = False
     with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are not there, and a verdict needs"):
-        judge(session)
+        judge(session, VerdictRequest())
     assert session.plan.version == PLAN.version
 
 
@@ -124,7 +125,7 @@ def test_what_jobs_cannot_be_asked_is_refused_before_their_plan_is_changed(
 ) -> None:
     under_way(session, ranks)
     with pytest.raises(SessionError, match=says):
-        judge(session, **given)
+        judge(session, VerdictRequest(**given))
     assert session.plan.version == PLAN.version
 
 
@@ -132,6 +133,6 @@ def test_of_a_session_that_was_launched_functions_are_asked_for(session: Session
     for each in ranks:
         each.rank.takes_work = True
     with pytest.raises(SessionError, match="give baseline= and target="):
-        judge(session)
-    with pytest.raises(SessionError, match="are for jobs that a session listens for"):
-        judge(session, "f()", "f()", steps=2)
+        judge(session, VerdictRequest())
+    with pytest.raises(SessionError, match="are for a session that listens for jobs"):
+        judge(session, VerdictRequest("f()", "f()", steps=2))

@@ -36,7 +36,7 @@ def test_both_ends_work_out_the_same_keys_and_each_role_has_its_own() -> None:
 
 def test_a_token_that_could_be_guessed_is_refused() -> None:
     derive_keys("x" * 40)
-    with pytest.raises(ConfigError, match="has 39 characters; it takes one that"):
+    with pytest.raises(ConfigError, match="has 39 characters; use the token that"):
         derive_keys("x" * 39)
 
 
@@ -57,7 +57,7 @@ def test_a_token_that_others_may_have_seen_is_refused(mode: int, tmp_path: Path)
     path = tmp_path / "token"
     write_token(path, new_token())
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"others can read .*token, or it is not yours; chmod 600 it"):
+    with pytest.raises(ConfigError, match=r"others can read .*token, or it is not yours; run chmod 600 on it"):
         read_token(path)
     path.chmod(0o400)
     read_token(path)

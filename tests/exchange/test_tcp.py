@@ -222,7 +222,7 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
         world.baseline.channels[0].send(encode(frame))
         receipt = world.target.receive(key())
         assert receipt.contributions == []
-        assert "was cut off, for it sent what target[0] cannot read" in receipt.absent[0]
+        assert "was disconnected: it sent a frame that target[0] cannot read" in receipt.absent[0]
 
 
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
@@ -239,7 +239,7 @@ def _attached(world: World, nbytes: int, attached: bytes) -> str:
 def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached: bytes) -> None:
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
-        assert f"cannot be brought here: {len(attached)} bytes came of {nbytes}" in why
+        assert f"cannot be read here: {len(attached)} bytes came of {nbytes}" in why
 
 
 def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() -> None:

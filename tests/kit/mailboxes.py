@@ -137,7 +137,7 @@ class Mailbox:
             channel.close()
         for channel in self.channels:
             if isinstance(channel, RemoteChannel):
-                channel._post.close()
+                channel._router.close()
 
 
 class World:
@@ -302,8 +302,8 @@ _MARK = b"all before this has been delivered"
 
 def _take_mark(channel: RemoteChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
-    channel._post.pump()
-    channel._post.rouse()
+    channel._router.pump()
+    channel._router.wake()
     # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
@@ -346,7 +346,7 @@ def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
         return len(links) == count - 1 and all(channel.linked for channel in links.values())
 
     wait_until(complete, "the connections")
-    post.rouse()
+    post.wake()
     return dict(sorted(links.items()))
 
 

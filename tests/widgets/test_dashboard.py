@@ -171,7 +171,7 @@ def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, boa
     board.act("open", f"{name} layer=1")
     board.settle()
     assert f"no pair of tensors is kept for '{name}'" in board.shown("pair")
-    assert "“Keep this tap” has the plan hold" in board.shown("pair")
+    assert "“Keep this tap” keeps its tensors" in board.shown("pair")
     board.act("keep", f"{name} layer=1")
     board.settle()
     assert session.plan.keep == f"name == '{name}' and layer == 1"
@@ -246,12 +246,12 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
     internals_of(session).reports.on_rows([line(index) for index in range(20_000)])
     board.panel.refresh()
     assert sum(read) <= 2 * ROWS_A_TICK, "the taps and the transform editor"
-    assert board.view["count"].endswith("not included yet")
+    assert board.view["count"].endswith("not read yet")
     go.touch()
     run.wait()
     board.panel.refresh()
     assert board.cells("flood4", "value", "highest") == [pytest.approx(19_999, rel=1e-3)] * 2
-    assert "not included" not in board.view["count"]
+    assert "not read" not in board.view["count"]
 
 
 def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
