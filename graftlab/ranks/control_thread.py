@@ -19,8 +19,8 @@ from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.debugging import stacks_of_other_threads
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Answer,
     AskKeptInput,
@@ -65,7 +65,7 @@ class ControlThread:
 
     def __init__(
         self,
-        line: Line,
+        line: ControlConnection,
         grafter: Grafter,
         kept: KeptPairs,
         interrupt: Callable[[int], None],

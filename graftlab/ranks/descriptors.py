@@ -11,7 +11,7 @@ from pathlib import Path
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.grafting.receive_pipeline import PendingRow
@@ -102,7 +102,7 @@ def make_exchange(
         arenas[world_rank] = Arena(descriptor, segment_size, writable=world_rank == place.world_rank)
         os.close(descriptor)
     own = arenas.pop(place.world_rank)
-    channels = (Channel(socket.socket(fileno=descriptor)) for descriptor in sockets)
+    channels = (SocketChannel(socket.socket(fileno=descriptor)) for descriptor in sockets)
     links = {rank: (link, arenas[rank]) for rank, link in zip(arenas, channels, strict=True)}
     return RankExchange(place, own, links, budget=budget, timeout=timeout), own.map
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import LinkReport, StatusUpdate
@@ -33,7 +33,7 @@ class RankHandle:
         self,
         place: Place,
         assignment: DeviceAssignment,
-        channel: Channel,
+        channel: SocketChannel,
         wake_socket: socket.socket,
         segment: int | None,
         log: Path,

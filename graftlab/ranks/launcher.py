@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import WirePlan, to_wire
 from graftlab.ranks import forkserver
@@ -169,7 +169,7 @@ def _start(
                 mine.close()
             raise
     segment = shared.segments[place.world_rank]
-    return RankProcess(place, assignment, process, Channel(ours), wake_socket, death_pipe, segment, log, stacks)
+    return RankProcess(place, assignment, process, SocketChannel(ours), wake_socket, death_pipe, segment, log, stacks)
 
 
 def _environment() -> dict[str, str]:

@@ -110,7 +110,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Contact(Message, frozen=True):
-    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
+    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.peer_connector`.
 
     ``socket`` is a path on its machine, and ``nonce`` the bytes that a rank sharing its memory reads there; ``name``
     identifies it at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from graftlab.base.world import Place
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.process_setup import end_programs_of
@@ -27,7 +27,7 @@ class RankProcess(RankHandle):
         place: Place,
         assignment: DeviceAssignment,
         process: BaseProcess,
-        channel: Channel,
+        channel: SocketChannel,
         wake_socket: socket.socket,
         death_pipe: socket.socket,
         segment: int,

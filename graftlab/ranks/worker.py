@@ -20,18 +20,18 @@ from functools import partial
 import torch
 
 from graftlab.base import shipping
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.interrupts import is_interruptible_at
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.control_thread import ControlThread
 from graftlab.ranks.debugging import LastFailure
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.displays import show_displays
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Dispatch,
     DisplayData,
@@ -65,7 +65,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     *descriptors, store, wake_socket, death_pipe = receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
     die_with_notebook(death_pipe)
-    line = Line(Channel(connection), socket.socket(fileno=wake_socket))
+    line = ControlConnection(SocketChannel(connection), socket.socket(fileno=wake_socket))
     set_up_process(spec, spec.store or f"/proc/self/fd/{store}")
     Rank(spec, line, descriptors).serve()
     line.channel.drain(5.0)
@@ -79,7 +79,7 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
 class Rank:
     """The state of a rank between runs: its grafter, its namespace, and its connection to the notebook."""
 
-    def __init__(self, spec: RankSpec, line: Line, descriptors: list[int]) -> None:
+    def __init__(self, spec: RankSpec, line: ControlConnection, descriptors: list[int]) -> None:
         self._line = line
         place = spec.place
         self._exchange, own = make_exchange(

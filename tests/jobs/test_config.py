@@ -104,7 +104,7 @@ def test_an_address_is_a_place_on_the_network_or_on_this_machine(
 ) -> None:
     config = GraftConfig(**COMPLETE, address=address, port=port).require_complete()
     assert config.endpoint == where
-    assert config.meeting.is_absolute()
+    assert config.rendezvous.is_absolute()
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1"])

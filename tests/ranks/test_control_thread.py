@@ -16,12 +16,12 @@ from kit.deadline import DEADLINE
 
 from graftlab.base import shipping
 from graftlab.base.world import RunInfo
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.control_thread import ControlThread
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     AskKeptInput,
     AskKeptMap,
@@ -54,14 +54,14 @@ class Notebook:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         bell, self.bell = socket.socketpair()
-        self.channel = Channel(ours)
+        self.channel = SocketChannel(ours)
         self.offered: list[GraftPlan] = []
         self.interrupted: list[int] = []
         self.ended = threading.Event()
         self.kept = KeptPairs()
         self.numbers = 0
         grafter: Any = SimpleNamespace(offer_plan=self.offered.append)
-        line = Line(Channel(theirs), bell)
+        line = ControlConnection(SocketChannel(theirs), bell)
         self.control = ControlThread(line, grafter, self.kept, self.interrupted.append, self.ended.set)
         self.control.open()
 
