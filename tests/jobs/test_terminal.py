@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from kit.digests import row
 from kit.job_scripts import end, start, variables
+from kit.rows import row
 from kit.support import wait_until
 
 import graftlab as gl
