@@ -158,12 +158,14 @@ class Judgement:
         try:
             return stage()
         except Exception as error:
-            _log.warning("verdict: %s failed", what, exc_info=True)
+            # An error of another kind is a defect of graftlab: its traceback is needed to report it.
+            level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
+            _log.log(level, "verdict: %s failed", what, exc_info=True)
             self._is_abandoned = isinstance(error, VerdictAbandoned) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
             reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
-            self._failed.append(f"{what[0].upper()}{what[1:]} failed, so this verdict goes without it: {reason}")
+            self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
             return otherwise
 
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
@@ -308,7 +310,7 @@ class Judgement:
                 causes[output.group] = found.with_earlier(
                     _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
                 )
-        changed = self._attempt("a last look at the baseline", self._runs.baseline_changed, [])
+        changed: list[str] = self._attempt("a last look at the baseline", self._runs.baseline_changed, [])
         if changed:
             # The swaps were measured against something else.
             return {}, [_changed(changed)]

@@ -24,7 +24,7 @@ from graftlab.verdict.crossing import Order, crossing
 
 @dataclass(frozen=True)
 class Output:
-    """The tap at which effects are measured. ``place`` is its step, counted from the run's first, and its order there."""
+    """The tap at which effects are measured. ``place`` is its step, from the run's first, and its order in it."""
 
     name: str
     group: str
@@ -47,7 +47,8 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[Output]:
             if not len(chosen):
                 known = ", ".join(list(dict.fromkeys(rows["name"]))[-5:])
                 raise SessionError(
-                    f"verdict: no tap named {name!r} was measured, so it cannot be the output; the last taps are {known}"
+                    f"verdict: no tap named {name!r} was measured, so it cannot be the output; the last taps "
+                    f"are {known}"
                 )
         elif len(chosen):
             # A token hides the logits that it was chosen by: most mistakes in them leave it.

@@ -9,7 +9,7 @@ import sys
 
 from graftlab.config import PREFIX, GraftConfig
 from graftlab.errors import ConfigError
-from graftlab.jobs.joining import tell_never_joined
+from graftlab.jobs.attach import tell_never_joined
 from graftlab.jobs.on_import import prepare
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, GraftError, SessionError, warn
 from graftlab.grafting import active
-from graftlab.jobs.member import Member
+from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.taps import calls
 
 _joining = threading.Lock()
-_member: Member | None = None
+_member: AttachedRank | None = None
 
 
 def attach(config: GraftConfig | None = None) -> bool:
@@ -42,7 +42,7 @@ def attach(config: GraftConfig | None = None) -> bool:
         forget_first_tap()
         config = GraftConfig.from_env() if config is None else config
         try:
-            member = Member(config)
+            member = AttachedRank(config)
             member.begin()
         except ConfigError:
             raise

@@ -22,11 +22,11 @@ _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 
 
-class Greeting(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class HandshakeMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The root of all of them."""
 
 
-class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job that is in a graft world already has: the run that goes on, and the plan in force.
 
     ``lost_rows`` is how many rows were made while nobody took them. With ``linked`` its memory is its own affair, and
@@ -40,10 +40,10 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: str = ""
 
 
-class Join(Greeting, frozen=True):
+class JoinRequest(HandshakeMessage, frozen=True):
     """A process asks to be this rank. With ``plan`` it is one that wants to meet others that have the same.
 
-    One that has a ``membership`` asks for a new line alone; the descriptor of its own segment follows.
+    One that has a ``rejoins`` asks for a new line alone; the descriptor of its own segment follows.
     """
 
     version: str
@@ -55,11 +55,11 @@ class Join(Greeting, frozen=True):
     device: str
     backend: str
     plan: WirePlan | None
-    membership: Membership | None
+    rejoins: RejoinState | None
     first_step: int | None = None
 
 
-class Fetch(Greeting, frozen=True):
+class WorldShareRequest(HandshakeMessage, frozen=True):
     """A process that has joined asks for what it shares with the others in this world."""
 
     world: int
@@ -70,19 +70,20 @@ class Fetch(Greeting, frozen=True):
     pid: int
 
 
-class Share(Greeting, frozen=True):
+class WorldShare(HandshakeMessage, frozen=True):
     """The answer. So many descriptors follow; each segment has this size."""
 
     segment_size: int
     descriptors: int
 
 
-class Joined(Greeting, frozen=True):
-    """It is. Descriptors follow, so many: its line and its bell.
+class JoinAccepted(HandshakeMessage, frozen=True):
+    """The process is that rank from now on. Its ends of the control connection follow as ``descriptors`` descriptors.
 
-    With ``address`` ranks may be on several machines: what they share they make themselves
-    (:mod:`graftlab.jobs.linking`), under the keys of ``token``. Who has come over a network gets no descriptors, and no
-    token, which it has: its line goes on where it has asked. ``session`` is a name that no other session has.
+    With ``address`` ranks may be on several machines, and connect to each other themselves
+    (:mod:`graftlab.jobs.peer_connector`), under the keys of ``token``. A process that asked over TCP gets no
+    descriptors, because that connection becomes its control connection, and no token, because it has it. ``session``
+    names the session uniquely.
     """
 
     folder: str
@@ -96,13 +97,13 @@ class Joined(Greeting, frozen=True):
     session: str = ""
 
 
-class Look(Greeting, frozen=True):
+class StatusQuery(HandshakeMessage, frozen=True):
     """Somebody wants to see what the session does, and with ``stacks`` where its ranks are in the code."""
 
     stacks: bool
 
 
-class SeenRank(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """One rank: the columns of the session's ``status()``, as text."""
 
     label: str
@@ -110,7 +111,7 @@ class SeenRank(msgspec.Struct, frozen=True):
     stacks: str
 
 
-class SeenTap(msgspec.Struct, frozen=True):
+class TapReport(msgspec.Struct, frozen=True):
     """The newest row of one tap on one rank."""
 
     name: str
@@ -120,17 +121,17 @@ class SeenTap(msgspec.Struct, frozen=True):
     rel_l2: float | None
 
 
-class Seen(Greeting, frozen=True):
+class StatusReply(HandshakeMessage, frozen=True):
     """What the session does. ``behind`` rows are not in ``taps`` yet."""
 
     summary: str
     rows: int
     behind: int
-    ranks: list[SeenRank]
-    taps: list[SeenTap]
+    ranks: list[RankReport]
+    taps: list[TapReport]
 
 
-class Refused(Greeting, frozen=True):
+class JoinRefused(HandshakeMessage, frozen=True):
     """It is not. ``settings`` where it is what the two were told that does not fit.
 
     ``again`` where it may be let in before long: nobody has noticed yet that the process before it is gone.
@@ -141,10 +142,12 @@ class Refused(Greeting, frozen=True):
     again: bool = False
 
 
-_decoder = wire.Decoder(Join | Joined | Fetch | Share | Refused | Look | Seen)
+_decoder = wire.Decoder(
+    JoinRequest | JoinAccepted | WorldShareRequest | WorldShare | JoinRefused | StatusQuery | StatusReply
+)
 
 
-def our_version() -> str:
+def graftlab_version() -> str:
     """Which graftlab this is; only equal ones understand each other."""
     try:
         return version("graftlab")
@@ -152,21 +155,21 @@ def our_version() -> str:
         return "0+unknown"
 
 
-def pack(message: Greeting) -> bytes:
+def pack_handshake(message: HandshakeMessage) -> bytes:
     return wire.encode(message)
 
 
-def unpack(data: bytes) -> Any:
-    """The inverse of :func:`pack`. Raises :class:`MessageError`."""
+def unpack_handshake(data: bytes) -> Any:
+    """The inverse of :func:`pack_handshake`. Raises :class:`MessageError`."""
     return _decoder.decode(data)
 
 
-def tell(connection: socket.socket, message: Greeting) -> None:
+def send_handshake(connection: socket.socket, message: HandshakeMessage) -> None:
     data = wire.encode(message)
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def hear(connection: socket.socket) -> Any:
+def receive_handshake(connection: socket.socket) -> Any:
     """The next message; None where the other end is gone. Raises :class:`MessageError` for anything else, and
     TimeoutError."""
     head = _exactly(connection, _LENGTH.size)

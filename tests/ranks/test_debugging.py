@@ -1,4 +1,4 @@
-"""The frames of the last failure: looked at with pdb, never run on, and let go of at the next run."""
+"""The frames of the last failure: inspected with pdb, never resumed, and released at the next run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last() -> LastFailure:
     return made
 
 
-def test_it_shows_the_exception_the_frames_their_source_and_their_values(last: LastFailure) -> None:
+def test_post_mortem_shows_exception_frames_source_and_values(last: LastFailure) -> None:
     said = last.ask("")
     assert said.startswith("ValueError: no such factor: 3\n")
     assert "outer()" in said
@@ -53,14 +53,14 @@ def test_it_shows_the_exception_the_frames_their_source_and_their_values(last: L
 
 
 @pytest.mark.parametrize("command", ["c", "n", "step", "jump 3", "interact", "q", "b 3"])
-def test_what_has_failed_is_not_run_on(last: LastFailure, command: str) -> None:
-    with pytest.raises(gl.SessionError, match="cannot run on"):
+def test_failed_code_cannot_be_resumed(last: LastFailure, command: str) -> None:
+    with pytest.raises(gl.SessionError, match="cannot be resumed"):
         last.ask(command)
     assert last.ask("p factor") == "3"
 
 
 @pytest.mark.slow
-def test_the_frames_are_let_go_of() -> None:
+def test_frames_are_released_at_the_next_run() -> None:
     last, held = LastFailure(), Held()
     seen = weakref.ref(held)
     try:
@@ -78,12 +78,12 @@ def test_the_frames_are_let_go_of() -> None:
         last.ask("w")
 
 
-def test_a_long_answer_is_cut_and_a_command_that_does_not_end_holds_up_no_other(
+def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
     last: LastFailure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = last.ask("print('x' * 100_000)")
     assert len(said) < 25_000
-    assert said.endswith("characters more]")
+    assert said.endswith("more characters]")
     monkeypatch.setattr(debugging, "_PATIENCE", 0.05)
     go = threading.Event()
     monkeypatch.setattr(Held, "wait", lambda self: go.wait(DEADLINE), raising=False)

@@ -11,8 +11,16 @@ import pandas as pd
 
 from graftlab.control.core import SessionCore
 from graftlab.errors import ConfigError, SessionError
-from graftlab.jobs.greeting import Look, Refused, Seen, SeenRank, SeenTap, hear, tell
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.handshake import (
+    JoinRefused,
+    RankReport,
+    StatusQuery,
+    StatusReply,
+    TapReport,
+    receive_handshake,
+    send_handshake,
+)
+from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.rows.newest import LiveTaps
 from graftlab.verdict.facts import tap_name
 
@@ -22,17 +30,17 @@ _LIMIT = 30.0
 _TAPS = 12
 
 
-def look_into(folder: Path, *, stacks: bool = False) -> Seen | None:
+def query_status(folder: Path, *, stacks: bool = False) -> StatusReply | None:
     """What the session that writes into this run folder is doing; None where no session of jobs does.
 
     Raises :class:`SessionError` for a folder that is none, and where there is no answer.
     """
-    meeting = _meeting_of(folder)
-    if meeting is None:
+    where = _rendezvous_of(folder)
+    if where is None:
         return None
     try:
-        with Meeting(meeting) as there:
-            connection = there.connect(_LIMIT)
+        with Rendezvous(where) as rendezvous:
+            connection = rendezvous.connect(_LIMIT)
             if connection is None:
                 return None
             with connection:
@@ -41,20 +49,20 @@ def look_into(folder: Path, *, stacks: bool = False) -> Seen | None:
         raise SessionError(f"{folder}: {error}") from error
 
 
-def _ask(connection: socket.socket, stacks: bool) -> Seen | None:
-    tell(connection, Look(stacks))
+def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
+    send_handshake(connection, StatusQuery(stacks))
     try:
-        reply = hear(connection)
+        reply = receive_handshake(connection)
     except TimeoutError:
         raise SessionError(f"no answer came within {_LIMIT:g} s") from None
-    if isinstance(reply, Refused):
+    if isinstance(reply, JoinRefused):
         raise SessionError(reply.error)
-    if reply is not None and not isinstance(reply, Seen):
+    if reply is not None and not isinstance(reply, StatusReply):
         raise SessionError(f"the holder of the session answered {type(reply).__name__}")
     return reply
 
 
-def _meeting_of(folder: Path) -> Path | None:
+def _rendezvous_of(folder: Path) -> Path | None:
     """Where the jobs of this run folder meet, which is mostly the folder itself."""
     try:
         said = json.loads((folder / "session.json").read_bytes())
@@ -62,42 +70,42 @@ def _meeting_of(folder: Path) -> Path | None:
         raise SessionError(f"{folder} is no run folder: it has no session.json") from None
     except (OSError, ValueError) as error:
         raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
-    meeting = said.get("meeting") if isinstance(said, dict) else None
-    return None if not isinstance(meeting, str) or not Path(meeting).is_dir() else Path(meeting)
+    rendezvous = said.get("rendezvous") if isinstance(said, dict) else None
+    return None if not isinstance(rendezvous, str) or not Path(rendezvous).is_dir() else Path(rendezvous)
 
 
-def seen(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> Seen:
+def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> StatusReply:
     """The answer. With ``stacks`` every rank is asked, which takes as long as the slowest does."""
     ranks = session.ranks
     code = session.stacks() if stacks else {}
     lines = []
     for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
         named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
-        lines.append(SeenRank(rank.label, named, code.get(rank.label, "")))
+        lines.append(RankReport(rank.label, named, code.get(rank.label, "")))
     rows = [row for row in taps.look() if row.rel_l2 is not None]
     rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
     furthest = [
-        SeenTap(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
+        TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
         for row in rows[:_TAPS]
     ]
-    return Seen(repr(session), session.row_count, taps.behind, lines, furthest)
+    return StatusReply(repr(session), session.row_count, taps.behind, lines, furthest)
 
 
-def shown(seen: Seen) -> str:
+def format_status(reply: StatusReply) -> str:
     """The ranks, and the taps that are furthest apart, as text."""
-    text = [seen.summary, "", _table([line.columns for line in seen.ranks])]
-    if seen.taps:
+    text = [reply.summary, "", _table([line.columns for line in reply.ranks])]
+    if reply.taps:
         names = ("tap", "step", "rank", "status", "rel_l2")
-        values = ((tap.name, str(tap.step), tap.rank, tap.status, f"{tap.rel_l2:.3g}") for tap in seen.taps)
+        values = ((tap.name, str(tap.step), tap.rank, tap.status, f"{tap.rel_l2:.3g}") for tap in reply.taps)
         taps = [dict(zip(names, each, strict=True)) for each in values]
-        behind = f" ({seen.behind:,} rows not looked at yet)" if seen.behind else ""
+        behind = f" ({reply.behind:,} rows not looked at yet)" if reply.behind else ""
         text += ["", f"furthest apart, by each tap's newest row{behind}:", _table(taps)]
     return "\n".join(text)
 
 
-def shown_stacks(seen: Seen) -> str:
+def format_stacks(reply: StatusReply) -> str:
     """Where the threads of each rank are in the code."""
-    return "\n".join(f"--- {line.label}\n{line.stacks or '(it is not there)'}" for line in seen.ranks)
+    return "\n".join(f"--- {line.label}\n{line.stacks or '(it is not there)'}" for line in reply.ranks)
 
 
 def _table(lines: Sequence[dict[str, str]]) -> str:

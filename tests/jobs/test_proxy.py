@@ -14,12 +14,12 @@ from kit.deadline import DEADLINE
 from kit.support import wait_until
 
 from graftlab.errors import MessageError
-from graftlab.exchange.channel import Channel, frames_in
-from graftlab.exchange.tcp import RemoteChannel
-from graftlab.jobs.relay import Relay
+from graftlab.exchange.channel import SocketChannel, frames_in
+from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.proxy import Proxy
 
 
-class FailingPost:
+class FailingRouter:
     """Fails as soon as there is something to read."""
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class FailingPost:
         return self.ready
 
     def collect(self) -> Any:
-        raise RuntimeError("planted in the post")
+        raise RuntimeError("planted in the router")
 
     def close(self) -> None:
         self.closed = True
 
 
-class FarEnd(RemoteChannel):
+class FarEnd(TcpChannel):
     def __init__(self) -> None:
         self.closed = False
         self.arrived: Any = []
@@ -55,7 +55,7 @@ class FarEnd(RemoteChannel):
 
 def bundled(*frames: bytes) -> bytes:
     """What is read at one end of a line when these were sent at the other."""
-    ends = [Channel(end) for end in socket.socketpair()]
+    ends = [SocketChannel(end) for end in socket.socketpair()]
     for frame in frames:
         ends[0].send(frame)
     bundle = ends[1].receive_bundle()
@@ -68,7 +68,7 @@ def unbundled(bundle: bytes) -> list[bytes]:
     return [bundle[start:end] for start, end in frames_in(bundle)]
 
 
-class QuietPost(FailingPost):
+class QuietRouter(FailingRouter):
     """Has these connections; says that something came once somebody writes to ``wake``."""
 
     def __init__(self, *far: FarEnd) -> None:
@@ -81,17 +81,17 @@ class QuietPost(FailingPost):
 
 def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "graftlab")
-    post: Any = FailingPost()
+    router: Any = FailingRouter()
     far: Any = FarEnd()
-    relay = Relay(post)
+    proxy = Proxy(router)
     ours, theirs = socket.socketpair()
-    relay.join(far, theirs)
-    os.write(post.wake, b"x")
+    proxy.forward(far, (theirs, socket.socket()))
+    os.write(router.wake, b"x")
     ours.settimeout(DEADLINE)
     assert ours.recv(1) == b""
-    relay.close()
-    assert (far.closed, post.closed) == (True, True)
-    for descriptor in (post.ready, post.wake):
+    proxy.close()
+    assert (far.closed, router.closed) == (True, True)
+    for descriptor in (router.ready, router.wake):
         os.close(descriptor)
     ours.close()
 
@@ -111,20 +111,20 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken, whole = FarEnd(), FarEnd()
-    post: Any = QuietPost(broken, whole)
-    relay = Relay(post, lambda far, frame: None)
+    router: Any = QuietRouter(broken, whole)
+    proxy = Proxy(router, lambda far, frame: None)
     ends = []
-    # More than a hundred of them are there before the relay looks.
+    # More than a hundred of them are there before the proxy looks.
     rows = [b"r%d" % number for number in range(1000)]
     for far, said in ((broken, []), (whole, rows)):
         ours, theirs = socket.socketpair()
-        ends.append(Channel(ours))
+        ends.append(SocketChannel(ours))
         for row in said:
             ends[-1].send(row)
         line: Any = far
-        relay.join(line, theirs)
+        proxy.forward(line, (theirs, socket.socket()))
     broken.arrived, whole.arrived = [b"broken"], [bundled(b"mfirst", b"rsecond")]
-    os.write(post.wake, b"x")
+    os.write(router.wake, b"x")
     heard: list[bytes] = []
 
     def both() -> bool:
@@ -138,8 +138,8 @@ def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_l
     wait_until(lambda: sum(map(len, map(unbundled, whole.sent))) == len(rows), "the rows")
     assert [row for bundle in whole.sent for row in unbundled(bundle)] == rows
     assert len(whole.sent) < len(rows)
-    relay.close()
+    proxy.close()
     for end in ends:
         end.close()
-    for descriptor in (post.ready, post.wake):
+    for descriptor in (router.ready, router.wake):
         os.close(descriptor)

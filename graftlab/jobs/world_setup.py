@@ -19,9 +19,9 @@ from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.grafting.receive_pipeline import PendingRow
-from graftlab.jobs.greeting import Joined, Share
-from graftlab.jobs.job_line import JobLine
-from graftlab.jobs.linking import Linker
+from graftlab.jobs.handshake import JoinAccepted, WorldShare
+from graftlab.jobs.job_connection import JobConnection
+from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.descriptors import make_exchange
@@ -46,50 +46,55 @@ class World:
     exchange: Exchange[PendingRow]
     page: mmap
     segment: int | None
-    linker: Linker | None
+    connector: PeerConnector | None
 
     def close(self) -> None:
         self.exchange.close()
-        self.let_go()
+        self.close_but_exchange()
 
-    def let_go(self) -> None:
+    def close_but_exchange(self) -> None:
         """Close all but the exchange."""
-        if self.linker is not None:
-            self.linker.close()
+        if self.connector is not None:
+            self.connector.close()
         if self.segment is not None:
             os.close(self.segment)
 
 
 @dataclass(frozen=True)
-class Means:
-    """With what a rank connects: ``fetch`` gets its share of a world where the holder of the session has made that,
-    ``make_linker`` begins to make connections where every rank makes its own."""
+class SetupContext:
+    """What a rank needs to connect to the others.
 
-    place: Place
-    joined: Joined
-    line: JobLine
-    fetch: Callable[[int], tuple[Share, list[int]]]
-    make_linker: Callable[[], Linker] | None
-
-
-class Assembly:
-    """One time: it works on a thread of its own until :meth:`finish` or :meth:`give_up`.
-
-    ``tell`` gets the world, or what went wrong, on that thread.
+    ``fetch_share`` gets its share of a world that the session server has made; ``make_connector`` is given where every
+    rank makes its own connections instead.
     """
 
-    def __init__(self, means: Means, message: WorldRequest, tell: Callable[[World | Exception], None]) -> None:
-        self._means = means
+    place: Place
+    joined: JoinAccepted
+    connection: JobConnection
+    fetch_share: Callable[[int], tuple[WorldShare, list[int]]]
+    make_connector: Callable[[], PeerConnector] | None
+
+
+class WorldSetup:
+    """One time: it works on a thread of its own until :meth:`finish` or :meth:`abandon`.
+
+    ``report`` gets the world, or what went wrong, on that thread.
+    """
+
+    def __init__(
+        self, context: SetupContext, message: WorldRequest, report: Callable[[World | Exception], None]
+    ) -> None:
+        self._context = context
         self._message = message
-        self._tell = tell
+        self._report = report
         self._contacts: queue.SimpleQueue[tuple[Contact, ...]] = queue.SimpleQueue()
         self._finishing = threading.Event()
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         # Whoever waits for a share, which comes with nothing but patience, looks at these events alone.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = threading.Lock()
-        self._linker: Linker | None = None
-        threading.Thread(target=self._work, name="graftlab-assembly", daemon=True).start()
+        self._connector: PeerConnector | None = None
+        threading.Thread(target=self._work, name="graftlab-world-setup", daemon=True).start()
 
     @property
     def world(self) -> int:
@@ -97,9 +102,9 @@ class Assembly:
 
     def missing(self) -> list[str]:
         """With whom there is no connection yet, as far as this rank knows."""
-        return [] if self._linker is None else self._linker.missing()
+        return [] if self._connector is None else self._connector.missing()
 
-    def meet(self, message: Contacts) -> None:
+    def add_contacts(self, message: Contacts) -> None:
         """These ranks can be reached so."""
         self._contacts.put(message.contacts)
         self._rouse()
@@ -109,9 +114,9 @@ class Assembly:
         self._finishing.set()
         self._rouse()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """The world will not be."""
-        self._given_up.set()
+        self._abandoned.set()
         self._rouse()
 
     def _rouse(self) -> None:
@@ -123,13 +128,13 @@ class Assembly:
 
     def _work(self) -> None:
         try:
-            world = self._linked() if self._means.make_linker is not None else self._shared()
+            world = self._linked() if self._context.make_connector is not None else self._shared()
         except Exception as error:
-            if not self._given_up.is_set():
-                self._tell(error)
+            if not self._abandoned.is_set():
+                self._report(error)
         else:
             if world is not None:
-                self._tell(world)
+                self._report(world)
         finally:
             with self._ended:
                 os.close(self._wake)
@@ -137,71 +142,73 @@ class Assembly:
 
     def _shared(self) -> World | None:
         """With what the holder of the session has made for all."""
-        means = self._means
-        share, descriptors = means.fetch(self.world)
-        segment = os.dup(descriptors[means.place.world_rank])
-        joined = means.joined
+        context = self._context
+        share, descriptors = context.fetch_share(self.world)
+        segment = os.dup(descriptors[context.place.world_rank])
+        joined = context.joined
         exchange, page = make_exchange(
-            means.place, descriptors, share.segment_size, budget=joined.buffer_budget, timeout=joined.tap_timeout
+            context.place, descriptors, share.segment_size, budget=joined.buffer_budget, timeout=joined.tap_timeout
         )
         world = self._world(exchange, page, segment, None)
-        others = tuple(other.world_rank for other in means.place.everyone() if other != means.place)
-        means.line.send(LinkReport(self.world, others, ()))
+        others = tuple(other.world_rank for other in context.place.everyone() if other != context.place)
+        context.connection.send(LinkReport(self.world, others, ()))
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._finishing.is_set():
             poller.poll()
             os.eventfd_read(self._wake)
-            if self._given_up.is_set():
+            if self._abandoned.is_set():
                 world.close()
                 return None
         return world
 
     def _linked(self) -> World | None:
         """Each rank makes its own connections, as it can."""
-        means = self._means
-        assert means.make_linker is not None
-        linker = self._linker = means.make_linker()
+        context = self._context
+        assert context.make_connector is not None
+        connector = self._connector = context.make_connector()
         complete = False
         try:
-            means.line.send(linker.contact)
-            complete = self._link(linker)
+            context.connection.send(connector.contact)
+            complete = self._link(connector)
         finally:
-            linker.seal()
+            connector.seal()
             if not complete:
-                linker.close()
+                connector.close()
         if not complete:
             return None
-        joined = means.joined
+        joined = context.joined
         exchange: Exchange[PendingRow] = RankExchange(
-            means.place,
-            linker.arena,
-            linker.links,
+            context.place,
+            connector.arena,
+            connector.links,
             budget=joined.buffer_budget,
             timeout=joined.tap_timeout,
         )
-        return self._world(exchange, linker.arena.map, None, linker)
+        return self._world(exchange, connector.arena.map, None, connector)
 
-    def _link(self, linker: Linker) -> bool:
+    def _link(self, connector: PeerConnector) -> bool:
         """Whether all connections are there, and are to be used."""
         poller = select.poll()
-        for descriptor in (self._wake, *linker.descriptors()):
+        for descriptor in (self._wake, *connector.descriptors()):
             poller.register(descriptor, select.POLLIN)
         told: object = None
-        while not self._given_up.is_set():
+        while not self._abandoned.is_set():
             while not self._contacts.empty():
-                linker.meet(self._contacts.get())
-                told = told if linker.complete else None
-            linker.work()
-            if linker.complete and told != linker.kinds():
-                told = linker.kinds()
-                self._means.line.send(linker.linked(self.world))
-            if linker.complete and self._finishing.is_set():
+                connector.add(self._contacts.get())
+                told = told if connector.complete else None
+            connector.work()
+            if connector.complete and told != connector.kinds():
+                told = connector.kinds()
+                self._context.connection.send(connector.linked(self.world))
+            if connector.complete and self._finishing.is_set():
                 return True
             if any(descriptor == self._wake for descriptor, _ in poller.poll(_LOOK * 1000)):
                 os.eventfd_read(self._wake)
         return False
 
-    def _world(self, exchange: Exchange[PendingRow], page: mmap, segment: int | None, linker: Linker | None) -> World:
+    def _world(
+        self, exchange: Exchange[PendingRow], page: mmap, segment: int | None, connector: PeerConnector | None
+    ) -> World:
         message = self._message
-        return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, linker)
+        return World(message.world, message.info, from_wire(message.plan), exchange, page, segment, connector)

@@ -16,7 +16,7 @@ from typing import cast
 from graftlab.base.world import RunInfo, Side
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.errors import LaunchError, SessionError
-from graftlab.jobs.attached_rank import AttachedRank
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import SharedDescriptors
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
-class Gathering:
+class Membership:
     """Its owner sees to it that one thread at a time is in here. With ``makes_links`` this makes what ranks share."""
 
-    def __init__(self, ranks: Sequence[AttachedRank], joined: JoinedJobs, *, makes_links: bool) -> None:
+    def __init__(self, ranks: Sequence[AttachedRankHandle], joined: JoinedJobs, *, makes_links: bool) -> None:
         self._ranks = ranks
         self._joined = joined
         self._makes_links = makes_links
         # By world rank: whose place has a process; which of these are ready, in a run, and in the run of this session.
-        self.held: set[int] = set()
+        self.occupied: set[int] = set()
         self._ready: set[int] = set()
         self._at_work: set[int] = set()
         self._current: set[int] = set()
@@ -55,7 +55,7 @@ class Gathering:
         self._has_begun = [False, False]
         # The newest world, and how far it has come.
         self._world = 0
-        self._assembling = False
+        self._setting_up = False
         self._info: RunInfo | None = None
         self._plan = GraftPlan()
         self._shared: SharedDescriptors | None = None
@@ -68,7 +68,7 @@ class Gathering:
         """Whether some rank is in a run."""
         return bool(self._at_work)
 
-    def is_at_work(self, rank: AttachedRank) -> bool:
+    def is_at_work(self, rank: AttachedRankHandle) -> bool:
         return rank.place.world_rank in self._at_work
 
     def generation(self, side: Side) -> int:
@@ -76,10 +76,10 @@ class Gathering:
 
     # ---- coming and going ---------------------------------------------------------------------------------------
 
-    def enter(self, rank: AttachedRank, run: RunInfo | None, first_step: int | None) -> None:
+    def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
         """A process has the place from now on: a new one, or one that is in this ``run`` already."""
         number = rank.place.world_rank
-        self.held.add(number)
+        self.occupied.add(number)
         self._first_steps[number] = first_step
         if run is None:
             return
@@ -90,28 +90,28 @@ class Gathering:
         if run.run == self._info.run:
             self._current.add(number)
 
-    def greet(self, rank: AttachedRank) -> None:
+    def note_ready(self, rank: AttachedRankHandle) -> None:
         """The process is ready."""
         self._ready.add(rank.place.world_rank)
         if len(self._ready) == len(self._ranks) and len(self._current) < len(self._ranks):
-            self._assemble()
+            self._set_up_world()
 
-    def leave(self, rank: AttachedRank) -> None:
+    def leave(self, rank: AttachedRankHandle) -> None:
         """The process is gone. A world that is not complete never will be."""
         number = rank.place.world_rank
-        if self._assembling and number in self._ready:
-            self._assembling = False
+        if self._setting_up and number in self._ready:
+            self._setting_up = False
             self._release()
-        for those in (self.held, self._ready, self._at_work, self._current, self._linked):
+        for those in (self.occupied, self._ready, self._at_work, self._current, self._linked):
             those.discard(number)
 
     def close(self) -> None:
-        self._assembling = False
+        self._setting_up = False
         self._release()
 
     # ---- a world ------------------------------------------------------------------------------------------------
 
-    def _assemble(self) -> None:
+    def _set_up_world(self) -> None:
         for index, side in enumerate(SIDES):
             is_new = any(r.place.side == side and r.place.world_rank not in self._at_work for r in self._ranks)
             if is_new and self._has_begun[index]:
@@ -133,18 +133,18 @@ class Gathering:
         base = None if self._info is None else self._info.base
         generations = cast("tuple[int, int]", tuple(self._generations))
         self._info, self._plan = self._joined.assemble(generations, base)
-        self._assembling = True
+        self._setting_up = True
         message = pack(WorldRequest(self._world, self._info, to_wire(self._plan)))
         for rank in self._ranks:
             rank.channel.send(message)
 
-    def share_of(self, rank: AttachedRank, world: int) -> tuple[int, list[int]]:
+    def share_of(self, rank: AttachedRankHandle, world: int) -> tuple[int, list[int]]:
         """The size of a segment, and what the rank is handed of this world. Raises :class:`SessionError`."""
         if self._shared is None or world != self._world or rank.place.world_rank in self._linked:
             raise SessionError("the others have come together without this process, or one of them is gone again")
         return self._shared.segment_size, self._shared.of(rank.place)
 
-    def note_contact(self, rank: AttachedRank, contact: Contact) -> None:
+    def note_contact(self, rank: AttachedRankHandle, contact: Contact) -> None:
         """The rank says how it is reached: let the others know, and it of them."""
         others = dict(self._contacts)
         self._contacts[rank.place.world_rank] = contact
@@ -153,10 +153,10 @@ class Gathering:
             if other is not rank and other.place.world_rank in self._contacts:
                 other.channel.send(pack(Contacts((contact,))))
 
-    def note_linked(self, rank: AttachedRank, message: LinkReport) -> None:
+    def note_linked(self, rank: AttachedRankHandle, message: LinkReport) -> None:
         """The rank is connected with all others."""
         rank.note_links(message)
-        if not self._assembling or message.world != self._world or rank.place.world_rank in self._linked:
+        if not self._setting_up or message.world != self._world or rank.place.world_rank in self._linked:
             return
         self._linked.add(rank.place.world_rank)
         if len(self._linked) == len(self._ranks):
@@ -170,7 +170,7 @@ class Gathering:
                     each.channel.send(pack(WorldStart(self._world)))
             self._begin_when_all_have_moved()
 
-    def note_moved(self, rank: AttachedRank, message: WorldSwitch) -> None:
+    def note_moved(self, rank: AttachedRankHandle, message: WorldSwitch) -> None:
         """The rank, which was at work, has come to the end of its step, and goes on in that world."""
         if message.world != self._world:
             return
@@ -178,10 +178,10 @@ class Gathering:
         self._moved[number] = message.step
         self._current.add(number)
         self._settle(rank)
-        if self._assembling:
+        if self._setting_up:
             self._begin_when_all_have_moved()
 
-    def _settle(self, rank: AttachedRank) -> None:
+    def _settle(self, rank: AttachedRankHandle) -> None:
         """The rank goes on in the newest world."""
         rank.enter_world()
         rank.generation = self.generation(rank.place.side)
@@ -192,15 +192,15 @@ class Gathering:
             return
         assert self._info is not None
         # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
-        meeting = max(self._moved.values(), default=self._info.first_step)
-        self._assembling = False
+        common_step = max(self._moved.values(), default=self._info.first_step)
+        self._setting_up = False
         newcomers: dict[Side, int] = {}
         for rank in self._ranks:
             number = rank.place.world_rank
             if number in self._at_work:
                 continue
             own = self._first_steps.get(number)
-            first_step = meeting if own is None else self._info.base + own
+            first_step = common_step if own is None else self._info.base + own
             self._settle(rank)
             if rank.generation > 1:
                 note = f"joined again as generation {rank.generation}, and began at step {first_step}"

@@ -27,11 +27,11 @@ from graftlab.base import wire
 from graftlab.base.world import Place
 from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.exchange.arena import PAGE, Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
-from graftlab.exchange.tcp import RemoteChannel, RouterSocket
-from graftlab.jobs.meeting import peer_of
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
+from graftlab.jobs.rendezvous import peer_uid
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.messages import Contact, LinkReport
 
@@ -41,12 +41,12 @@ _NONCE = 32
 # In a segment's first page, behind what says where its rank is.
 _NONCE_AT = slice(PAGE - _NONCE, PAGE)
 # Seconds for two processes of one machine to hand each other their memory.
-_HANDING_OVER = 10.0
+_SHARE_LIMIT = 10.0
 # Seconds after which a connection that has not come about is tried again.
-_TRY_AGAIN = 15.0
+_RETRY = 15.0
 
 
-class _Meet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first word over a Unix socket, and its answer: who this is, and whom it takes the other for."""
 
     world_rank: int
@@ -54,10 +54,10 @@ class _Meet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     yours: bytes
 
 
-_decoder = wire.Decoder(_Meet)
+_decoder = wire.Decoder(_PeerHello)
 
 
-class Linker:
+class PeerConnector:
     """Makes the links of one rank; whoever owns it tells it of others, and lets it work when it is ready to."""
 
     def __init__(self, place: Place, token: str, address: str, ports: Sequence[int] = (0,)) -> None:
@@ -67,11 +67,11 @@ class Linker:
         self._links: dict[int, Link] = {}
         # Of those with which memory is shared.
         self._nonces: dict[int, bytes] = {}
-        self._trying: dict[int, tuple[RemoteChannel, float]] = {}
+        self._trying: dict[int, tuple[TcpChannel, float]] = {}
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
         try:
-            self._post = RouterSocket(derive_keys(token), name, address, ports)
+            self._router = RouterSocket(derive_keys(token), name, address, ports)
         except OSError as error:
             raise SessionError(f"{place.label} cannot be reached by ranks on other machines: {error}") from error
         self._segment, self._size = create_segment()
@@ -83,23 +83,23 @@ class Linker:
         self._listener.bind(str(path))
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._post.port)
+        self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._router.port)
 
     # ---- what is known of the others ----------------------------------------------------------------------------
 
-    def meet(self, contacts: Sequence[Contact]) -> None:
+    def add(self, contacts: Sequence[Contact]) -> None:
         """These ranks are there."""
         for contact in contacts:
             if self._nonces.get(contact.world_rank) == contact.nonce:
                 # It was here before word of it.
                 self._known[contact.world_rank] = contact
                 continue
-            self.part(contact.world_rank)
+            self.remove(contact.world_rank)
             self._known[contact.world_rank] = contact
             if contact.world_rank < self._place.world_rank:
                 self._connect(contact)
 
-    def part(self, world_rank: int) -> None:
+    def remove(self, world_rank: int) -> None:
         """This rank is there no more."""
         self._known.pop(world_rank, None)
         self._nonces.pop(world_rank, None)
@@ -141,16 +141,16 @@ class Linker:
 
     def descriptors(self) -> tuple[int, int]:
         """Readable when there is something to :meth:`work` at."""
-        return self._listener.fileno(), self._post.fileno()
+        return self._listener.fileno(), self._router.fileno()
 
     def work(self) -> None:
         """Go on with what can be gone on with; does not wait for other machines."""
         while self._accept():
             pass
-        self._post.pump()
+        self._router.pump()
         for world_rank, contact in self._known.items():
             trying = self._trying.get(world_rank)
-            channel = self._post.channel_from(contact.name) if trying is None else trying[0]
+            channel = self._router.channel_from(contact.name) if trying is None else trying[0]
             link = self._links.get(world_rank)
             if channel is None or not channel.linked or channel.ended or (link is not None and link[0] is channel):
                 continue
@@ -162,8 +162,8 @@ class Linker:
             self._links[world_rank] = (channel, None)
             logger.info("%s and %s are joined by TCP", self._place.label, self._label(world_rank))
         for world_rank, (channel, since) in list(self._trying.items()):
-            if time.monotonic() - since > _TRY_AGAIN or channel.ended:
-                self._post.forget(channel)
+            if time.monotonic() - since > _RETRY or channel.ended:
+                self._router.forget(channel)
                 self._connect_over_tcp(self._known[world_rank])
 
     def _connect(self, contact: Contact) -> None:
@@ -178,13 +178,13 @@ class Linker:
         self._nonces[contact.world_rank] = contact.nonce
 
     def _connect_over_tcp(self, contact: Contact) -> None:
-        channel = self._post.connect(contact.name, contact.address, contact.port)
+        channel = self._router.connect(contact.name, contact.address, contact.port)
         self._trying[contact.world_rank] = (channel, time.monotonic())
 
     def _share_memory_with(self, contact: Contact) -> Link:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(_HANDING_OVER)
+            connection.settimeout(_SHARE_LIMIT)
             connection.connect(contact.socket)
             self._require_own_user(connection)
             self._hand_over(connection, contact)
@@ -200,40 +200,40 @@ class Linker:
         except BlockingIOError:
             return False
         try:
-            connection.settimeout(_HANDING_OVER)
+            connection.settimeout(_SHARE_LIMIT)
             self._require_own_user(connection)
-            meet = self._hear(connection)
-            contact = self._known.get(meet.world_rank)
+            hello = self._receive_hello(connection)
+            contact = self._known.get(hello.world_rank)
             if contact is None:
                 # It has heard of this rank sooner than this one of it. What it says must hold all the same.
-                contact = Contact(meet.world_rank, "", meet.nonce, b"", "", 0)
-            if meet.yours != self.contact.nonce or meet.nonce != contact.nonce:
+                contact = Contact(hello.world_rank, "", hello.nonce, b"", "", 0)
+            if hello.yours != self.contact.nonce or hello.nonce != contact.nonce:
                 raise MessageError("it takes this rank for another, or is another than was announced")
-            if meet.world_rank <= self._place.world_rank or meet.world_rank >= len(self._place.everyone()):
-                raise MessageError(f"it says that it is rank {meet.world_rank}, which does not connect to this one")
+            if hello.world_rank <= self._place.world_rank or hello.world_rank >= len(self._place.everyone()):
+                raise MessageError(f"it says that it is rank {hello.world_rank}, which does not connect to this one")
             arena = self._their_arena(connection, contact)
             self._hand_over(connection, contact)
-            self._keep(contact, (Channel(connection), arena))
+            self._keep(contact, (SocketChannel(connection), arena))
         except (OSError, EOFError, ValueError, GraftError) as error:
             connection.close()
             logger.warning("%s: a process that wanted to share memory was sent away: %s", self._place.label, error)
         return True
 
     def _hand_over(self, connection: socket.socket, contact: Contact) -> None:
-        meet = wire.encode(_Meet(self._place.world_rank, self.contact.nonce, contact.nonce))
-        connection.sendall(len(meet).to_bytes(2, "little") + meet)
+        hello = wire.encode(_PeerHello(self._place.world_rank, self.contact.nonce, contact.nonce))
+        connection.sendall(len(hello).to_bytes(2, "little") + hello)
         send_descriptors(connection, [self._segment])
 
     def _take_over(self, connection: socket.socket, contact: Contact) -> Link:
-        meet = self._hear(connection)
-        if (meet.world_rank, meet.nonce, meet.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
+        hello = self._receive_hello(connection)
+        if (hello.world_rank, hello.nonce, hello.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
             raise MessageError("another process answers there")
-        return Channel(connection), self._their_arena(connection, contact)
+        return SocketChannel(connection), self._their_arena(connection, contact)
 
-    def _hear(self, connection: socket.socket) -> _Meet:
+    def _receive_hello(self, connection: socket.socket) -> _PeerHello:
         length = int.from_bytes(_exactly(connection, 2), "little")
-        meet: _Meet = _decoder.decode(_exactly(connection, length))
-        return meet
+        hello: _PeerHello = _decoder.decode(_exactly(connection, length))
+        return hello
 
     def _their_arena(self, connection: socket.socket, contact: Contact) -> Arena:
         """The other's memory, once it is proved to be what was announced."""
@@ -248,7 +248,7 @@ class Linker:
             os.close(descriptor)
 
     def _require_own_user(self, connection: socket.socket) -> None:
-        if (uid := peer_of(connection)) != os.getuid():
+        if (uid := peer_uid(connection)) != os.getuid():
             raise SessionError(f"it is of user {uid}")
 
     def _label(self, world_rank: int) -> str:
@@ -262,16 +262,16 @@ class Linker:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._segment)
         if self.kinds()[1]:
-            self._post.wake()
+            self._router.wake()
         else:
             # Nothing listens that nobody needs.
-            self._post.close()
+            self._router.close()
 
     def close(self) -> None:
         """Give the links up."""
         for channel, _ in self._links.values():
             channel.close()
-        self._post.close()
+        self._router.close()
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

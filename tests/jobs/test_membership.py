@@ -10,9 +10,9 @@ import pytest
 
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.gathering import Gathering
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.membership import Membership
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
@@ -38,9 +38,9 @@ class Runs:
         self.count += 1
         return info, GraftPlan()
 
-    def note_moved(self, rank: AttachedRank) -> None: ...
+    def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def tell_plan(self, rank: AttachedRank) -> None: ...
+    def tell_plan(self, rank: AttachedRankHandle) -> None: ...
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -50,11 +50,11 @@ class Jobs:
     """One baseline rank and two of the target, for each of which the test speaks."""
 
     def __init__(self, folder: Path) -> None:
-        self.ranks = [AttachedRank(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
+        self.ranks = [AttachedRankHandle(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
         self.runs = Runs()
         runs: Any = self.runs
-        self.gathering = Gathering(self.ranks, runs, makes_links=True)
-        self._ends: dict[int, Channel] = {}
+        self.membership = Membership(self.ranks, runs, makes_links=True)
+        self._ends: dict[int, SocketChannel] = {}
 
     def come(self, *ranks: int, first_step: int | None = None) -> None:
         """A new process takes each of these places, and is ready."""
@@ -63,11 +63,11 @@ class Jobs:
             if rank.has_joined:
                 rank.renew()
             rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
-            line, bell = rank.take_line()
-            self._ends[number] = Channel(line)
+            line, bell = rank.take_ends()
+            self._ends[number] = SocketChannel(line)
             bell.close()
-            self.gathering.enter(rank, None, first_step)
-            self.gathering.greet(rank)
+            self.membership.enter(rank, None, first_step)
+            self.membership.note_ready(rank)
 
     def heard(self, number: int) -> list[Any]:
         """What this rank was told since the last time."""
@@ -76,14 +76,14 @@ class Jobs:
 
     def link(self, world: int, *ranks: int) -> None:
         for number in ranks:
-            size, descriptors = self.gathering.share_of(self.ranks[number], world)
+            size, descriptors = self.membership.share_of(self.ranks[number], world)
             # A segment and a socket for each of the others, and its own segment.
             assert (size > 0, len(descriptors)) == (True, 5)
             others = tuple({0, 1, 2} - {number})
-            self.gathering.note_linked(self.ranks[number], LinkReport(world, others, ()))
+            self.membership.note_linked(self.ranks[number], LinkReport(world, others, ()))
 
     def move(self, number: int, world: int, step: int) -> None:
-        self.gathering.note_moved(self.ranks[number], WorldSwitch(world, step))
+        self.membership.note_moved(self.ranks[number], WorldSwitch(world, step))
 
     def begin(self) -> Jobs:
         """All are in their first run."""
@@ -94,7 +94,7 @@ class Jobs:
         return self
 
     def close(self) -> None:
-        self.gathering.close()
+        self.membership.close()
         for rank in self.ranks:
             rank.release()
         for end in self._ends.values():
@@ -133,7 +133,7 @@ def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_link
 
 def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_the_last_has_come(jobs: Jobs) -> None:
     jobs.begin()
-    jobs.gathering.leave(jobs.ranks[0])
+    jobs.membership.leave(jobs.ranks[0])
     assert [jobs.heard(number) for number in (1, 2)] == [[], []]
     jobs.come(0)
     [assemble] = jobs.heard(1)
@@ -156,7 +156,7 @@ def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_th
 def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
     jobs.begin()
     for number in (1, 2):
-        jobs.gathering.leave(jobs.ranks[number])
+        jobs.membership.leave(jobs.ranks[number])
     jobs.come(1, 2, first_step=30)
     for number in range(3):
         jobs.heard(number)
@@ -167,20 +167,20 @@ def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
 
 def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(jobs: Jobs) -> None:
     jobs.begin()
-    jobs.gathering.leave(jobs.ranks[1])
+    jobs.membership.leave(jobs.ranks[1])
     jobs.come(1)
     for number in range(3):
         jobs.heard(number)
     jobs.link(2, 0, 1)
-    jobs.gathering.leave(jobs.ranks[1])
+    jobs.membership.leave(jobs.ranks[1])
     with pytest.raises(SessionError, match="one of them is gone again"):
-        jobs.gathering.share_of(jobs.ranks[2], 2)
+        jobs.membership.share_of(jobs.ranks[2], 2)
     jobs.come(1)
     [assemble] = jobs.heard(0)
     assert (assemble.world, assemble.info.generations) == (3, (1, 2))
     jobs.heard(1), jobs.heard(2)
     # Word of the world before, which was on its way, is of no account.
-    jobs.gathering.note_linked(jobs.ranks[2], LinkReport(2, (0, 1), ()))
+    jobs.membership.note_linked(jobs.ranks[2], LinkReport(2, (0, 1), ()))
     jobs.move(0, 2, 140)
     jobs.link(3, 0, 1, 2)
     jobs.move(2, 3, 150)
@@ -194,22 +194,22 @@ def test_a_share_is_handed_out_once_and_to_nobody_who_was_not_asked(jobs: Jobs) 
     jobs.link(1, 0)
     for world in (0, 1, 2):
         with pytest.raises(SessionError, match="without this process"):
-            jobs.gathering.share_of(jobs.ranks[0], world)
+            jobs.membership.share_of(jobs.ranks[0], world)
 
 
 def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
     jobs.come(0)
-    assert jobs.gathering.missing() == "target[0], target[1] had not joined"
+    assert jobs.membership.missing() == "target[0], target[1] had not joined"
     jobs.come(1, 2)
     jobs.link(1, 0, 2)
-    assert jobs.gathering.missing() == "target[0] had no connection to all others"
+    assert jobs.membership.missing() == "target[0] had no connection to all others"
     jobs.link(1, 1)
-    jobs.gathering.leave(jobs.ranks[1])
-    assert jobs.gathering.missing() == "target[0] had not joined"
+    jobs.membership.leave(jobs.ranks[1])
+    assert jobs.membership.missing() == "target[0] had not joined"
     jobs.come(1)
     jobs.link(2, 0, 1, 2)
     jobs.move(2, 2, 110)
-    assert jobs.gathering.missing().startswith("baseline[0] had not come to the end of a step")
+    assert jobs.membership.missing().startswith("baseline[0] had not come to the end of a step")
 
 
 def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs) -> None:
@@ -217,16 +217,16 @@ def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
         rank.hand_over(number, DeviceAssignment("cpu", "none"))
-        line, bell = rank.take_line()
-        jobs._ends[number] = Channel(line)
+        line, bell = rank.take_ends()
+        jobs._ends[number] = SocketChannel(line)
         bell.close()
-        jobs.gathering.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
-        jobs.gathering.greet(rank)
+        jobs.membership.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
+        jobs.membership.note_ready(rank)
     assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
     jobs.link(1, 0, 1, 2)
     assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldStart]] * 3
     for number in range(3):
         jobs.move(number, 1, 130)
     assert [jobs.heard(number) for number in range(3)] == [[], [], []]
-    assert jobs.gathering.generation("target") == 2
+    assert jobs.membership.generation("target") == 2
     assert jobs.runs.remarks == []

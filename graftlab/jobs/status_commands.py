@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from graftlab.errors import GraftError
-from graftlab.jobs.looking import look_into, shown, shown_stacks
+from graftlab.jobs.status_query import format_stacks, format_status, query_status
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -31,7 +31,7 @@ def _stacks(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     stacks = arguments.what == "stacks"
     try:
-        seen = look_into(arguments.folder, stacks=stacks)
+        seen = query_status(arguments.folder, stacks=stacks)
     except GraftError as error:
         sys.stderr.write(f"graftlab {arguments.what}: {error}\n")
         return 2
@@ -41,7 +41,7 @@ def _show(arguments: argparse.Namespace) -> int:
             f"of one that has ended\n"
         )
         return 1
-    sys.stdout.write((shown_stacks(seen) if stacks else shown(seen)) + "\n")
+    sys.stdout.write((format_stacks(seen) if stacks else format_status(seen)) + "\n")
     return 0
 
 
@@ -51,13 +51,13 @@ def _watch(arguments: argparse.Namespace) -> int:
     looks = 0
     try:
         while True:
-            seen = look_into(arguments.folder)
+            seen = query_status(arguments.folder)
             if seen is None:
                 if not looks:
                     return _show(arguments)
                 sys.stdout.write("the session has ended\n")
                 return 0
-            sys.stdout.write((_CLEAR if sys.stdout.isatty() else "\n" if looks else "") + shown(seen) + "\n")
+            sys.stdout.write((_CLEAR if sys.stdout.isatty() else "\n" if looks else "") + format_status(seen) + "\n")
             sys.stdout.flush()
             looks += 1
             rest.wait(max(0.05, arguments.every))
