@@ -93,7 +93,7 @@ def graft_self(
                 found.last[group] = recorded.value.cpu()
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    found.not_repeated = repeat.differences() + _returned_otherwise(result, again)
+    found.not_repeated = repeat.differences() or _returned_otherwise(result, again)
     if found.not_repeated:
         return found
 
@@ -163,7 +163,7 @@ def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     result = _copied(_run(call, record))
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    return repeat.differences() + _returned_otherwise(result, again)
+    return repeat.differences() or _returned_otherwise(result, again)
 
 
 def _copied(result: Any) -> dict[str, torch.Tensor]:
