@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summary = "score session.verdict on planted faults and benign variants, as a self-test of this machine"
     zoo = commands.add_parser("zoo", help=summary, description=summary)
-    from graftlab.zoo import command
+    from graftlab.zoo import scoring
 
-    command.add_arguments(zoo)
-    zoo.set_defaults(run=command.run)
+    scoring.add_arguments(zoo)
+    zoo.set_defaults(run=scoring.run)
     summary = "list the folders of past and open sessions, and remove the oldest"
     runs = commands.add_parser("runs", help=summary, description=summary)
     runs.add_argument("--prune", action="store_true", help="remove folders over the budgets, never an open session's")

@@ -18,10 +18,10 @@ from graftlab.control.work import refuse_invalid_expressions
 from graftlab.errors import SessionError
 from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
-from graftlab.verdict.consequences import consequences
-from graftlab.verdict.given import ShownData, input_names, without_data
-from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
-from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.causes import consequences
+from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
+from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
+from graftlab.verdict.model_data import RunData, input_names, without_data
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def judge_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
     others: pd.DataFrame,
-    shown: ShownData,
+    shown: RunData,
     sizes: tuple[int, int] | None,
     *,
     floor: float | None,
@@ -92,12 +92,12 @@ def judge_rows(
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
     refuse_floor(floor)
     refuse_threshold(threshold)
-    said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
+    said = remarks_on_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
-    evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)
     even = evened.groups
     if even:
         data.append(evened.told)
@@ -115,6 +115,6 @@ def judge_rows(
         data=data,
         inputs=[*given, *even],
         following=following,
-        of_jobs=said,
+        job_remarks=said,
     )
     return Verdict(findings, 0)

@@ -16,7 +16,7 @@ import torch
 
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
 from graftlab.control.measured_floors import MeasuredFloors
-from graftlab.control.swaps import Output, Swaps, find_outputs
+from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
@@ -24,14 +24,21 @@ from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, labelled, lonely_filter, named_groups, unseen_of
-from graftlab.verdict.causes import Causes
-from graftlab.verdict.consequences import consequences
-from graftlab.verdict.contradicting import contradicting_pairs
-from graftlab.verdict.given import data_rows, differing_data, input_names
+from graftlab.verdict.added import (
+    added_frame,
+    labelled,
+    lonely_filter,
+    named_groups,
+    unread_grafts,
+    unread_grafts_text,
+    unseen_of,
+)
+from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.hints import hint_of
-from graftlab.verdict.of_jobs import data_of_jobs
-from graftlab.verdict.shared_batch import evened_out
+from graftlab.verdict.job_remarks import data_of_jobs
+from graftlab.verdict.model_data import data_rows, differing_data, input_names
+from graftlab.verdict.pair_contradictions import contradicting_pairs
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     Difference,
@@ -39,8 +46,7 @@ from graftlab.verdict.unexplained import (
     UnexplainedDifferences,
     differing_taps,
 )
-from graftlab.verdict.unreached import told, unreached
-from graftlab.verdict.wording import Findings, OfJobs
+from graftlab.verdict.wording import Findings, JobRemarks
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -59,7 +65,7 @@ class Evidence:
     grafted: pd.DataFrame
     returned: ReturnedValues | None
     returned_grafted: ReturnedValues | None
-    outputs: Sequence[Output]
+    outputs: Sequence[OutputTap]
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
     lonely: str | None
@@ -79,7 +85,7 @@ class Naming:
     named: list[str]
     following: list[str]
     """Groups of gradients that differ because named values do."""
-    even: Sequence[str]
+    scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
     differing: list[Difference]
@@ -91,7 +97,7 @@ class Naming:
     unseen: list[str]
     not_repeated: list[str]
     target_not_repeated: list[str] = field(default_factory=list)
-    of_jobs: OfJobs | None = None
+    job_remarks: JobRemarks | None = None
 
     @property
     def clears(self) -> bool:
@@ -121,15 +127,15 @@ class Judgement:
             )
         unexplained = self._unexplained(evidence, naming)
         causes, remarks = self._causes(evidence, naming)
-        if naming.of_jobs is not None and naming.named:
-            remarks += naming.of_jobs.of_named
+        if naming.job_remarks is not None and naming.named:
+            remarks += naming.job_remarks.of_named
         naming.unseen += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
-        naming.unseen += told(unreached(naming.frame, self._threshold))
-        frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.even)
+        naming.unseen += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         hints: dict[str, str] = {}
-        if causes or (self._explains(naming) and naming.of_jobs is not None):
+        if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: self._hints(frame, naming.named, evidence.lonely), {})
-        of_functions = naming.of_jobs is None
+        of_functions = naming.job_remarks is None
         return Verdict(
             Findings(
                 frame=frame,
@@ -144,7 +150,7 @@ class Judgement:
                 inputs=naming.inputs,
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
-                of_jobs=naming.of_jobs,
+                job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
             ),
@@ -210,12 +216,12 @@ class Judgement:
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = floors.not_repeated
-        of_jobs = self._runs.of_jobs(compared, grafted, not_repeated)
+        job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
         data = contradicting_pairs(compared, self._before)
         constant = self._runs.request.constant_floor
-        if of_jobs is not None:
-            constant = of_jobs.constant
-            unseen += of_jobs.unseen
+        if job_remarks is not None:
+            constant = job_remarks.constant
+            unseen += job_remarks.unseen
             data += data_of_jobs(compared, grafted, self._threshold)
         else:
             data += differing_data(compared, self._threshold, grafted)
@@ -226,24 +232,24 @@ class Judgement:
         accumulated = floors.accumulated(constant)
         differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)
         sizes = self.session.options.baseline, self.session.options.target
-        evened = evened_out(frame, grafted, named, *sizes, self._threshold)
-        if evened.groups:
-            data.append(evened.told)
-        following = consequences(frame, [group for group in named if group not in evened.groups], self._threshold)
-        named = [group for group in named if group not in (*evened.groups, *following)]
+        scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
+        if scaling.groups:
+            data.append(scaling.told)
+        following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
+        named = [group for group in named if group not in (*scaling.groups, *following)]
         return Naming(
             frame,
             named,
             following,
-            evened.groups,
+            scaling.groups,
             accumulated,
             differing,
             given,
-            [*inputs, *evened.groups],
+            [*inputs, *scaling.groups],
             data,
             unseen,
             not_repeated,
-            of_jobs=of_jobs,
+            job_remarks=job_remarks,
         )
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
@@ -283,7 +289,7 @@ class Judgement:
     def _causes(self, evidence: Evidence, naming: Naming) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""
         can_swap = not (naming.not_repeated or self._runs.recorded) and bool(evidence.selves)
-        if naming.of_jobs is not None and naming.target_not_repeated:
+        if naming.job_remarks is not None and naming.target_not_repeated:
             can_swap = False
         if not (self._explains(naming) and can_swap):
             return {}, []
@@ -298,7 +304,7 @@ class Judgement:
             if not groups:
                 continue
             # A gradient is judged with the baseline's values, which go before it.
-            settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.even]
+            settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.scaled]
             found = self._attempt(
                 f"the search for what moves {output.name}",
                 lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
@@ -361,7 +367,7 @@ def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
     return sorted(groups, key=lambda group: -float(most[group]))
 
 
-def _earlier(frame: pd.DataFrame, output: Output, floors: AccumulatedFloors, limit: float) -> list[int]:
+def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
     """The steps in which the output differs without grafts, before the last time that the model computed it."""
     # Other layers are of its group, too.
     is_output = (frame["name"] == output.name) & frame["tags"].map(output.tags.__eq__).astype(bool)

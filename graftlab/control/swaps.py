@@ -18,12 +18,11 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.verdict.added import coarser_dtype, records, times
-from graftlab.verdict.causes import MOST_SWAPS, Causes, OutputFloor, distance, find_causes
-from graftlab.verdict.crossing import Order, crossing
+from graftlab.verdict.causes import MOST_SWAPS, Causes, Order, OutputFloor, deadlocking_taps, distance, find_causes
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputTap:
     """The tap at which effects are measured. ``place`` is its step, from the run's first, and its order in it."""
 
     name: str
@@ -33,7 +32,7 @@ class Output:
     place: tuple[int, int]
 
 
-def find_outputs(rows: pd.DataFrame, name: str | None) -> list[Output]:
+def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
     """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
 
     Raises :class:`SessionError` where no tap of that name was measured.
@@ -57,7 +56,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[Output]:
         if len(chosen):
             row = records(chosen.sort_values(["step", "order"]).tail(1))[0]
             found.append(
-                Output(
+                OutputTap(
                     row["name"],
                     group_of(row["name"], row["tags"]),
                     coarser_dtype(row),
@@ -95,7 +94,7 @@ class Swaps:
         self,
         groups: Sequence[str],
         settled: Sequence[str],
-        output: Output,
+        output: OutputTap,
         threshold: float,
         *,
         by_size: Sequence[str] = (),
@@ -117,7 +116,7 @@ class Swaps:
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
             t2b = f"not ({from_baseline}) or ({at_output})"
-            held = filter_of(sorted(crossing(taken, *orders) - self._names[output.group], key=str))
+            held = filter_of(sorted(deadlocking_taps(taken, *orders) - self._names[output.group], key=str))
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
@@ -154,7 +153,7 @@ class Swaps:
             theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
         return ours, theirs
 
-    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: Output, side: int) -> float:
+    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: OutputTap, side: int) -> float:
         """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
         kind = kind_of_group(output.group)
         tags = {"kind": kind} if kind else {}
