@@ -1,4 +1,4 @@
-"""The heat map of taps over steps, from a frame or from the values that a run keeps while its rows arrive."""
+"""The heat map of taps over steps, from a frame or from the values that a run collects while its rows arrive."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from graftlab.verdict.summary import floor_of, floor_of_run
 def over_steps(
     frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = None, ax: Axes | None = None
 ) -> Figure:
-    """Every tap over every step: when did which tap begin to differ, and does it come and go?
+    """Every tap over every step: when did each tap begin to differ, and does the difference come and go?
 
-    A column that is bright is a step that went wrong everywhere; a row that turns bright is a tap whose error grows.
+    A bright column is a step with errors everywhere; a row that turns bright is a tap whose error grows.
 
-    - x: steps. y: taps in execution order, the first one on top; where there are more than 240, neighbours share a cell
-      and show their maximum. Colour: ``value``, log scale, the largest over the receiving ranks.
-    - black is exactly 0, vermillion a value that is not finite or differs in being so; blank is a tap that was not
-      measured in that step.
+    - x: steps. y: taps in execution order, the first one on top; with more than 240, neighbours share a cell and show
+      their maximum. Colour: ``value``, log scale, the largest over the receiving ranks.
+    - black is exactly 0, vermillion a non-finite value or a non-finite element on one side only; blank is a tap that
+      was not measured in that step.
     - a ring: the step at which a tap was first above ``noise_floor`` (by default the one assumed for the frame's
-      dtypes). The first of all is named in the title.
+      dtypes). The title names the first of all.
 
     Raises ValueError naming a column (name, order, status or ``value``) that the frame lacks.
 
@@ -44,7 +44,7 @@ def over_steps(
         style.say(ax, "no rows to show: nothing was compared or grafted yet")
         return figure
     taps = group(frame, value)
-    # In the order in which taps first ran, whichever step that was in.
+    # In the order in which taps first ran, in any step.
     places: dict[Any, int] = {}
     for key in taps.keys:
         places.setdefault((key[0], *key[2:]), len(places))
@@ -77,7 +77,7 @@ def run_heatmap(
         return figure
     numbers, x = np.unique(values.step, return_inverse=True)
     taps = list(run.taps)
-    # A tap is the same on all its receiving ranks, and each of its occurrences in a step has a line of its own.
+    # A tap has one line for all its receiving ranks, and one for each of its occurrences in a step.
     ids: dict[Any, int] = {}
     tap_of = np.array([ids.setdefault(tap.identity, len(ids)) for tap in taps])
     lines, at = np.unique(
@@ -86,7 +86,7 @@ def run_heatmap(
     at, x = at.reshape(-1), x.reshape(-1)
     receivers = sorted({tap.receiver for tap in taps})
     receiver = np.array([receivers.index(tap.receiver) for tap in taps])[values.tap]
-    # Where each first ran: as rows stand in a frame.
+    # Ordered as rows are in a frame, by where each first ran.
     in_order = np.lexsort((receiver, values.order, _shared_order(receiver, values), x))
     first = np.unique(at[in_order], return_index=True)[1]
     sequence = np.argsort(first, kind="stable")
@@ -109,9 +109,9 @@ def run_heatmap(
 
 
 def _shared_order(receiver: Array, values: Values) -> Array:
-    """Twice the order of each row in its step, less the taps before it on its rank that the other side does not have.
+    """Twice the order of each row in its step, minus the earlier taps on its rank that the other side lacks.
 
-    See :func:`graftlab.verdict.order.group`, which has a frame for it.
+    See :func:`graftlab.verdict.order.group`, which does this for a frame.
     """
     order: Array = 2 * values.order.astype(np.int64)
     alone = values.kind == ALONE
@@ -125,7 +125,7 @@ def _shared_order(receiver: Array, values: Values) -> Array:
     begins[1:] = ~begins[1:]
     before = np.cumsum(counted) - counted
     before -= np.maximum.accumulate(np.where(begins, before, 0))
-    # A tap of one side alone comes before the shared one that would have its number.
+    # A tap of one side comes before the shared tap that would have the same number.
     order[sequence] -= 2 * before + counted
     return order
 
@@ -136,12 +136,12 @@ def _name_of(tap: TapIdentity, occurrence: int) -> str:
 
 
 _MOST = 240
-"""HeatmapCells along an axis; past that neighbours share one, and show their maximum."""
+"""Cells along an axis; beyond that, neighbours share one and show their maximum."""
 
 
 @dataclass(frozen=True)
 class HeatmapCells:
-    """What is drawn where: an entry each a tap and step; several of one cell show their maximum."""
+    """The data of the heat map, one entry per measurement. A cell shows the maximum of its entries."""
 
     names: list[str]
     steps: list[Any]
@@ -155,11 +155,11 @@ class HeatmapCells:
 
 
 def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, floor: float, in_words: str) -> Figure:
-    """Draw them; ``in_words`` is what the floor is called."""
+    """Draw the cells; ``in_words`` describes the floor."""
     y, x, measured = cells.y, cells.x, cells.measured
     grid = np.full((len(cells.names), len(cells.steps)), -np.inf)
     odd = measured & cells.differs
-    # What is not finite wins its cell.
+    # A non-finite value wins its cell.
     np.fmax.at(grid, (y[measured], x[measured]), cells.value[measured])
     grid[y[odd], x[odd]] = np.nan
     without = measured & np.isnan(cells.value) & np.isneginf(grid[y, x])
@@ -192,7 +192,7 @@ def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, flo
 
 
 def _shrunk(grid: Array, tall: int, wide: int) -> Array:
-    """The maximum of each ``tall`` x ``wide`` block; NaN wins, and what is blank in all of it stays blank."""
+    """The maximum of each ``tall`` x ``wide`` block; NaN wins, and a block of blank cells stays blank."""
     rows, columns = grid.shape
     padded = np.pad(grid, ((0, -rows % tall), (0, -columns % wide)), constant_values=-np.inf)
     blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
@@ -203,7 +203,7 @@ def _shrunk(grid: Array, tall: int, wide: int) -> Array:
 def _draw_image(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
     empty = np.isneginf(grid)
     image, norm, cmap = log_image(np.where(empty, 0.0, grid))
-    # What is masked is either blank or not finite: the second is drawn over the first.
+    # Masked cells are blank or non-finite; the non-finite ones are drawn on top.
     blank = cmap.with_extremes(under=EXACT, bad=(0, 0, 0, 0))
     image.mask |= empty
     drawn = ax.imshow(image, norm=norm, cmap=blank, aspect="auto", interpolation="nearest", gid="cells")
@@ -230,7 +230,7 @@ def _label(ax: Axes, names: list[str], steps: list[Any], tall: int, wide: int) -
 
 
 def _tap_label(tap: tuple[Any, ...], columns: list[str]) -> str:
-    """What a line is called, from the tap's name, its occurrence and the values of these tags."""
+    """The label of a line: the tap's name, its occurrence and the values of these tags."""
     name, occurrence, *tags = tap
     parts = [style.shorten(str(name), 34), *(f"#{occurrence}" for _ in range(bool(occurrence)))]
     own = [(column, tag) for column, tag in zip(columns, tags, strict=True) if tag is not None]
