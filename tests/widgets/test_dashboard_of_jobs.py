@@ -41,9 +41,9 @@ class Jobs:
                     rank.renew()
                     internals_of(self.session).jobs.hear(rank)
                 rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
-                line, bell = rank.take_ends()
+                line, wake = rank.take_ends()
                 self._ends[number] = SocketChannel(line)
-                bell.close()
+                wake.close()
                 membership.enter(rank, None, None)
             for number in numbers:
                 membership.note_ready(self.ranks[number])
