@@ -50,6 +50,14 @@ def marked_up(markup: str) -> str:
     return _cell("td", markup, "")
 
 
+def rest_of(count: int, of: str, see: str) -> list[str]:
+    """The line below a table of which ``count`` lines are left out: none, or how many and where they are."""
+    if count <= 0:
+        return []
+    text = f"and {count:,} {of} more: <code>{html.escape(see)}</code>"
+    return [f'<tr><td colspan="9" style="{_LEFT}">{text}</td></tr>']
+
+
 def _cell(tag: str, markup: str, kind: str) -> str:
     style = _RIGHT if "number" in kind.split() else _LEFT
     return f'<{tag} class="{kind}" style="{style}">{markup}</{tag}>'
@@ -57,8 +65,3 @@ def _cell(tag: str, markup: str, kind: str) -> str:
 
 def number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.2e}"
-
-
-def shortened(text: str, limit: int) -> str:
-    """Without its middle: the beginnings and the ends of module names tell them apart."""
-    return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-limit // 2 :]}"

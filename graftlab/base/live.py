@@ -28,7 +28,7 @@ def publisher() -> Callable[..., Any] | None:
     return made
 
 
-class LivePlace:
+class LiveText:
     """Shows text in a notebook, in the place of the one before; outside of a notebook nothing."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from graftlab.base.live import LivePlace, publisher
+from graftlab.base.live import LiveText, publisher
 
 # Shorter waits need no bar, and would only flicker.
 PATIENCE = 1.0
@@ -63,7 +63,7 @@ class LongWait:
         if publisher() is None:
             # A file or a pipe should get none.
             return tqdm(**options, disable=not sys.stdout.isatty())
-        place = LivePlace()
+        place = LiveText()
 
         class Bar(tqdm):  # type: ignore[misc]
             """Lines of text in a cell's output, because a widget would be missing in the saved notebook."""

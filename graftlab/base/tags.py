@@ -82,7 +82,7 @@ def own_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tags.items() if name not in RESERVED_TAGS}
 
 
-def told_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+def display_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
     """The tags that a sentence, or a figure, names a tap by: the caller's, without ``compiled``, which names none."""
     return {name: value for name, value in own_tags(tags).items() if name != COMPILED}
 
@@ -142,7 +142,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def tells_taps_apart(tag: str) -> bool:
+def distinguishes_taps(tag: str) -> bool:
     """Whether :func:`identity` looks at the tag of this name, beside the ``name`` itself."""
     return tag not in PLACE_TAGS and tag not in ("name", COMPILED, *SIDE_NAMES) and not is_rank_tag(tag)
 

@@ -18,7 +18,7 @@ import torch
 
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, TagError
-from graftlab.jobs.joining import attach
+from graftlab.jobs.attach import attach
 from graftlab.taps import calls
 from graftlab.taps.watch import Watch, watch
 from graftlab.transforms.inputs import GraftTransformInput as GraftTransformInput
@@ -65,7 +65,7 @@ class Dumper:
     @property
     def may_enable(self) -> bool:
         """Whether taps do anything here, or would with ``configure(enable=True)``."""
-        return calls.taker() is not None
+        return calls.tap_handler() is not None
 
     def step(self) -> None:
         """The end of an iteration: see :func:`graftlab.step`. As there, it is none while ``enable`` is off."""
@@ -74,7 +74,7 @@ class Dumper:
 
     @property
     def _is_on(self) -> bool:
-        return self._enabled and calls.taker() is not None
+        return self._enabled and calls.tap_handler() is not None
 
     def dump(
         self,
@@ -183,7 +183,7 @@ class Dumper:
                 logger.info("dumper.configure(%s=...): it concerns files and servers that are not made here", name)
             else:
                 known = ", ".join(["enable", *self._shown, *_FIELDS])
-                raise ConfigError(f"dumper.configure: there is no setting {name!r}; what means something is {known}")
+                raise ConfigError(f"dumper.configure: {name!r} is not a setting; the settings are {known}")
         if settings.get("grafter_enable"):
             attach(GraftConfig.with_defaults(**self._settings))
 

@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.control.run_folder import sizes_of
 from graftlab.errors import SessionError
 from graftlab.rows import loading
+from graftlab.rows.rendering import RowsFrame, bounded_repr
 from graftlab.rows.schema import MEASURED
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class LoadedRun(pd.DataFrame):
     def _constructor(self) -> Callable[..., pd.DataFrame]:
         return pd.DataFrame
 
+    def __repr__(self) -> str:
+        return bounded_repr(self)
+
+    def _repr_html_(self) -> str | None:
+        return RowsFrame(self)._repr_html_()
+
     def report(self, path: str | Path = "report.html", *, verdict: Verdict | None = None) -> Path:
         """Write what the newest run in the folder came to as one page; returns its path.
 
@@ -75,8 +82,8 @@ class LoadedRun(pd.DataFrame):
 
         Raises :class:`SessionError` where no step has every tap grafted.
         """
-        from graftlab.control.judging import judge_rows
-        from graftlab.verdict.given import shown_data
+        from graftlab.control.judge import judge_rows
+        from graftlab.verdict.model_data import data_of_run
 
         chosen: Any = self if run is None else self[self["run"] == run]
         of_step = chosen if step is None else chosen[chosen["step"] == step]
@@ -93,7 +100,7 @@ class LoadedRun(pd.DataFrame):
         before = _last_step(of_run, "compared")
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
-        shown = shown_data(of_run, compared, grafted)
+        shown = data_of_run(of_run, compared, grafted)
         others = of_run[of_run["step"].isin(_whole_steps(of_run, "grafted").index.get_level_values(1))]
         others = others[others["step"] != step]
         sizes = sizes_of(self.folder, number)
@@ -115,7 +122,7 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
 def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
     """The steps in which all that was measured has this status, by run and step, and how many rows they have."""
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     computed = without_data(rows[rows["status"].isin(MEASURED)])
     wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
@@ -126,7 +133,7 @@ def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
 
 def _what_to_do(rows: pd.DataFrame) -> str:
     from graftlab.verdict.added import unseen_of
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     if not len(rows):
         return "There are no rows of it"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graftlab.base.live import LivePlace, publisher
-from graftlab.ranks.messages import LiveOutput, Output, Shown
+from graftlab.base.live import LiveText, publisher
+from graftlab.ranks.messages import DisplayData, LiveOutput, Output
 
-Piece = Output | LiveOutput | Shown
+Piece = Output | LiveOutput | DisplayData
 
 # Of a rank that this notebook did not start, nothing that a browser would run.
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
@@ -18,7 +18,7 @@ class RankOutput:
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._bars: dict[tuple[str, int], LivePlace] = {}
+        self._bars: dict[tuple[str, int], LiveText] = {}
 
     def show(self, pieces: list[tuple[str, bool, Piece]]) -> None:
         """Each with the label of its rank, and whether that rank is trusted."""
@@ -27,10 +27,10 @@ class RankOutput:
         for label, trusted, piece in pieces:
             if isinstance(piece, Output):
                 self._write("".join(f"{label} | {line}\n" for line in piece.text.splitlines()))
-            elif isinstance(piece, Shown):
+            elif isinstance(piece, DisplayData):
                 self._display(label, piece.data if trusted else _harmless(piece.data))
         for (label, stream), text in last.items():
-            place = self._bars.setdefault((label, stream), LivePlace())
+            place = self._bars.setdefault((label, stream), LiveText())
             place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,15 @@ import numpy as np
 import torch
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tags import told_tags
+from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DumpError, RequestError
+from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
-from graftlab.taps.calls import here, step, tags
-from graftlab.transforms import user_traceback
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 logger = logging.getLogger(__name__)
-
-Feed = Callable[[list[Any]], Sequence[Any]] | str
 
 COLUMNS = (
     *("rid", "index", "step", "status", "same_tokens", "first_divergent", "first_rel_l2", "final_difference"),
@@ -46,7 +43,7 @@ _KEPT_BY_ATTRIBUTES = "kept by its attributes"
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRequest:
     """A recorded request that was not replayed, and why. ``index`` is its place among all that were read."""
 
     rid: str
@@ -60,7 +57,7 @@ class Replay:
 
     run: Run
     summary: pd.DataFrame
-    skipped: list[Skipped]
+    skipped: list[SkippedRequest]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -79,14 +76,6 @@ class Replay:
         return {"text/plain": f"{self!r}\n{self.summary}", "text/html": self.summary.to_html(max_rows=20)}
 
 
-@dataclass(frozen=True)
-class _Fed:
-    """One rank's answer to a batch: what its function returned, one output a request, or how it failed."""
-
-    outputs: list[Any]
-    error: str | None = None
-
-
 def replay(
     session: SessionCore,
     path: str | Path,
@@ -103,7 +92,9 @@ def replay(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"replay: {name} must be a whole number of at least 1, not {value!r}")
     chosen = _read(Path(path), trusted)[:limit]
-    skipped = [Skipped(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None]
+    skipped = [
+        SkippedRequest(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None
+    ]
     for each in skipped:
         logger.warning("replay of %s: request %d (%s) is skipped: %s", path, each.index, each.rid, each.reason)
     good = [(index, each.record) for index, each in enumerate(chosen) if each.lost is None]
@@ -113,8 +104,8 @@ def replay(
     names = [",".join(_rid(index, record) for index, record in batch) for batch in batches]
     requests = [[record.request for _, record in batch] for batch in batches]
     run = session.start(
-        partial(_feed, baseline),
-        partial(_feed, target),
+        partial(feed_batches, baseline),
+        partial(feed_batches, target),
         args=(list(zip(names, requests, strict=True)),),
     )
 
@@ -128,14 +119,14 @@ def replay(
 
 
 @dataclass(frozen=True)
-class _Read:
+class _RequestAsRead:
     """A recorded request, and why it cannot be replayed, if it cannot."""
 
     record: RecordedRequest
     lost: str | None
 
 
-def _read(path: Path, trusted: bool) -> list[_Read]:
+def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
     """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
     if not path.is_dir():
         return _read_file(path, trusted)
@@ -150,7 +141,7 @@ def _read(path: Path, trusted: bool) -> list[_Read]:
     return [each for file in files for each in _read_file(file, trusted, names)]
 
 
-def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_Read]:
+def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_RequestAsRead]:
     """The requests of a file; of a crash's, without those that another of these files has too."""
     try:
         dump = load_dump(path, trusted)
@@ -160,11 +151,11 @@ def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_
         if not error.requests:
             raise
         logger.warning("%s; these are replayed", error)
-        return [_Read(record, _damage(record)) for record in error.requests]
+        return [_RequestAsRead(record, _damage(record)) for record in error.requests]
     lost = _lost(dump)
     marks = _marks(dump)
     return [
-        _Read(record, lost.get(index) or _damage(record))
+        _RequestAsRead(record, lost.get(index) or _damage(record))
         for index, record in enumerate(dump["requests"])
         if not names or Path(marks.get(index, "")).name not in names
     ]
@@ -202,34 +193,8 @@ def _rid(index: int, record: RecordedRequest) -> str:
     return record.rid or f"#{index}"
 
 
-def _reasons(skipped: Iterable[Skipped]) -> str:
+def _reasons(skipped: Iterable[SkippedRequest]) -> str:
     return "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
-
-
-# ---- on the ranks ---------------------------------------------------------------------------------------------------
-
-
-def _feed(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[_Fed]:
-    """Give a rank's function one batch a step. What it raises fails that batch alone."""
-    if isinstance(function, str):
-        me = here()
-        assert me is not None
-        function = eval(function, me.vars)
-    if not callable(function):
-        raise RequestError(f"replay: {function!r} is not a function of a list of requests")
-    fed = []
-    for number, (rid, requests) in enumerate(batches):
-        if number:
-            step()
-        try:
-            with tags(rid=rid):
-                outputs = list(function(requests))
-            if len(outputs) != len(requests):
-                raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
-            fed.append(_Fed(outputs))
-        except (Exception, SystemExit) as error:
-            fed.append(_Fed([None] * len(requests), user_traceback(error)))
-    return fed
 
 
 # ---- the summary ----------------------------------------------------------------------------------------------------
@@ -270,7 +235,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
     return lines
 
 
-def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[Skipped]) -> pd.DataFrame:
+def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[SkippedRequest]) -> pd.DataFrame:
     import pandas as pd
 
     lines = [
@@ -297,7 +262,7 @@ def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def _tap(row: Any) -> str:
     # The line of a summary has the request's id already.
-    given = {tag: value for tag, value in told_tags(row["tags"]).items() if tag != "rid"}
+    given = {tag: value for tag, value in display_tags(row["tags"]).items() if tag != "rid"}
     return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
 
 

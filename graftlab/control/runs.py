@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 
 from graftlab.base.world import RunInfo
-from graftlab.control.groups import Groups, collective_in
+from graftlab.control.process_groups import ProcessGroups, collective_in
 from graftlab.control.rank_output import Piece
-from graftlab.control.run import OnFailure, Run
+from graftlab.control.run import Run
+from graftlab.control.run_state import OnFailure, RunState
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ class Runs:
         plans: Callable[[], Sequence[GraftPlan]],
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
-        self.groups = Groups(ranks)
-        self.digest = Digest(rows)
+        self.groups = ProcessGroups(ranks)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
         self._rows = rows
         self._runs: list[Run] = []
+        self._states: list[RunState] = []
         self._next_step = rows.first_step
         self._first_run = rows.first_run
         # Why ranks end that are to end: no run begins any more, and what fails from now on fails because of it.
@@ -59,18 +59,18 @@ class Runs:
     @property
     def busy(self) -> bool:
         """Whether a run is going on."""
-        return bool(self._runs) and not self._runs[-1].done
+        return bool(self._states) and not self._states[-1].done
 
     @property
     def failing(self) -> dict[str, str]:
         """What went wrong so far in the run that goes on, by rank."""
-        return self._runs[-1].failing if self.busy else {}
+        return self._states[-1].failing if self.busy else {}
 
     def refuse_what_cannot_begin(self, works: Iterable[int]) -> None:
         """Raise :class:`SessionBusyError` while a run goes on, :class:`SessionClosedError` where a rank is gone."""
         if self.busy:
             raise SessionBusyError(
-                f"run {self._runs[-1].number} is still going on ({self._runs[-1].where()}); wait for it with "
+                f"run {self._runs[-1].number} is still running ({self._runs[-1].where()}); wait for it with "
                 f"run.wait(), or stop its code with session.interrupt()"
             )
         for rank in (self._ranks[world_rank] for world_rank in sorted(works)):
@@ -89,7 +89,7 @@ class Runs:
         on_failure: OnFailure = "stop",
         code: Mapping[str, str | CodeType] | None = None,
     ) -> Run:
-        """Have ranks, by world rank, do their works as one run under this plan. ``code`` is what :attr:`Run.code` is.
+        """Have ranks, by world rank, do their works as one run under this plan. ``code`` is that of :class:`.RunState`.
 
         Raises as :meth:`refuse_what_cannot_begin` does.
         """
@@ -112,42 +112,40 @@ class Runs:
 
     def assemble(self) -> RunInfo:
         """A run of all ranks, each of which does its own work. What some of them still do is of the run before."""
-        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in self._ranks))
+        self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in self._ranks))
         run = self._make(list(self._ranks), "continue")
         return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
 
     def note_moved(self, rank: RankHandle) -> None:
         """The rank takes part in no run but the newest any more."""
-        for run in self._runs[:-1]:
+        for run in self._states[:-1]:
             run.note_settled(rank)
 
     def note_return(self, rank: RankHandle, number: int) -> None:
         """The rank goes on in this run: what was taken for its death was the end of its line alone."""
-        for run in self._runs:
+        for run in self._states:
             if run.number == number:
                 run.note_return(rank)
 
     def remark(self, text: str) -> None:
         """Have the newest run's summary say this first."""
-        self._runs[-1].remarks.append(text)
+        self._states[-1].remarks.append(text)
 
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
     ) -> Run:
+        state = RunState(
+            self._first_run + len(self._runs), ranks, self._next_step, on_failure, code, lost_groups=self.groups.lost
+        )
         run = Run(
-            number=self._first_run + len(self._runs),
-            ranks=ranks,
+            state,
             frame=self._rows.frame,
             write=lambda text: sys.stdout.write(text),
             count=lambda: len(self._rows),
-            first_step=self._next_step,
-            on_failure=on_failure,
             unwritten=self._rows.unwritten,
             plans=self._plans,
-            code=code or {},
-            lost_groups=self.groups.lost,
-            digest=self.digest,
         )
+        self._states.append(state)
         self._runs.append(run)
         return run
 
@@ -155,9 +153,9 @@ class Runs:
         """Raise KeyboardInterrupt in the code of the run that is going on; its ranks go on."""
         if not self.busy:
             return
-        run = self._runs[-1]
-        for rank in run.participants:
-            if rank.whereabouts().state in ("running", "waiting"):
+        run = self._states[-1]
+        for rank in run.ranks:
+            if rank.status().state in ("running", "waiting"):
                 rank.signal(signal.SIGINT)
             else:
                 # It may be about to begin, when a signal would come too early.
@@ -169,19 +167,19 @@ class Runs:
 
     def reopen(self, ended: Sequence[RankHandle]) -> None:
         """Go on with new ranks in the place of those that ended, and with steps that none of those has begun."""
-        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in ended))
+        self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in ended))
         self.groups.renew()
         self._closing = None
 
     # ---- what the ranks report ----------------------------------------------------------------------------------
 
     def note_output(self, output: Piece, rank: RankHandle) -> None:
-        if self._runs:
-            self._runs[-1].note_output(rank, output)
+        if self._states:
+            self._states[-1].note_output(rank, output)
 
     def note_done(self, done: RunDone, rank: RankHandle) -> None:
         if done.failure is None or self._closing is None:
-            run = self._runs[done.run - self._first_run]
+            run = self._states[done.run - self._first_run]
             run.note_done(rank, done)
             if done.failure is not None:
                 self.groups.note_failure(rank, done.failure)
@@ -189,37 +187,37 @@ class Runs:
 
     def note_settled(self, settled: RunSettled, rank: RankHandle) -> None:
         self._next_step = max(self._next_step, settled.next_step)
-        self._runs[settled.run - self._first_run].note_settled(rank)
+        self._states[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankHandle) -> None:
-        self._next_step = max(self._next_step, rank.whereabouts().step + 1)
-        for run in self._runs:
-            if rank in run.participants and not run.done:
+        self._next_step = max(self._next_step, rank.status().step + 1)
+        for run in self._states:
+            if rank in run.ranks and not run.done:
                 if self._closing is not None:
                     run.note_death(rank, self._closing)
                 elif rank.was_ended:
                     run.note_death(rank, rank.how_it_ended())
                 else:
-                    tap = rank.whereabouts().tap
+                    tap = rank.status().tap
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
                     how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
                     run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(_LAST_LINES)}")
                     self._stop_the_others(run)
 
-    def _stop_the_others(self, run: Run) -> None:
+    def _stop_the_others(self, run: RunState) -> None:
         if run.on_failure == "stop" and not run.done and not run.is_stopping:
             run.is_stopping = True
             _later(_MOMENT, self._interrupt_others, run)
 
-    def _interrupt_others(self, run: Run) -> None:
-        for rank in run.stop_the_others():
+    def _interrupt_others(self, run: RunState) -> None:
+        for rank in run.mark_stopped():
             # By its number: were the run over by now, the next one must not be hit.
             rank.channel.send(pack(Interrupt(run.number)))
         _later(_GRACE, self._end_those_in_collectives, run)
 
-    def _end_those_in_collectives(self, run: Run) -> None:
+    def _end_those_in_collectives(self, run: RunState) -> None:
         ending = []
-        for rank in run.in_vain():
+        for rank in run.left_on_failed_sides():
             try:
                 where = collective_in(self._stack_of(rank))
             except SessionError as error:
@@ -229,10 +227,10 @@ class Runs:
                 first = next(iter(run.failing))
                 rank.end(f"was ended, because it waited in a collective ({where}) when {first} had failed")
                 ending.append(rank)
-        run.give_up_waiting(ending)
+        run.stop_waiting(ending)
 
 
-def _later(seconds: float, call: Callable[[Run], None], run: Run) -> None:
+def _later(seconds: float, call: Callable[[RunState], None], run: RunState) -> None:
     timer = threading.Timer(seconds, call, (run,))
     timer.daemon = True
     timer.start()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
 from graftlab.verdict.wording import NOT_LOOKED_AT, Findings, text_of
 

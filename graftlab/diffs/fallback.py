@@ -44,7 +44,7 @@ class _Scale(NamedTuple):
     difference: int = 0
 
 
-class _Side(NamedTuple):
+class _TensorMoments(NamedTuple):
     """One of the tensors, as far as its pairs are finite."""
 
     low: float
@@ -57,8 +57,8 @@ class _Side(NamedTuple):
 class _Total(NamedTuple):
     """``squares`` is of the difference, ``place`` where that is largest; all but low and high are scaled."""
 
-    x: _Side
-    y: _Side
+    x: _TensorMoments
+    y: _TensorMoments
     max_abs: float
     mean_abs: float
     squares: float
@@ -196,7 +196,7 @@ def _kinds(x: torch.Tensor) -> torch.Tensor:
     return x.isnan().to(torch.int8) + x.isposinf().to(torch.int8) * 2 + x.isneginf().to(torch.int8) * 3
 
 
-def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _Side:
+def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _TensorMoments:
     low, high = min(part[f"low_{name}"] for part in parts), max(part[f"high_{name}"] for part in parts)
     # Means are taken from one of them, so that they keep their digits where they are far from zero.
     origin = parts[0][f"center_{name}"]
@@ -207,7 +207,7 @@ def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _Side:
         for part, each in zip(parts, means, strict=True)
     )
     constant = low == high
-    return _Side(
+    return _TensorMoments(
         low,
         high,
         origin if constant else origin + mean,

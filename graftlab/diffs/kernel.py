@@ -68,12 +68,12 @@ THREADS_FROM = 1 << 18
 
 # Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one
 # argument, which costs least.
-_ASKED = struct.Struct("=QQqqqq")
+_REQUEST = struct.Struct("=QQqqqq")
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
 """What :meth:`Kernel.measure` copies over what, when it has been measured."""
 # Values whose squares may leave float64 are measured a second time, for which both tensors have to be there still.
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
-_pack = _ASKED.pack_into
+_pack = _REQUEST.pack_into
 
 
 class KernelError(Exception):
@@ -124,7 +124,7 @@ class Kernel:
             failed = self.call_without_gil(memory.address)
         if failed:
             raise RuntimeError("the kernel did not find the largest difference again; this is a fault of graftlab's")
-        stats = _Draft(*self.results.unpack_from(memory.buffer, _ASKED.size))
+        stats = _Draft(*self.results.unpack_from(memory.buffer, _REQUEST.size))
         stats.max_abs_index = index_in(shape, stats.max_abs_index)
         stats.__class__ = DiffStats
         return stats  # type: ignore[no-any-return]
@@ -193,7 +193,9 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     if names != NAMES:
         raise KernelError(f"{path} gives {', '.join(names)}, where DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
-    return Kernel(level, types, results, _Memory(_ASKED.size + results.size), calls[0], calls[1], read_lines, sum_lines)
+    return Kernel(
+        level, types, results, _Memory(_REQUEST.size + results.size), calls[0], calls[1], read_lines, sum_lines
+    )
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

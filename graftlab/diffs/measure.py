@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
 from graftlab.diffs import fallback, kernel
-from graftlab.diffs.long_integers import LONG, unrounded
 from graftlab.diffs.statistics import DiffStats, index_in
 
 __all__ = ["DiffStats", "measure", "measure_and_overwrite"]
 
 # A subclass may keep its elements elsewhere than where its address points.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_LONG = frozenset({torch.int64, torch.uint64})
+
+# From here on float64 has not every whole number.
+_LARGEST = 2.0**53
 
 
 def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
@@ -41,14 +46,14 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
             and (numel := baseline.numel())
         ):
             stats = compiled.measure(baseline.data_ptr(), target.data_ptr(), numel, types, shape)
-            return stats if stats.max_abs or baseline.dtype not in LONG else _unrounded(stats, baseline, target)
+            return stats if stats.max_abs or baseline.dtype not in _LONG else _unrounded(stats, baseline, target)
     return _unrounded(_measure_any(baseline, target, compiled), baseline, target)
 
 
 def _unrounded(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     """What seems to be equal, and may be whole numbers that float64 does not tell apart."""
-    if stats.max_abs == 0 and stats.numel and {baseline.dtype, target.dtype} <= LONG:
-        return unrounded(stats, baseline, target)
+    if stats.max_abs == 0 and stats.numel and {baseline.dtype, target.dtype} <= _LONG:
+        return _exact(stats, baseline, target)
     return stats
 
 
@@ -118,3 +123,41 @@ def _real_elements(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.reshape(-1)
+
+
+# ---- whole numbers too large for float64 ----------------------------------------------------------------------------
+
+
+def _exact(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
+    """The statistics of two tensors of a dtype of :data:`_LONG` that seem to be equal.
+
+    Where they are not, what tells of the difference is measured anew, exactly but for its last rounding.
+    """
+    if not max(abs(stats.min_baseline), abs(stats.max_baseline), abs(stats.max_target)) >= _LARGEST:
+        return stats
+    x, y = (tensor.detach().reshape(-1).view(torch.int64) for tensor in (baseline, target))
+    places = (x != y).nonzero().reshape(-1)
+    if not len(places):
+        return stats
+    x, y = x[places], y[places]
+    high = _high(y, target.dtype) - _high(x, baseline.dtype)
+    low = (y & 0xFFFFFFFF).double() - (x & 0xFFFFFFFF).double()
+    difference = (high * 2.0**32 + low).abs()
+    squares = float(difference.square().sum())
+    farthest = int(difference.argmax())
+    xx = stats.numel * (stats.mean_baseline**2 + stats.std_baseline**2)
+    yy = stats.numel * (stats.mean_target**2 + stats.std_target**2)
+    return replace(
+        stats,
+        rel_l2=math.sqrt(squares / xx) if xx else math.inf,
+        rel_diff=squares / (xx + yy) if xx + yy else 0.0,
+        max_abs=float(difference[farthest]),
+        max_abs_index=index_in(baseline.shape, int(places[farthest])),
+        mean_abs=float(difference.sum()) / stats.numel,
+    )
+
+
+def _high(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What 64 bits hold above the lower 32, as float64."""
+    high = values >> 32
+    return (high & 0xFFFFFFFF if dtype == torch.uint64 else high).double()

@@ -22,7 +22,7 @@ TAP_LIMIT = 10_000
 _SUGGESTIONS = 3
 
 
-class Check:
+class FilterCheck:
     """A text, compiled once, and which of the taps seen so far it matches, each judged once.
 
     ``fault`` is the :class:`FilterError` of a text that is no filter or takes too long, and ``hits`` the indices of
@@ -52,7 +52,7 @@ class Check:
         self._judged = stop
 
 
-def matched_by_both(checks: Mapping[str, Check]) -> Collection[int]:
+def matched_by_both(checks: Mapping[str, FilterCheck]) -> Collection[int]:
     """The taps that b2t and t2b both match, in the order in which they were seen.
 
     None where one of them looks at the step, the side or the rank: those at which a tap happened to be seen first say
@@ -82,7 +82,7 @@ def unknown_values(filter_: Filter, taps: Sequence[Tags]) -> dict[str, str]:
     return dict(list(found.items())[:_SUGGESTIONS])
 
 
-def told(check: Check, taps: Sequence[Tags]) -> str:
+def check_summary(check: FilterCheck, taps: Sequence[Tags]) -> str:
     """What came of a check that has caught up, in a line: ``0 of 501 seen; did you mean 'name'?``."""
     if check.fault is not None or check.filter is None:
         return str(check.fault)

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from graftlab.base.sources import parse_expression
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.errors import FilterError
 from graftlab.filters.functions import FUNCTIONS, METHODS, call_method, item_or_slice, items_of
 from graftlab.filters.patterns import bounded

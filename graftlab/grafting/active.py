@@ -16,14 +16,14 @@ def activate(grafter: Grafter, where: calls.Here) -> None:
     """Make this process a rank: from now on its taps go to this grafter. Called once, by whatever makes ranks."""
     global _grafter
     _grafter = grafter
-    stand_in(grafter, where)
+    install_handler(grafter, where)
     # Forked children are no ranks; see there.
     os.register_at_fork(after_in_child=_forget)
 
 
-def stand_in(taker: calls.StepTaker, where: calls.Here | None) -> None:
+def install_handler(handler: calls.RankTapHandler, where: calls.Here | None) -> None:
     """Give this process's taps to one that stands before the grafter, or in its place."""
-    calls.activate(taker, where, compiled, torch.compiler.is_dynamo_compiling)
+    calls.activate(handler, where, compiled, torch.compiler.is_dynamo_compiling)
 
 
 def deactivate() -> None:

@@ -123,12 +123,12 @@ class SeenTags:
             self._report({**tags, **dict(shown)})
 
 
-Asked = tuple[Any, ...]
+TapLookup = tuple[Any, ...]
 """How a call of a tap is looked up: its name, the tags around it, and each of its own as a pair."""
 
 
 class Decisions:
-    """One plan's decisions on this rank, each made when it is first asked for; None for a tap that is left alone.
+    """One plan's decisions on this rank, each made when it is first needed; None for a tap that is left alone.
 
     Good for as long as the plan is in force and, where a filter looks at the step, for one step.
     """
@@ -136,23 +136,23 @@ class Decisions:
     def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags, warn_once: WarnOnce) -> None:
         self.plan = plan
         self.step = step
-        self.known: dict[Asked, Decision | None] = {}
+        self.known: dict[TapLookup, Decision | None] = {}
         self._place = place
         self._seen = seen
         self._warn_once = warn_once
         # What changes from call to call cannot be remembered.
         self._remembers = "recompute_status" not in plan.looks_at
 
-    def of(self, asked: Asked) -> Decision | None:
+    def of(self, lookup: TapLookup) -> Decision | None:
         """What the plan says of a tap. Raises :class:`TagError` for a name or tags that it cannot have."""
         try:
-            return self.known[asked]
+            return self.known[lookup]
         except (KeyError, TypeError):
-            return self.decide(asked)
+            return self.decide(lookup)
 
-    def decide(self, asked: Asked) -> Decision | None:
+    def decide(self, lookup: TapLookup) -> Decision | None:
         """The same, worked out anew."""
-        name, around, *own = asked
+        name, around, *own = lookup
         given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
         decision = self._worked_out(name, own, given)
         # What would be remembered holds a tensor that was left out for as long as the plan is in force.
@@ -161,7 +161,7 @@ class Decisions:
                 self.known.clear()
             # Some tag's value may be one that cannot be hashed.
             with contextlib.suppress(TypeError):
-                self.known[asked] = decision
+                self.known[lookup] = decision
         return decision
 
     def _worked_out(self, name: str, own: Iterable[tuple[str, Any]], given: dict[str, Any]) -> Decision | None:

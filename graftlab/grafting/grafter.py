@@ -21,15 +21,14 @@ from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.grafting.arrival import Arrival, Arrivals, TapCall, Unasked, row_of
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import (
     Addresses,
-    Asked,
     Decision,
     Decisions,
     SeenTags,
+    TapLookup,
     all_tags,
     given_tags,
     paired_tags,
@@ -37,14 +36,14 @@ from graftlab.grafting.decisions import (
     sends,
 )
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.shown import Shown, whole_of_partial
-from graftlab.grafting.tensors import plain_tensor
+from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
+from graftlab.grafting.tensors import SentExtras, plain_tensor, summed_partial
 from graftlab.layouts import RankLayout, rank_layout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
 from graftlab.taps.compiled import forget_open_tags
-from graftlab.taps.extras import Laid, resolved, unpicklable_part
+from graftlab.taps.extras import ExtrasWithLayout, resolved, unpicklable_part
 from graftlab.taps.untraced import outside_compiled_code
 
 logger = logging.getLogger(__name__)
@@ -84,8 +83,8 @@ class Grafter:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Unasked],
-        page: WhereaboutsPage,
+        exchange: Exchange[PendingRow],
+        page: StatusPage,
         ambient: ContextVar[TagItems],
         reporter: Reporter,
         kept: KeptPairs,
@@ -103,7 +102,7 @@ class Grafter:
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
         self._reported_version = -1
-        self._arrivals = Arrivals(kept, self._warn_once)
+        self._receive_pipeline = ReceivePipeline(kept, self._warn_once)
         self._seen = SeenTags(reporter.seen)
         self._run: RunInfo | None = None
         self._step = -1
@@ -122,7 +121,7 @@ class Grafter:
         self._warned: set[tuple[str, str]] = set()
         self._use(exchange)
 
-    def _use(self, exchange: LiveExchange[Unasked]) -> None:
+    def _use(self, exchange: Exchange[PendingRow]) -> None:
         self._exchange = exchange
         exchange.on_wait = self._on_wait
         exchange.share(self._let_others_in, self._take_lock)
@@ -151,7 +150,7 @@ class Grafter:
         return self._step + 1
 
     @property
-    def era(self) -> object:
+    def decision_epoch(self) -> object:
         """The same object for as long as actions stay as they are; None while taps are left alone altogether."""
         return self._decisions
 
@@ -193,7 +192,7 @@ class Grafter:
         """Be idle under a first plan, of which the notebook hears when it speaks of it."""
         with self._lock:
             self._plan = self._offered = plan
-            self._arrivals.adopt(plan)
+            self._receive_pipeline.adopt(plan)
             self._write_page("idle")
 
     def adopt_offered_plan(self) -> None:
@@ -309,7 +308,7 @@ class Grafter:
     def _adopt(self, plan: GraftPlan) -> None:
         if plan.version != self._plan.version:
             self._plan = plan
-            self._arrivals.adopt(plan)
+            self._receive_pipeline.adopt(plan)
         if plan.version != self._reported_version:
             self._reported_version = plan.version
             self._reporter.adopted(plan.version, self._step if self._run else self.next_step)
@@ -328,7 +327,7 @@ class Grafter:
 
     def _end_step(self) -> None:
         self._exchange.end_step(self._step)
-        self._arrivals.log_grafts()
+        self._receive_pipeline.log_grafts()
         self.record_unmatched()
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
@@ -341,7 +340,7 @@ class Grafter:
         tags = all_tags("gl.step", {}, self.place, self._step)
         order = self._order - self._before_step
         call = TapCall(run.run, self._step, order, tags, Action(), self.place, self._plan.version, 0, None)
-        self._emit(row_of(call, Arrival("timeout", [], error=error), 0.0))
+        self._emit(row_of(call, TapResult("timeout", [], error=error), 0.0))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
 
@@ -350,7 +349,7 @@ class Grafter:
         decisions = self._decisions
         if decisions is None:
             return value
-        asked: Asked = (name, self._ambient.get(), *tags.items())
+        asked: TapLookup = (name, self._ambient.get(), *tags.items())
         try:
             # As decisions.of, without the call: most taps that a model reaches end here.
             decision = decisions.known[asked]
@@ -440,15 +439,17 @@ class Grafter:
                     value = shown = own = result
         return value
 
-    def _told(self, decision: Decision, shown: Any, extras: Any) -> Shown | LayoutError | None:
+    def _told(self, decision: Decision, shown: Any, extras: Any) -> SentExtras | LayoutError | None:
         """What there is to say of the tensor beside the extras, or why it cannot be said."""
-        is_laid = type(extras) is Laid or (type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements"))
+        is_laid = type(extras) is ExtrasWithLayout or (
+            type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements")
+        )
         name = decision.own_name if self._plan.rename else None
         if not is_laid and name is None:
             return None
         try:
-            given = extras.layout if isinstance(extras, Laid) else None
-            return Shown(None, rank_layout(shown, given, self.place.world_size) if is_laid else None, name)
+            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
+            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if is_laid else None, name)
         except LayoutError as error:
             return error
 
@@ -462,12 +463,12 @@ class Grafter:
         else:
             error = f"no pair of the plan is about this call of {decision.own_name!r} in the step"
         status: Status = "unmatched" if decision.sends else "missing"
-        self._emit(row_of(call, Arrival(status, [], error=error), time.perf_counter() - began))
+        self._emit(row_of(call, TapResult(status, [], error=error), time.perf_counter() - began))
 
     def _refuse_layout(self, key: TapKey, call: TapCall, error: LayoutError, began: float) -> None:
         self._exchange.decline(key)
         logger.error("%s: tap %r: %s", self.place.label, call.name, error)
-        self._emit(row_of(call, Arrival("failed", [], error=str(error)), time.perf_counter() - began))
+        self._emit(row_of(call, TapResult("failed", [], error=str(error)), time.perf_counter() - began))
 
     def _computed(self, value: Any) -> Any:
         """What the user's function shows, which may reach taps itself."""
@@ -508,11 +509,13 @@ class Grafter:
         if self._plan.rank_dependent:
             self._exchange.decline(key)
 
-    def _publish(self, key: TapKey, call: TapCall, extras: Any, told: Shown | None, began: float) -> None:
+    def _publish(self, key: TapKey, call: TapCall, extras: Any, told: SentExtras | None, began: float) -> None:
         own = call.tensor
         assert own is not None
         # The note must not keep the model's tensor alive.
-        memo = Unasked(call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began)
+        memo = PendingRow(
+            call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
+        )
         sent = extras if told is None else dataclasses.replace(told, extras=extras)
         try:
             self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
@@ -536,7 +539,7 @@ class Grafter:
         own: torch.Tensor,
         shown: Any,
         extras: Any,
-        told: Shown | None,
+        told: SentExtras | None,
         replaced: torch.Tensor | None,
         began: float,
     ) -> torch.Tensor | None:
@@ -547,7 +550,7 @@ class Grafter:
             reduced = self._reduced(shown, own, layout)
         receipt = self._exchange.receive(key, own)
         try:
-            call, arrival = self._arrivals.take_named(call, extras, receipt, replaced, layout, reduced)
+            call, arrival = self._receive_pipeline.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
         if arrival.status == "missing" and key.recompute_status == "recompute":
@@ -563,7 +566,7 @@ class Grafter:
                 "tap on some of them only; leave rank and tags that end in _rank out of the filters"
             )
         try:
-            return whole_of_partial(shown, own, layout, self.place.world_size)
+            return summed_partial(shown, own, layout, self.place.world_size)
         except LayoutError as error:
             return str(error)
 

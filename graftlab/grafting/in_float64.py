@@ -43,7 +43,7 @@ def in_float64() -> Iterator[None]:
     torch.float64
     """
     # An accelerator's backward pass would run in a thread of its own, without the mode.
-    with torch.autograd.set_multithreading_enabled(False), _Widens():  # type: ignore[no-untyped-call]
+    with torch.autograd.set_multithreading_enabled(False), _Float64Mode():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -58,7 +58,7 @@ def as_it_is() -> Iterator[None]:
         _here.off = before
 
 
-class _Widens(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(_here, "off", False) or func.namespace != "aten":

@@ -54,7 +54,7 @@ class KeptPair:
 
 
 @dataclass(frozen=True)
-class _Missing:
+class _MissingPair:
     """The newest pair of a tap, where that is not held any more or never was; ``number`` counts what was added."""
 
     number: int
@@ -71,7 +71,7 @@ class KeptPairs:
         # With the number of each among all that were added.
         self._pairs: deque[tuple[int, KeptPair]] = deque()
         self._added = 0
-        self._missing: dict[Any, _Missing] = {}
+        self._missing: dict[Any, _MissingPair] = {}
         self._since_trim = 0
         self._lock = threading.Lock()
 
@@ -147,7 +147,7 @@ class KeptPairs:
     def _miss(self, number: int, tags: Mapping[str, Any], why: str) -> None:
         if len(self._missing) >= _MISSING_LIMIT:
             self._missing.pop(next(iter(self._missing)))
-        self._missing[_tap(tags)] = _Missing(number, dict(tags), why)
+        self._missing[_tap(tags)] = _MissingPair(number, dict(tags), why)
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
         """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too.

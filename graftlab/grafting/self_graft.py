@@ -15,19 +15,21 @@ from typing import Any, NamedTuple
 import torch
 
 from graftlab.base.tags import identity, plain
+from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
+from graftlab.diffs.results import compare_named, named_tensors
+from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
-from graftlab.taps.calls import Taker, ambient
-from graftlab.taps.routing import taken_by
-from graftlab.verdict.groups import group_of, is_data
+from graftlab.taps.calls import TapHandler, ambient
+from graftlab.taps.routing import handled_by
 
 Call = Callable[[], Any]
 
 
-class Added(NamedTuple):
+class AddedRounding(NamedTuple):
     """What one tap of the repeated run differs from the record, the taps before it being as recorded."""
 
     name: str
@@ -45,11 +47,13 @@ class Added(NamedTuple):
 class SelfGraft:
     """What a rank's code does to itself."""
 
-    added: list[Added] = field(default_factory=list)
-    exact: list[Added] = field(default_factory=list)
+    added: list[AddedRounding] = field(default_factory=list)
+    exact: list[AddedRounding] = field(default_factory=list)
     """The same for the twin in higher precision, its taps overwritten by the record as it is."""
-    outputs: list[Added] = field(default_factory=list)
+    outputs: list[AddedRounding] = field(default_factory=list)
     """What taps differ when each was moved, and none was reset: how rounding adds up over the whole run."""
+    exact_outputs: list[AddedRounding] = field(default_factory=list)
+    """What taps differ in the twin, none of them being overwritten."""
     not_repeated: list[str] = field(default_factory=list)
     """Taps that a repeat without any change showed differently, in their order; or in words what else was other."""
     skipped: list[str] = field(default_factory=list)
@@ -58,6 +62,9 @@ class SelfGraft:
     """Taps that came after the budget was spent."""
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     """What was recorded the last time at each tap of ``keep``, on the CPU, by group."""
+    returned: dict[str, float] = field(default_factory=dict)
+    """The rel_l2 of what the call returns, by its place in the result, when each tap was moved and none was reset; with
+    that of what the twin returns."""
 
 
 def graft_self(
@@ -76,17 +83,17 @@ def graft_self(
     the tap's, one for each pair it is in. ``keep`` are groups whose last record is returned. The record holds at most
     ``budget`` bytes; taps that come after are counted, and left alone.
     """
-    record = Recorder(budget)
-    _run(call, record)
+    record = SelfGraftRecorder(budget)
+    result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
             group = group_of(name, recorded.tags)
             if group in keep:
                 found.last[group] = recorded.value.cpu()
-    repeat = Repeater(record.taps)
-    _run(call, repeat)
-    found.not_repeated = repeat.differences()
+    repeat = RepeatComparer(record.taps)
+    again = _run(call, repeat)
+    found.not_repeated = repeat.differences() or _returned_otherwise(result, again)
     if found.not_repeated:
         return found
 
@@ -98,13 +105,25 @@ def graft_self(
         twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
         _run(exact, twin)
         found.exact = twin.rows
+        alone = SelfGrafter(record.taps, dtype_of, seed, moves=False, resets=False)
+        _note_returned(found, result, _run(exact, alone))
+        found.exact_outputs = alone.rows
     perturbed = SelfGrafter(record.taps, dtype_of, seed)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
-    _run(call, drift)
+    _note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
+
+
+def _note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
+    """Add how far this result is from the recorded one to what is known of it; squares add up."""
+    differences, _ = compare_named(recorded, named_tensors(result))
+    for path, rel_l2, _ in differences:
+        # One that is not finite on one side alone would excuse everything.
+        if math.isfinite(rel_l2):
+            found.returned[path] = math.hypot(found.returned.get(path, 0.0), rel_l2)
 
 
 @dataclass(frozen=True)
@@ -121,13 +140,13 @@ class RoundedResults:
 
 def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults:
     """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
-    record = Recorder(budget)
+    record = SelfGraftRecorder(budget)
     _run(call, record)
     exact, failed = None, None
     try:
-        # Before anything is moved, as that may be an argument. The taker records nothing, and keeps the grafter out.
+        # Before anything is moved, as that may be an argument. The handler records nothing, and keeps the grafter out.
         with in_float64():
-            exact = _run(call, Recorder(0))
+            exact = _run(call, SelfGraftRecorder(0))
     except Exception as error:
         said = [line for line in str(error).splitlines() if line.strip()]
         failed = ": ".join([type(error).__name__, *said[:1]])
@@ -136,30 +155,48 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
 
 
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
-    record = Recorder(budget)
-    _run(call, record)
-    repeat = Repeater(record.taps)
-    _run(call, repeat)
-    return repeat.differences()
+    """Run ``call`` twice without any change: the taps that differ, in their order, and returned values that do.
+
+    Taps that do not fit into ``budget`` bytes are not compared.
+    """
+    record = SelfGraftRecorder(budget)
+    result = _copied(_run(call, record))
+    repeat = RepeatComparer(record.taps)
+    again = _run(call, repeat)
+    return repeat.differences() or _returned_otherwise(result, again)
 
 
-def _run(call: Call, taker: Taker) -> Any:
-    with taken_by(taker):
+def _copied(result: Any) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of a result: a call may return a buffer that the next one overwrites."""
+    return {path: value.detach().clone() for path, value in named_tensors(result).items()}
+
+
+def _returned_otherwise(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
+    """The returned values that differ by more than rounding from those of a call before."""
+    differences, _ = compare_named(result, named_tensors(again))
+    return [
+        f"the returned value{f' {path}' if path else ''}"
+        for path, rel_l2, (dtype, _) in differences
+        if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
+    ]
+
+
+def _run(call: Call, handler: TapHandler) -> Any:
+    with handled_by(handler):
         return call()
 
 
-Place = tuple[str, tuple[Any, ...], str, int]
+CallKey = tuple[str, tuple[Any, ...], str, int]
 
 
 @dataclass
-class Recorded:
-    place: Place
+class TapRecord:
+    place: CallKey
     tags: dict[str, Any]
     value: torch.Tensor
 
 
-class PlacedTaker:
+class CountingHandler:
     """Counts calls as the grafter does, and gives each that shows a tensor to :meth:`take`."""
 
     # A weight is not computed in a run, and would stay as it was moved.
@@ -179,7 +216,7 @@ class PlacedTaker:
         if isinstance(own, str):
             self.skipped[name] = None
             return value
-        wanted, _ = given_tags(name, dict(ambient.get()), tags, _says_nothing)
+        wanted, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
         if is_data(wanted) and not self.takes_data:
             return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
@@ -195,53 +232,53 @@ class PlacedTaker:
         result, _ = overwrite(own, received)
         return result if result is not own and own is value else value
 
-    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         """What the tap is overwritten with, if anything."""
         raise NotImplementedError
 
 
-class Recorder(PlacedTaker):
+class SelfGraftRecorder(CountingHandler):
     def __init__(self, budget: int) -> None:
         super().__init__()
-        self.taps: dict[Place, Recorded] = {}
+        self.taps: dict[CallKey, TapRecord] = {}
         self.not_recorded = 0
         self._left = budget
 
-    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> None:
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         size = own.numel() * own.element_size()
         # Once something does not fit nothing after it is recorded: a tap after a gap would have inherited differences.
         if self.not_recorded or size > self._left:
             self.not_recorded += 1
             return
         self._left -= size
-        self.taps[place] = Recorded(place, tags, own.detach().clone())
+        self.taps[place] = TapRecord(place, tags, own.detach().clone())
 
 
-class Repeater(PlacedTaker):
-    """Compares with the record and leaves all alone."""
+class RepeatComparer(CountingHandler):
+    """Compares with the record and changes nothing. A difference that rounding explains is none."""
 
-    def __init__(self, taps: Mapping[Place, Recorded]) -> None:
+    def __init__(self, taps: Mapping[CallKey, TapRecord]) -> None:
         super().__init__()
         self._taps = taps
         self._left = dict.fromkeys(taps)
         self._other: list[str] = []
 
-    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> None:
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         recorded = self._taps.get(place)
         self._left.pop(place, None)
-        if recorded is not None and not _same(recorded.value, own):
+        if recorded is not None and not _repeated(recorded, own):
             self._other.append(_label(place))
 
     def differences(self) -> list[str]:
         return self._other + [f"{_label(place)} was not reached again" for place in self._left]
 
 
-class SelfGrafter(PlacedTaker):
+class SelfGrafter(CountingHandler):
     """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
 
     def __init__(
         self,
-        taps: Mapping[Place, Recorded],
+        taps: Mapping[CallKey, TapRecord],
         dtype_of: Callable[[str], str],
         seed: int,
         *,
@@ -249,11 +286,11 @@ class SelfGrafter(PlacedTaker):
         resets: bool = True,
     ) -> None:
         super().__init__()
-        self.rows: list[Added] = []
+        self.rows: list[AddedRounding] = []
         self._taps, self._dtype_of, self._seed = taps, dtype_of, seed
         self._moves, self._resets = moves, resets
 
-    def take(self, place: Place, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         recorded = self._taps.get(place)
         if recorded is None or recorded.value.shape != own.shape:
             return None
@@ -284,7 +321,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (wide + sign * unit).to(dtype).to(value.dtype)
 
 
-def _added(recorded: Recorded, own: torch.Tensor) -> Added:
+def _added(recorded: TapRecord, own: torch.Tensor) -> AddedRounding:
     stats = measure(recorded.value, own)
     mean_square = stats.mean_baseline**2 + stats.std_baseline**2
     rms = math.sqrt(mean_square) if mean_square > 0 else 0.0
@@ -293,7 +330,24 @@ def _added(recorded: Recorded, own: torch.Tensor) -> Added:
     dtype = str(recorded.value.dtype).removeprefix("torch.")
     squares = mean_square * stats.numel if mean_square > 0 else 0.0
     tags = {tag: plain(value) for tag, value in recorded.tags.items()}
-    return Added(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
+    return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
+
+
+_LARGEST_OVER_NORM = 10.0
+"""A repeat's largest difference, over the root mean square, may be this many times the limit for its rel_l2."""
+
+
+def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
+    """Whether a repeat shows the recorded value, but for the order of its sums, which differs on some devices."""
+    if _same(recorded.value, own):
+        return True
+    whole = not (own.is_floating_point() or own.is_complex())
+    if whole or recorded.value.shape != own.shape or recorded.value.dtype != own.dtype:
+        return False
+    difference = _added(recorded, own)
+    limit, _ = assumed_floor([difference.dtype])
+    finite = torch.equal(recorded.value.isfinite(), own.isfinite())
+    return finite and difference.rel_l2 <= limit and difference.rel_max <= _LARGEST_OVER_NORM * limit
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -305,7 +359,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(equal.all())
 
 
-def _label(place: Place) -> str:
+def _label(place: CallKey) -> str:
     name, tags, _, occurrence = place
     parts = [f"{tag}={value}" for tag, value in tags]
     if occurrence:
@@ -313,5 +367,5 @@ def _label(place: Place) -> str:
     return f"{name} ({', '.join(parts)})" if parts else name
 
 
-def _says_nothing(name: str, what: str) -> None:
+def _ignore_warning(name: str, what: str) -> None:
     """The grafter has told of a tag that is none, in the run before."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graftlab.base.tags import TagItems
-from graftlab.grafting.self_graft import PlacedTaker, Recorder, Repeater, SelfGraft, SelfGrafter
-from graftlab.taps.calls import Taker, ambient
-from graftlab.verdict.groups import group_of
+from graftlab.base.tap_groups import group_of
+from graftlab.grafting.self_graft import CountingHandler, RepeatComparer, SelfGraft, SelfGrafter, SelfGraftRecorder
+from graftlab.taps.calls import TapHandler, ambient
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]
 
@@ -43,17 +43,17 @@ class SelfGraftInSteps:
         self._passes, self._steps = tuple(passes), steps
         self._budget, self._dtypes, self._keep = budget, dict(dtypes or {}), tuple(keep)
         self._paired_names = paired_names
-        self._record: Recorder = Recorder(budget) if before is None else before._record
+        self._record: SelfGraftRecorder = SelfGraftRecorder(budget) if before is None else before._record
         self._first: int | None = None
         self._at = -1
-        self._taker: PlacedTaker | None = None
+        self._handler: CountingHandler | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the last pass has ended."""
         return self._at >= len(self._passes)
 
-    def taker_at(self, step: int) -> Taker:
+    def handler_at(self, step: int) -> TapHandler:
         """What takes the taps of this step, which begins now. Called once for each step, in their order."""
         if self._first is None:
             self._first = -(-step // self._steps) * self._steps
@@ -61,31 +61,31 @@ class SelfGraftInSteps:
         if at != self._at and not self.is_over:
             self._end_pass()
             self._at = min(at, len(self._passes))
-            self._taker = self._begin_pass() if 0 <= self._at < len(self._passes) else None
-        return _Careful(self._taker)
+            self._handler = self._begin_pass() if 0 <= self._at < len(self._passes) else None
+        return _SerialHandler(self._handler)
 
-    def _begin_pass(self) -> PlacedTaker | None:
+    def _begin_pass(self) -> CountingHandler | None:
         this = self._passes[self._at]
         if this == "rest":
             return None
         if this == "record":
-            self._record = Recorder(self._budget)
+            self._record = SelfGraftRecorder(self._budget)
             return self._record
         if this == "repeat":
-            return Repeater(self._record.taps)
+            return RepeatComparer(self._record.taps)
         moved = this == "drift"
         return SelfGrafter(self._record.taps, self._dtype_of, int(moved), resets=not moved)
 
     def _end_pass(self) -> None:
-        ended, found = self._taker, self.found
-        if isinstance(ended, Recorder):
+        ended, found = self._handler, self.found
+        if isinstance(ended, SelfGraftRecorder):
             found.skipped, found.not_recorded = list(ended.skipped), ended.not_recorded
             for recorded in ended.taps.values():
                 for name in self._paired_names(recorded.place[0]):
                     group = group_of(name, recorded.tags)
                     if group in self._keep:
                         found.last[group] = recorded.value.cpu()
-        elif isinstance(ended, Repeater):
+        elif isinstance(ended, RepeatComparer):
             found.not_repeated = ended.differences()
         elif isinstance(ended, SelfGrafter) and self._passes[self._at] == "drift":
             found.outputs = ended.rows
@@ -96,18 +96,18 @@ class SelfGraftInSteps:
         return next((self._dtypes[paired] for paired in self._paired_names(name) if paired in self._dtypes), "")
 
 
-class _Careful:
-    """Gives one tap at a time to a taker that counts them, and none that shows a job's state; with None, no tap."""
+class _SerialHandler:
+    """Gives one tap at a time to a handler that counts them, and none that shows a job's state; with None, no tap."""
 
-    def __init__(self, taker: PlacedTaker | None) -> None:
-        self._taker = taker
+    def __init__(self, handler: CountingHandler | None) -> None:
+        self._handler = handler
         self._lock = threading.RLock()
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        if self._taker is None or _kind(ambient.get(), tags) in _STATE:
+        if self._handler is None or _kind(ambient.get(), tags) in _STATE:
             return value
         with self._lock:
-            return self._taker.tap(name, value, extras, tags, replace)
+            return self._handler.tap(name, value, extras, tags, replace)
 
 
 def _kind(around: TagItems, tags: Mapping[str, Any]) -> object:

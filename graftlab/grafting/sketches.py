@@ -9,35 +9,33 @@ from typing import Any
 import torch
 
 from graftlab.base.tags import plain
-from graftlab.grafting.self_graft import PlacedTaker
-from graftlab.layouts.layout import Layout
+from graftlab.grafting.self_graft import CountingHandler
 from graftlab.layouts.on_ranks import rank_layout
-from graftlab.layouts.shards import Replicate
+from graftlab.layouts.replicas import SKETCH, Replicas, TapSketch, replicas_of
 from graftlab.taps.calls import here
-from graftlab.taps.extras import Laid
-from graftlab.taps.routing import taken_by
-from graftlab.verdict.replicas import SKETCH, Replicas, Shown
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 
 
-def show(call: Callable[[], Any]) -> tuple[list[Shown], list[str]]:
+def sketch_taps(call: Callable[[], Any]) -> tuple[list[TapSketch], list[str]]:
     """Run ``call`` on this rank alone; what its taps showed, in execution order, and the taps without a tensor."""
     sketcher = _Sketcher()
-    with taken_by(sketcher):
+    with handled_by(sketcher):
         call()
     return sketcher.shown, list(sketcher.skipped)
 
 
-class _Sketcher(PlacedTaker):
+class _Sketcher(CountingHandler):
     takes_data = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown: list[Shown] = []
+        self.shown: list[TapSketch] = []
         self._declared: Replicas | None = None
 
     def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
-        given = extras.layout if isinstance(extras, Laid) else None
+        given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
         place = here()
         read = rank_layout(shown, given, 1 if place is None else place.world_size)
         self._declared = None if read is None else replicas_of(read.layout)
@@ -47,7 +45,7 @@ class _Sketcher(PlacedTaker):
     def take(self, place: Any, tags: dict[str, Any], own: torch.Tensor) -> None:
         sketch, norm, nonfinite = sketched(own)
         self.shown.append(
-            Shown(
+            TapSketch(
                 place[0],
                 {tag: plain(value) for tag, value in tags.items()},
                 place,
@@ -81,14 +79,3 @@ def _signs(count: int) -> torch.Tensor:
     """The same on every rank."""
     drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
     return drawn.double() * 2 - 1
-
-
-def replicas_of(layout: Layout) -> Replicas:
-    """Which ranks hold the same, where each holds what this layout says."""
-    own = [step for step in layout.steps if hasattr(step, "join") and not isinstance(step, Replicate)]
-    names = {getattr(step, "mesh", None) for step in own}
-    kept = [place for place, name in enumerate(layout.mesh.names) if name in names]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinates in zip(layout.mesh.ranks, layout.mesh.coordinates(), strict=True):
-        groups.setdefault(tuple(coordinates[place] for place in kept), []).append(rank)
-    return Replicas(layout.text, tuple(map(tuple, groups.values())))

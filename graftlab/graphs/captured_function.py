@@ -46,7 +46,7 @@ from graftlab.graphs.tap_sites import (
 )
 from graftlab.taps import calls as taps
 from graftlab.taps.extras import carried
-from graftlab.taps.routing import taken_by
+from graftlab.taps.routing import handled_by
 
 
 class _Mute:
@@ -104,7 +104,7 @@ class CapturedFunction:
         def run_through() -> Outputs:
             self._next = self._next_host_part = 0
             # Only the tags that are set inside belong to its taps: those around it may be others at each replay.
-            with taken_by(self), _ambient(()):
+            with handled_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
                 raise self._error(f"ran past {self._next} taps this time")
@@ -139,17 +139,17 @@ class CapturedFunction:
             if self._capturing:
                 if not self._is_known:
                     self._host_parts.append((self._next, taps.ambient.get()))
-                with taken_by(_MUTE):
+                with handled_by(_MUTE):
                     return function(*args)
             if number in self._host_results:
                 return self._host_results[number].clone()
             place, inner = self._host_parts[number]
             first, last = self._window or (0, len(self.sites))
             if not first <= place <= last:
-                with taken_by(_MUTE):
+                with handled_by(_MUTE):
                     return function(*args)
             self._hand_over(place)
-            with taken_by(None), _ambient(_merged(self._outer, inner)):
+            with handled_by(None), _ambient(_merged(self._outer, inner)):
                 result = function(*args)
             if last < len(self.sites):
                 self._host_results[number] = result.clone()
@@ -237,7 +237,7 @@ class CapturedFunction:
     def suits(self) -> bool:
         """Whether it was captured with all that the plan in force wants of it."""
         grafter = active.grafter()
-        if grafter is None or grafter.era is None:
+        if grafter is None or grafter.decision_epoch is None:
             return True
         judged = self._judge(grafter)
         pairs = list(zip(self.sites, judged, strict=True))
@@ -259,7 +259,7 @@ class CapturedFunction:
             prepare()
             return graph.replay()
 
-        if grafter is None or grafter.era is None:
+        if grafter is None or grafter.decision_epoch is None:
             return once(), 1
         gated = [
             index
@@ -286,10 +286,14 @@ class CapturedFunction:
 
     def _judge(self, grafter: Grafter) -> list[Judged]:
         """What the plan says of all sites, asked for again only when it may have changed."""
-        era, outer = grafter.era, taps.ambient.get()
-        if self._judged_in is None or self._judged_in[0] is not era or not _are_equal(self._judged_in[1], outer):
+        decision_epoch, outer = grafter.decision_epoch, taps.ambient.get()
+        if (
+            self._judged_in is None
+            or self._judged_in[0] is not decision_epoch
+            or not _are_equal(self._judged_in[1], outer)
+        ):
             self._judged = [judge(grafter, site) for site in self.sites]
-            self._judged_in = (era, outer)
+            self._judged_in = (decision_epoch, outer)
         return self._judged
 
     def _hand_over(self, until: int) -> None:
@@ -328,7 +332,7 @@ class CapturedFunction:
     def _tap(self, index: int, shown: Any) -> Any:
         """Reach a tap for real, on the host."""
         site, extras = self.sites[index], self._extras.get(index)
-        with taken_by(None), _ambient(self._outer):
+        with handled_by(None), _ambient(self._outer):
             # Asked for only where the plan wants the tap.
             given = None if extras is None else partial(extras.given, self._ctx)
             return _grafter().tap(site.name, shown, given, site.tags)

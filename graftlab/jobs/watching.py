@@ -23,7 +23,7 @@ def watch_first_model(include: str) -> None:
 
     def on_call(module: torch.nn.Module, inputs: Any) -> None:
         # The outermost module is the first to be called, so this is one; a loss has no parameters.
-        if next(module.parameters(), None) is None or calls.taker() is None:
+        if next(module.parameters(), None) is None or calls.tap_handler() is None:
             return
         handle.remove()
         watched = watch(module, include=include)

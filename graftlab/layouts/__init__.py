@@ -5,8 +5,7 @@ from __future__ import annotations
 from graftlab.layouts.dims import Dims, layouts_of_pair, parse_dims
 from graftlab.layouts.layout import Joined, Layout, Relaid, join_parts, relayout
 from graftlab.layouts.mesh import Mesh
-from graftlab.layouts.on_ranks import RankLayout, rank_layout
-from graftlab.layouts.placements import layout_of_dtensor
+from graftlab.layouts.on_ranks import RankLayout, layout_of_dtensor, rank_layout
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
 from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Strided, Unpack, Window

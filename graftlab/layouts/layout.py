@@ -12,7 +12,7 @@ from torch import Tensor
 from graftlab.errors import LayoutError
 from graftlab.layouts.mesh import Coordinates, Mesh
 from graftlab.layouts.shards import MeshStep, OneOf, Replicate
-from graftlab.layouts.steps import At, Disagreement, Step, disagreement
+from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Layout:
         ``lengths`` are those of the sequences in the batch, for steps that pack or cut sequences. Raises
         :class:`LayoutError` where the whole does not have the dimensions that a step needs.
         """
-        at = At(self.mesh, rank, _tuple(lengths))
+        at = StepContext(self.mesh, rank, _tuple(lengths))
         if self.mesh.size > 1 and rank not in self.mesh.ranks:
             self.mesh.coordinate_of(rank, "")
         for step in self.steps:
@@ -152,7 +152,7 @@ class Layout:
                 held = self._join_along(cast("MeshStep", step), held, ranks, shapes, number, lengths, notes)
             else:
                 for coordinates, tensor in held.items():
-                    at = At(self.mesh, ranks[coordinates], lengths, notes)
+                    at = StepContext(self.mesh, ranks[coordinates], lengths, notes)
                     held[coordinates] = step.put(tensor, at, shapes[number].get(ranks[coordinates]))
         for name in self.mesh.names:
             if name not in self.mesh_names:
@@ -176,7 +176,7 @@ class Layout:
             groups.setdefault((*coordinates[:dim], 0, *coordinates[dim + 1 :]), []).append(held[coordinates])
         joined = {}
         for first, tensors in groups.items():
-            at = At(self.mesh, ranks[first], lengths, notes)
+            at = StepContext(self.mesh, ranks[first], lengths, notes)
             joined[first] = step.join(tensors, at, shapes[number].get(ranks[first]))
         return joined
 
@@ -187,7 +187,7 @@ class Layout:
         shapes: list[dict[int, Sequence[int]]] = [{} for _ in range(len(self.steps) + 1)]
         for rank in self.mesh.ranks:
             tensor = torch.empty(tuple(shape), device="meta")
-            at = At(self.mesh, rank, lengths)
+            at = StepContext(self.mesh, rank, lengths)
             for number, step in enumerate(self.steps):
                 shapes[number][rank] = tuple(tensor.shape)
                 tensor = step.get(tensor, at)

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts.steps import At
+from graftlab.layouts.steps import StepContext
 
 Group = tuple[str, ...]
 """The axes of one dimension; empty for a dimension of size 1."""
@@ -130,7 +130,7 @@ class Rearrange:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         return f"rearrange({self.pattern!r}{sizes})" if sizes else self.pattern
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         sizes, more = self._solve(self._left, before.shape, "left")
         atoms, onto = self._atoms(self._left, more), self._atoms(self._right, more)
         split = before.reshape([sizes[axis] for axis in atoms])
@@ -142,7 +142,7 @@ class Rearrange:
         moved = moved.expand([sizes[axis] for axis in onto])
         return moved.reshape(self._shape(self._right, sizes, more))
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         known: dict[str, int] = {}
         if shape is not None:
             known, _ = self._solve(self._left, shape, "left")

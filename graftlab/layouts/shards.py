@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts.steps import At, Step, call, check_count, dim_of
+from graftlab.layouts.steps import Step, StepContext, call, check_count, dim_of
 
 Segment = tuple[int, int]
 """Start and end of a stretch of a dimension."""
@@ -31,7 +31,7 @@ class MeshStep(Step, Protocol):
         """The mesh's dimension."""
         ...
 
-    def join(self, afters: Sequence[Tensor], at: At, shape: Sequence[int] | None) -> Tensor:
+    def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
         """The tensor before the step, from what each rank along the dimension has after it."""
         ...
 
@@ -154,7 +154,7 @@ class Shard:
             start += length
         return held
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         ranks = at.mesh.size_of(self.mesh)
         if ranks == 1:
             return before
@@ -169,10 +169,10 @@ class Shard:
         filled.narrow(dim, 0, piece.shape[dim]).copy_(piece)
         return filled
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         return self.join([after], at, shape)
 
-    def join(self, afters: Sequence[Tensor], at: At, shape: Sequence[int] | None) -> Tensor:
+    def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if len(afters) == 1:
             return afters[0]
         dim = dim_of(self.dim, afters[0], self.text)
@@ -244,13 +244,13 @@ class Replicate:
     def text(self) -> str:
         return call("replicate", mesh=self.mesh)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         return before
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         return after
 
-    def join(self, afters: Sequence[Tensor], at: At, shape: Sequence[int] | None) -> Tensor:
+    def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
         for number, after in enumerate(afters[1:], start=1):
             at.compare(f"replicas 0 and {number} along {self.mesh!r}", afters[0], after)
         return afters[0]
@@ -282,17 +282,17 @@ class Partial:
     def text(self) -> str:
         return call("partial", mesh=self.mesh, op=self.op if self.op != "sum" else None)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         if self.op != "sum" or at.coordinate(self.mesh) == 0 or before.dtype == torch.bool:
             return before
         # Of floats the zero that changes no bit of what it is added to, which is the negative one.
         zero = -0.0 if before.is_floating_point() or before.is_complex() else 0
         return torch.full_like(before, zero)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         return after
 
-    def join(self, afters: Sequence[Tensor], at: At, shape: Sequence[int] | None) -> Tensor:
+    def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
         first = afters[0]
         if len(afters) == 1 or first.dtype == torch.bool:
             return first
@@ -330,13 +330,13 @@ class OneOf:
     def text(self) -> str:
         return call("one_of", mesh=self.mesh)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         return before
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         return after
 
-    def join(self, afters: Sequence[Tensor], at: At, shape: Sequence[int] | None) -> Tensor:
+    def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if len(afters) == 1:
             return afters[0]
         holders = [number for number, after in enumerate(afters) if after.numel()]

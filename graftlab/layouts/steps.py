@@ -35,7 +35,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
-class At:
+class StepContext:
     """Where a step is taken: on which rank of which mesh, with which lengths of the sequences in the batch."""
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -88,11 +88,11 @@ class Step(Protocol):
         """How the step is written in a layout's text."""
         ...
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         """The tensor after the step. May be a view."""
         ...
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         """The tensor before the step, of ``shape`` where that is known."""
         ...
 
@@ -157,7 +157,7 @@ class Part:
         of = list(self.of)
         return call("part", index=self.index, of=of, dim=self.dim, groups=self.groups if self.groups > 1 else None)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         dim, unit = dim_of(self.dim, before, self.text), sum(self.of) * self.groups
         extent = before.shape[dim]
         if extent % unit:
@@ -170,7 +170,7 @@ class Part:
         part = grouped.narrow(dim + 1, sum(self.of[: self.index]) * share, self.of[self.index] * share)
         return part.flatten(dim, dim + 1)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         dim = dim_of(self.dim, after, self.text)
         mine = self.of[self.index] * self.groups
         if after.shape[dim] % mine:
@@ -220,10 +220,10 @@ class Window:
         index = (slice(None),) * dim + (slice(self.start, self.start + self.length * self.step, self.step),)
         return before[index].narrow(dim, 0, self.length)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         return self._of(before)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:
             raise LayoutError(f"{self.text} does not say how much is left out; give the whole tensor's shape")
         whole = after.new_zeros(tuple(shape))
@@ -273,12 +273,12 @@ class Strided:
             raise LayoutError(f"{self.text} reaches beyond the {whole.numel()} elements of {list(whole.shape)}")
         return whole.as_strided(self.sizes, self.strides, self.offset)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         # Strides count from where the storage begins, so a view of something larger is copied first.
         flat = before.contiguous()
         return self._of(flat.clone() if flat.storage_offset() else flat).reshape(self.shape)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:
             raise LayoutError(f"{self.text} does not say how much is left out; give the whole tensor's shape")
         whole = after.new_zeros(tuple(shape))
@@ -324,7 +324,7 @@ class Pad:
     def text(self) -> str:
         return call("pad", dim=self.dim, size=self.size, to=self.to, fill=self.fill or None)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         dim = dim_of(self.dim, before, self.text)
         if before.shape[dim] != self.size:
             raise LayoutError(f"{self.text}: dimension {dim} of {list(before.shape)} is not of size {self.size}")
@@ -334,7 +334,7 @@ class Pad:
         after.narrow(dim, 0, self.size).copy_(before)
         return after
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         dim = dim_of(self.dim, after, self.text)
         if after.shape[dim] != self.to:
             raise LayoutError(f"{self.text}: dimension {dim} of {list(after.shape)} is not of size {self.to}")
@@ -368,20 +368,20 @@ class Scale:
     def text(self) -> str:
         return call("scale", factor=self.factor, add=self.add or None)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         # A mask of what is known is not a value.
         if before.dtype == torch.bool:
             return before
         scaled = before * self.factor
         return scaled + self.add if self.add else scaled
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if after.dtype == torch.bool:
             return after
         return (after - self.add if self.add else after) / self.factor
 
 
-def _lengths(at: At, step: str) -> tuple[int, ...]:
+def _lengths(at: StepContext, step: str) -> tuple[int, ...]:
     if at.lengths is None:
         raise LayoutError(f"{step} needs the lengths of the sequences: pass lengths=..., or gl.tap's extras have them")
     return at.lengths
@@ -423,10 +423,10 @@ class Pack:
     leaves_out: ClassVar[str | None] = None
     caveat: ClassVar[str | None] = None
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         return _packed(before, _lengths(at, self.text), self.text)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         lengths = _lengths(at, self.text)
         return _padded(after, lengths, max(lengths, default=0) if shape is None else shape[1], self.text)
 
@@ -446,12 +446,12 @@ class Unpack:
     def text(self) -> str:
         return call("unpack", to=self.to)
 
-    def get(self, before: Tensor, at: At) -> Tensor:
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
         lengths = _lengths(at, self.text)
         longest = max(lengths, default=0)
         if self.to is not None and self.to < longest:
             raise LayoutError(f"{self.text}: the longest sequence has {longest} tokens")
         return _padded(before, lengths, longest if self.to is None else self.to, self.text)
 
-    def put(self, after: Tensor, at: At, shape: Sequence[int] | None) -> Tensor:
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         return _packed(after, _lengths(at, self.text), self.text)

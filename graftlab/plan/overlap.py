@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.errors import GraftOverlapError
-from graftlab.filters.check import Check, matched_by_both
+from graftlab.filters.check import FilterCheck, matched_by_both
 from graftlab.plan.plan import GraftPlan
 
 _NAMED = 5
@@ -17,7 +17,7 @@ def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> Non
 
     Of taps that are not among them the rank that reaches one tells.
     """
-    checks = {"b2t": Check(plan.b2t or ""), "t2b": Check(plan.t2b or "")}
+    checks = {"b2t": FilterCheck(plan.b2t or ""), "t2b": FilterCheck(plan.t2b or "")}
     for check in checks.values():
         check.catch_up(taps if check.text.strip() else ())
     both = matched_by_both(checks)

@@ -1,4 +1,4 @@
-"""The interactive figure and table of taps: the data of ``explorer.js``, for the dashboard and for reports."""
+"""The data of ``explorer.js``, the interactive figure and table of taps in the dashboard and in reports."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
+from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
-from graftlab.verdict.tap_lines import SoFar
 
 SCRIPT = Path(__file__).with_suffix(".js")
 
-# JSON has no infinity; the script shows what is beyond this as one.
+# JSON has no infinity; the script shows values from about here on as infinite.
 _INFINITE = 1e308
 _NOTE_LIMIT = 300
 
 
-def taps(found: SoFar) -> dict[str, Any]:
+def taps(found: Conclusion) -> dict[str, Any]:
     """What of the state changes only when other taps come: their labels, in execution order.
 
-    A tap that is received both ways has two lines, of which the later one says its way.
+    A tap that is received in both directions has two lines; the label of the second includes its direction.
     """
     labels: list[str] = []
     seen: set[str] = set()
@@ -32,8 +32,8 @@ def taps(found: SoFar) -> dict[str, Any]:
     return {"label": labels, "order": list(range(1, len(labels) + 1))}
 
 
-def figures(found: SoFar, count: str = "") -> dict[str, Any]:
-    """What of the state changes with every step; ``count`` is said beside the table."""
+def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
+    """The part of the state that changes with every step; ``count`` is shown beside the table."""
     rows = [line.row for line in found.lines]
     return {
         "status": [row.status for row in rows],
@@ -55,8 +55,8 @@ def figures(found: SoFar, count: str = "") -> dict[str, Any]:
     }
 
 
-def headline(found: SoFar) -> str:
-    """The conclusion so far: what is said first of all."""
+def headline(found: Conclusion) -> str:
+    """The conclusion so far, shown first."""
     if not found.lines:
         return "Nothing was compared yet."
     rows = [line.row for line in found.lines]
@@ -72,7 +72,7 @@ def headline(found: SoFar) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """With the digits that are shown."""
+    """Round to the digits that are shown."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else _INFINITE

@@ -37,11 +37,11 @@ def record_by_environment() -> bool:
     if not os.environ.get(FOLDER):
         return False
     if not isinstance(calls.grafter(), FirstTapRecords):
-        active.stand_in(FirstTapRecords(), None)
+        active.install_handler(FirstTapRecords(), None)
     return True
 
 
-def _begin() -> calls.StepTaker | None:
+def _begin() -> calls.RankTapHandler | None:
     import torch
 
     calls.deactivate()

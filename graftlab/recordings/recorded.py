@@ -6,17 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout
 from graftlab.recordings.layout import End, Entry, StoredTensor
 from graftlab.taps import calls
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Recorded(ABC):
@@ -47,6 +49,9 @@ class Recorded(ABC):
     @property
     def frame(self) -> pd.DataFrame:
         """A line a recorded tap: rank, step, name, dtype, shape, and a column for each tag."""
+        # Here, because a rank that shows a recording imports this module.
+        import pandas as pd
+
         return pd.DataFrame(
             {
                 "rank": rank,

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from graftlab.base.own_rank import own_rank
 from graftlab.base.tags import is_no_tag, plain
 from graftlab.base.world import Place
 from graftlab.errors import LayoutError, RecordingError, SessionError, warn
@@ -20,16 +19,17 @@ from graftlab.grafting import active
 from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, layout_of_dtensor, parse_layout
+from graftlab.ranks.own_place import own_rank
 from graftlab.recordings.layout import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import Taken, Writer
 from graftlab.taps import calls
-from graftlab.taps.extras import Laid, resolved
+from graftlab.taps.extras import ExtrasWithLayout, resolved
 
 
 class Recorder:
     """Stands before the taps of this process: records what the model has, then lets the plan do what it does."""
 
-    def __init__(self, folder: Path, place: Place, filter_: str | None, inner: calls.StepTaker | None) -> None:
+    def __init__(self, folder: Path, place: Place, filter_: str | None, inner: calls.RankTapHandler | None) -> None:
         self._folder = folder
         self._place = place
         self._filter = compile_filter(filter_)
@@ -93,7 +93,7 @@ class Recorder:
         if lost:
             self._leave_out(f"extras of tap {name!r}: {lost}")
         self._matches += 1
-        layout = self._layout(name, shown, extras.layout if isinstance(extras, Laid) else None)
+        layout = self._layout(name, shown, extras.layout if isinstance(extras, ExtrasWithLayout) else None)
         self._writer.put(Taken(self._step, name, own, _copy(tensor), carried, tensors, lost, layout))
 
     def _layout(self, name: str, shown: Any, given: Any) -> StoredLayout | None:
@@ -172,14 +172,14 @@ def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
     if before is not None and here is None:
         raise SessionError("this job will join a graft world at its first tap; call gl.attach() before gl.record()")
     recorder = Recorder(Path(folder).expanduser().absolute(), own_place(), filter, before)
-    active.stand_in(recorder, here)
+    active.install_handler(recorder, here)
     try:
         yield
     finally:
         if before is None:
             calls.deactivate()
         else:
-            active.stand_in(before, here)
+            active.install_handler(before, here)
         recorder.close()
 
 

@@ -11,7 +11,7 @@ import safetensors
 import torch
 
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
-from graftlab.base.words import counted
+from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.recordings.layout import (
     FORMAT,

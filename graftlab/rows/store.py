@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,8 +84,6 @@ class RowStore:
         except BaseException:
             self._log.close()
             raise
-        # Called with the lines of each batch, in the order in which they arrive; they must not wait for this store.
-        self.followers: list[Callable[[Sequence[bytes]], None]] = []
         self._appending = threading.Lock()
         # Held while a thread waits for a frame, and while rows are decoded, for that or ahead of it.
         self._framing, self._reading = threading.Lock(), threading.Lock()
@@ -128,9 +126,7 @@ class RowStore:
         """Rows as :func:`graftlab.rows.encoding.encode` makes them. Those that cannot be written stay in memory."""
         with self._appending:
             self._log.append(lines)
-            for follow in self.followers:
-                follow(lines)
-        self._mover.look()
+            self._mover.look()
 
     def __len__(self) -> int:
         return self._log.count - self._earlier
@@ -169,7 +165,7 @@ class RowStore:
                 return frame_of(self._columns, {name: column[chosen] for name, column in block.items()})
             return self._frame.of(block)
 
-    def let_readers_go_first(self) -> None:
+    def _let_readers_go_first(self) -> None:
         """Return when no frame is being made: for threads whose work is less urgent."""
         with self._framing:
             pass
@@ -235,7 +231,7 @@ class RowStore:
 
     def _decode_ahead(self) -> bool:
         """Decode some rows before a frame needs them; whether there were any."""
-        self.let_readers_go_first()
+        self._let_readers_go_first()
         with self._reading:
             return self._decode_more()
 
@@ -244,7 +240,7 @@ class RowStore:
 
         Raises OSError when the disk does not take them, and :class:`SessionError` when lines are not what was written.
         """
-        self.let_readers_go_first()
+        self._let_readers_go_first()
         pieces = self._tail.pieces
         if not pieces:
             return False

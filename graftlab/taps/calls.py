@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from graftlab.base.tags import RESERVED_TAGS, TagItems
 from graftlab.base.world import Side
 from graftlab.errors import TagError
-from graftlab.taps.extras import Laid
+from graftlab.taps.extras import ExtrasWithLayout
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +34,14 @@ ambient: ContextVar[TagItems] = ContextVar("graftlab_tags", default=())
 _outside: ContextVar[tuple[TagItems, ...]] = ContextVar("graftlab_tags_outside", default=())
 
 
-class Taker(Protocol):
+class TapHandler(Protocol):
     """Who is given what taps show."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
 
 
-class StepTaker(Taker, Protocol):
+class RankTapHandler(TapHandler, Protocol):
     """Who takes all taps of a rank, and is told where its steps end."""
 
     @property
@@ -52,7 +52,7 @@ class StepTaker(Taker, Protocol):
         """See :func:`graftlab.step`."""
 
 
-class Traced(Protocol):
+class TracedCalls(Protocol):
     """What stands for these calls in code that ``torch.compile`` traces; see :mod:`graftlab.taps.compiled`."""
 
     def tap(
@@ -75,14 +75,14 @@ class Traced(Protocol):
 
 
 # The grafter, except while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
-_taker: Taker | None = None
-_grafter: StepTaker | None = None
+_handler: TapHandler | None = None
+_grafter: RankTapHandler | None = None
 _here: Here | None = None
-_traced: Traced | None = None
+_traced: TracedCalls | None = None
 # torch.compiler's own function, which a tracer takes for a constant; torch is not imported before there is a grafter.
 _is_tracing: Callable[[], bool] = bool
 # Whom a thread's taps go to; None while all go to the grafter.
-_route: Callable[[int], Taker | None] | None = None
+_route: Callable[[int], TapHandler | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad:
     (tensor([[3., 3.],
             [3., 3.]]), None)
     """
-    if _taker is None:
+    if _handler is None:
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, layout=layout, grad=grad)  # type: ignore[no-any-return]
     if layout is not None:
-        extras = Laid(layout, extras)
-    grafted: T = _taker.tap(name, value, extras, tags)
+        extras = ExtrasWithLayout(layout, extras)
+    grafted: T = _handler.tap(name, value, extras, tags)
     if grad:
         tap_gradient(name, grafted, tags)
     return grafted
@@ -150,11 +150,11 @@ def show(
     tags: Mapping[str, Any] = _NO_TAGS,
 ) -> Any:
     """A tap of graftlab's own. With ``replace`` a grafted value comes back as a new tensor."""
-    if _taker is None:
+    if _handler is None:
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, replace=replace, grad=grad)
-    shown = _taker.tap(name, value, extras, tags, replace=replace)
+    shown = _handler.tap(name, value, extras, tags, replace=replace)
     if grad:
         tap_gradient(name, shown, tags)
     return shown
@@ -184,12 +184,14 @@ def tap_gradient(name: str, value: Any, tags: Mapping[str, Any], layout: Any = N
     thread, shown = threading.get_ident(), {**dict(ambient.get()), **tags, "kind": "grad"}
 
     def hook(gradient: Any) -> Any:
-        taker = taker_of(thread)
-        if taker is None:
+        handler = tap_handler_of(thread)
+        if handler is None:
             return None
         # A DTensor is written in place, which autograd's own tensor must not be.
         own = gradient.clone() if hasattr(gradient, "to_local") else gradient
-        replaced = taker.tap(name, own, None if layout is None else Laid(layout, None), shown, replace=True)
+        replaced = handler.tap(
+            name, own, None if layout is None else ExtrasWithLayout(layout, None), shown, replace=True
+        )
         return None if replaced is gradient else replaced
 
     value.register_hook(hook)
@@ -317,33 +319,33 @@ def _refuse_reserved(given: dict[str, Any]) -> None:
         raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
 
 
-def activate(grafter: StepTaker, where: Here | None, traced: Traced, is_tracing: Callable[[], bool]) -> None:
+def activate(grafter: RankTapHandler, where: Here | None, traced: TracedCalls, is_tracing: Callable[[], bool]) -> None:
     """Make this process a rank. Called by whatever makes ranks, or puts itself before the taps of one.
 
     ``traced`` stands for these calls where ``is_tracing``, a function that a tracer takes for a constant, says so.
     """
-    global _grafter, _taker, _here, _traced, _is_tracing
+    global _grafter, _handler, _here, _traced, _is_tracing
     _traced, _is_tracing = traced, is_tracing
-    _grafter = _taker = grafter
+    _grafter = _handler = grafter
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
     os.register_at_fork(after_in_child=deactivate)
 
 
 @contextmanager
-def tracing(traced: Traced, is_tracing: Callable[[], bool]) -> Iterator[None]:
+def tracing(traced: TracedCalls, is_tracing: Callable[[], bool]) -> Iterator[None]:
     """Let these calls be traced inside, outside of a session too; see :func:`activate`."""
-    global _grafter, _taker, _traced, _is_tracing
-    before = _grafter, _taker, _traced, _is_tracing
-    nobody = _Nobody()
-    _grafter, _taker, _traced, _is_tracing = _grafter or nobody, _taker or nobody, traced, is_tracing
+    global _grafter, _handler, _traced, _is_tracing
+    before = _grafter, _handler, _traced, _is_tracing
+    nobody = _NullHandler()
+    _grafter, _handler, _traced, _is_tracing = _grafter or nobody, _handler or nobody, traced, is_tracing
     try:
         yield
     finally:
-        _grafter, _taker, _traced, _is_tracing = before
+        _grafter, _handler, _traced, _is_tracing = before
 
 
-class _Nobody:
+class _NullHandler:
     """Takes what taps show outside of a session, and does nothing with it."""
 
     moment: object = None
@@ -357,30 +359,30 @@ class _Nobody:
 
 def deactivate() -> None:
     """Take no taps in this process any more."""
-    global _grafter, _taker
-    _grafter = _taker = None
+    global _grafter, _handler
+    _grafter = _handler = None
 
 
-def taker() -> Taker | None:
+def tap_handler() -> TapHandler | None:
     """Who takes what taps show; None outside a session."""
-    return _taker
+    return _handler
 
 
-def taker_of(thread: int) -> Taker | None:
+def tap_handler_of(thread: int) -> TapHandler | None:
     """Who takes what the taps of this thread show; None outside a session."""
     return _grafter if _route is None else _route(thread)
 
 
-def grafter() -> StepTaker | None:
+def grafter() -> RankTapHandler | None:
     """Who takes the taps of this rank; None outside a session."""
     return _grafter
 
 
-def give_taps_to(taker: Taker | None, route: Callable[[int], Taker | None] | None = None) -> None:
+def redirect_taps(handler: TapHandler | None, route: Callable[[int], TapHandler | None] | None = None) -> None:
     """Have another take what taps show, in all threads, until told again; None for the grafter. For routing alone.
 
     ``route`` says whom it gives the taps of a thread to.
     """
-    global _taker, _route
-    _taker = taker if _grafter is not None and taker is not None else _grafter
+    global _handler, _route
+    _handler = handler if _grafter is not None and handler is not None else _grafter
     _route = route

@@ -29,7 +29,7 @@ from graftlab.errors import GraphError, TagError, warn
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
-from graftlab.taps.extras import Laid
+from graftlab.taps.extras import ExtrasWithLayout
 from graftlab.taps.memory_order import is_dense, overlaps_itself
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _TENSOR = "*"
 _COMPLEX = "**"
 
 
-class _Open(NamedTuple):
+class _OpenTags(NamedTuple):
     """The tags of the graph that are open where the clock has some number."""
 
     outer: int
@@ -50,7 +50,7 @@ class _Open(NamedTuple):
     thread: int
 
 
-class _Shown(NamedTuple):
+class _GradientOrigin(NamedTuple):
     """Where a forward pass showed a tensor whose gradient is to be shown: its tags, and its thread."""
 
     tags: dict[str, Any]
@@ -66,10 +66,10 @@ _by_choice: dict[str, frozenset[str]] = {}
 _is_chosen: Callable[[str, tuple[str, ...], str], bool]
 
 _lock = threading.Lock()
-_open: list[_Open] = [_Open(0, (), 0)]
-_numbers: dict[_Open, int] = {}
+_open: list[_OpenTags] = [_OpenTags(0, (), 0)]
+_numbers: dict[_OpenTags, int] = {}
 # By the number that flows through the graph; the oldest go, whose backward pass has long been.
-_shown: dict[int, _Shown] = {}
+_shown: dict[int, _GradientOrigin] = {}
 _SHOWN_LIMIT = 100_000
 _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
 _places = itertools.count()
@@ -285,8 +285,8 @@ def _show(
     is_copy: bool = False,
     is_complex: bool = False,
 ) -> None:
-    taker = calls.taker()
-    if taker is None:
+    handler = calls.tap_handler()
+    if handler is None:
         return
     if is_complex:
         value = torch.view_as_complex(value)
@@ -303,7 +303,9 @@ def _show(
         # What activation checkpointing repeats is known by its grad mode, which a compiled backward turns off.
         with torch.set_grad_enabled(is_backward() or torch.is_grad_enabled()):
             extras = _put_together(tensors, form)
-            result = taker.tap(name, value, Laid(layout, extras) if layout else extras, given, replace=is_copy)
+            result = handler.tap(
+                name, value, ExtrasWithLayout(layout, extras) if layout else extras, given, replace=is_copy
+            )
             if result is not value and is_copy:
                 value.copy_(result)
                 _warn_once(
@@ -321,7 +323,7 @@ def _skip(time: torch.Tensor, name: str, why: str) -> None:
 
 def _open_tags(time: torch.Tensor, tags: list[str]) -> None:
     outer = int(time)
-    opened = _Open(outer, (*_open[outer].tags, *from_text(tuple(tags)).items()), threading.get_ident())
+    opened = _OpenTags(outer, (*_open[outer].tags, *from_text(tuple(tags)).items()), threading.get_ident())
     with _lock:
         number = _numbers.get(opened)
         if number is None:
@@ -345,7 +347,7 @@ def _place(time: torch.Tensor) -> torch.Tensor:
         number = _shown_numbers.get(key)
         if number is None:
             number = next(_places)
-            _shown_numbers[key], _shown[number] = number, _Shown(dict(tags), key[1])
+            _shown_numbers[key], _shown[number] = number, _GradientOrigin(dict(tags), key[1])
             if len(_shown) > _SHOWN_LIMIT:
                 del _shown_numbers[next(iter(_shown_numbers))], _shown[next(iter(_shown))]
     return torch.tensor(number)
@@ -357,10 +359,10 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
     if shown is None:
         _warn_once(f"gl.tap({name!r}, grad=True) in compiled code: its forward is too long ago; the tap is skipped")
         return own
-    taker = calls.taker_of(shown.thread)
-    if taker is not None:
+    handler = calls.tap_handler_of(shown.thread)
+    if handler is not None:
         given = {**shown.tags, **from_text(tuple(tags)), "kind": "grad", COMPILED: True}
-        taker.tap(name, own, None, given)
+        handler.tap(name, own, None, given)
     return own
 
 

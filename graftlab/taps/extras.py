@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Laid:
+class ExtrasWithLayout:
     """Extras, or a callable that gives them, of a tap that was also given a layout."""
 
     layout: Any
@@ -47,7 +47,7 @@ def together(around: Mapping[str, Any] | None, own: Any) -> Any:
 
 def resolved(extras: Any) -> Any:
     """The extras of a tap that is reached now, and wanted: what a callable returns, with those set around it."""
-    if isinstance(extras, Laid):
+    if isinstance(extras, ExtrasWithLayout):
         extras = extras.extras
     return together(_carried.get(), extras() if callable(extras) else extras)
 

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from graftlab.taps import calls
-from graftlab.taps.calls import Taker
+from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
 # By thread.
-_routes: dict[int, Taker] = {}
+_routes: dict[int, TapHandler] = {}
 _routing = threading.Lock()
 
 
 @contextmanager
-def taken_by(taker: Taker | None) -> Iterator[None]:
+def handled_by(handler: TapHandler | None) -> Iterator[None]:
     """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
 
     Outside a session there is nothing to give, and nothing is done.
@@ -29,7 +29,7 @@ def taken_by(taker: Taker | None) -> Iterator[None]:
         return
     me = threading.get_ident()
     before = _routes.get(me)
-    _route(me, taker)
+    _route(me, handler)
     try:
         yield
     finally:
@@ -40,32 +40,32 @@ class _Router:
     """In place of the grafter while some thread's taps go elsewhere."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        taker = _taker_of(threading.get_ident())
-        return value if taker is None else taker.tap(name, value, extras, tags, replace)
+        handler = _handler_of(threading.get_ident())
+        return value if handler is None else handler.tap(name, value, extras, tags, replace)
 
 
-def _taker_of(thread: int) -> Taker | None:
+def _handler_of(thread: int) -> TapHandler | None:
     return _routes.get(thread) or calls.grafter()
 
 
 @functools.cache
-def _router() -> Taker:
+def _router() -> TapHandler:
     router = _Router()
     # Looking up threads would break compiled graphs.
     router.tap = outside_compiled_code(router.tap)  # type: ignore[method-assign]
     return router
 
 
-def _route(thread: int, taker: Taker | None) -> None:
+def _route(thread: int, handler: TapHandler | None) -> None:
     with _routing:
-        if taker is None:
+        if handler is None:
             _routes.pop(thread, None)
         else:
-            _routes[thread] = taker
+            _routes[thread] = handler
         if _routes:
-            calls.give_taps_to(_router(), _taker_of)
+            calls.redirect_taps(_router(), _handler_of)
         else:
-            calls.give_taps_to(None)
+            calls.redirect_taps(None)
 
 
 def _forget_routes() -> None:

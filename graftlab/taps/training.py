@@ -58,9 +58,9 @@ def watch_training(
     if strange:
         warn(f"gl.watch_training: {strange} of the optimizer's {len(held)} tensors are no weights of this model")
     chosen = weights_of(model, prefix, wanted, unwanted, buffers=False)
-    if taps.taker() is None:
+    if taps.tap_handler() is None:
         return Watch([], list(chosen))
-    training = _Training(chosen, prefix)
+    training = _TrainingTaps(chosen, prefix)
     handles: list[Removable] = [
         optimizer.register_step_pre_hook(training.before),
         optimizer.register_step_post_hook(training.after),
@@ -68,7 +68,7 @@ def watch_training(
     return Watch(handles, list(chosen))
 
 
-class _Training:
+class _TrainingTaps:
     """The taps around one optimizer's step."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
@@ -76,28 +76,28 @@ class _Training:
         self._prefix = prefix
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        taker = taps.taker()
-        if taker is None:
+        handler = taps.tap_handler()
+        if handler is None:
             return
         for setting, values in self._settings(optimizer).items():
-            taker.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
+            handler.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
         scale = _scale_of(optimizer)
         for name, weight in self._weights.items():
             if weight.grad is not None and scale is None:
-                taker.tap(name, weight.grad, None, {"kind": "param_grad"})
+                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
             elif weight.grad is not None:
-                _tap_scaled(taker, name, weight.grad, scale)
+                _tap_scaled(handler, name, weight.grad, scale)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        taker = taps.taker()
-        if taker is None:
+        handler = taps.tap_handler()
+        if handler is None:
             return
         for name, weight in self._weights.items():
             for key, value in optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
-                    taker.tap(f"{name}.{key}", value, None, {"kind": "optimizer", "updated": True})
+                    handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer", "updated": True})
             if weight.requires_grad:
-                taker.tap(name, weight, None, {"kind": "param", "updated": True})
+                handler.tap(name, weight, None, {"kind": "param", "updated": True})
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Each number among the settings, as a value for each weight; NaN for one that the optimizer does not hold."""
@@ -136,14 +136,14 @@ def _scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return scaler if isinstance(scaler, torch.Tensor) else None
 
 
-def _tap_scaled(taker: taps.Taker, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+def _tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
     assert scale is not None
     factor = scale.to(gradient.device)
     shown = gradient.detach() / factor
     # Each rank looks at its own shard: comparing whole DTensors is a collective.
     local = shown.to_local() if hasattr(shown, "to_local") else shown
     before = local.clone()
-    taker.tap(name, shown, None, {"kind": "param_grad"})
+    handler.tap(name, shown, None, {"kind": "param_grad"})
     if not torch.equal(before, local):
         with torch.no_grad():
             gradient.copy_(shown * factor)

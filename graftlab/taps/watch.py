@@ -6,16 +6,17 @@ import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
-from graftlab.taps.functions import FunctionTaps, named_functions
 
 _latest_change = 0
 
@@ -57,7 +58,7 @@ def latest_change() -> int:
     return _latest_change
 
 
-class _Change:
+class _HookChange:
     """A handle that counts a change of taps when the watch is made, and when it is removed."""
 
     def __init__(self) -> None:
@@ -164,16 +165,16 @@ def watch(
             _kinds[name] = kind
     weights = weights_of(model, prefix, wanted, unwanted) if params else {}
     names = [*weights, *(name for name, _ in chosen)]
-    if taps.taker() is None:
+    if taps.tap_handler() is None:
         return Watch([], names)
     # Only now, so that a choice that raises leaves the model as it was.
-    handles: list[Removable] = [_Change()]
+    handles: list[Removable] = [_HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which put whole weights in the place of shards.
-        handles.append(model.register_forward_pre_hook(_Weights(find), prepend=True))
+        handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
     if inputs:
-        handles.append(model.register_forward_pre_hook(_Inputs(model, f"{prefix}input"), with_kwargs=True))
+        handles.append(model.register_forward_pre_hook(_InputTaps(model, f"{prefix}input"), with_kwargs=True))
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
     if called:
         handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
@@ -181,7 +182,9 @@ def watch(
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
-    return value if taps.taker() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
+    return (
+        value if taps.tap_handler() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
+    )
 
 
 Chosen = Callable[[str, str], bool]
@@ -206,7 +209,7 @@ def weights_of(
     return found
 
 
-class _Weights:
+class _WeightTaps:
     """Taps the weights when the model is first called in a step."""
 
     def __init__(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -214,8 +217,8 @@ class _Weights:
         self._shown_at: object = None
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        taker, grafter = taps.taker(), taps.grafter()
-        if taker is None or grafter is None:
+        handler, grafter = taps.tap_handler(), taps.grafter()
+        if handler is None or grafter is None:
             return
         if torch.compiler.is_compiling():
             torch.ops.graftlab.skip_(compiled.clock, "weights", "they are not shown; watch what torch.compile returned")
@@ -224,13 +227,13 @@ class _Weights:
             return
         self._shown_at = grafter.moment
         for name, tensor in self._find().items():
-            taker.tap(name, tensor, None, {"kind": "param"})
+            handler.tap(name, tensor, None, {"kind": "param"})
         # The first of them may have made this process a rank, with another count of steps.
         grafter = taps.grafter()
         self._shown_at = None if grafter is None else grafter.moment
 
 
-class _Inputs:
+class _InputTaps:
     """Taps the tensors that the model is called with."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
@@ -241,7 +244,7 @@ class _Inputs:
         self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if taps.taker() is None:
+        if taps.tap_handler() is None:
             return None
         named = [self._parameters[i] if i < len(self._parameters) else f"[{i}]" for i in range(len(args))]
         positional = tuple(self._tapped(name, value) for name, value in zip(named, args, strict=True))
@@ -299,7 +302,7 @@ def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
 
 def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.Module, Any, Any], Any]:
     def tap_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if taps.taker() is None:
+        if taps.tap_handler() is None:
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
         replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
@@ -347,3 +350,76 @@ def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value
+
+
+# ---- the torch functions that a model calls -------------------------------------------------------------------------
+
+Show = Callable[[str, Any], Any]
+"""Shows a value under a name; returns the value to go on with."""
+
+
+class _FunctionTapMode(TorchFunctionMode):
+    """While it is active, the calls of some functions show their tensors."""
+
+    def __init__(self, functions: frozenset[str], prefix: str, show: Show) -> None:
+        super().__init__()
+        self._functions, self._prefix, self._show = functions, prefix, show
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        given = kwargs or {}
+        if name not in self._functions:
+            return func(*args, **given)
+        label = f"{self._prefix}{name}"
+        shown = [self._input(f"{label}.in[{place}]", value) for place, value in enumerate(args)]
+        named = {key: self._input(f"{label}.in.{key}", value) for key, value in given.items()}
+        return self._show(f"{label}.out", func(*shown, **named))
+
+    def _input(self, name: str, value: Any) -> Any:
+        return self._show(name, value) if isinstance(value, torch.Tensor) else value
+
+
+class FunctionTaps:
+    """A handle on hooks of a model, between which the functions that it calls are tapped."""
+
+    def __init__(self, model: torch.nn.Module, functions: frozenset[str], prefix: str, show: Show) -> None:
+        self._functions, self._prefix, self._show = functions, prefix, show
+        # Each thread runs a forward of its own, and a forward may be inside of another.
+        self._open = threading.local()
+        self._handles = (
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            # Also when the forward raises: a mode that stays behind would tap everything after it.
+            model.register_forward_hook(self._leave, always_call=True),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        mode = _FunctionTapMode(self._functions, self._prefix, self._show)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes().append(mode)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if modes := self._modes():
+            modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _modes(self) -> list[_FunctionTapMode]:
+        if not hasattr(self._open, "modes"):
+            self._open.modes = []
+        modes: list[_FunctionTapMode] = self._open.modes
+        return modes
+
+
+def named_functions(functions: Iterable[str]) -> frozenset[str]:
+    """The names, each of which some torch function has. Raises TypeError or ValueError for anything else."""
+    if isinstance(functions, str):
+        raise TypeError(f"functions is a sequence of names, such as ({functions!r},)")
+    names = frozenset(functions)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"functions are given by name, not as {type(name).__name__}")
+        if not any(hasattr(place, name) for place in (torch, torch.nn.functional, torch.Tensor, torch.linalg)):
+            raise ValueError(f"torch has no function {name!r}; write 'scaled_dot_product_attention' or 'softmax'")
+    return names

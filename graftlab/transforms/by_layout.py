@@ -43,7 +43,7 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
 
 
 @dataclass(frozen=True)
-class _Side:
+class _SenderTensors:
     """Tensors in the order of their layout's mesh."""
 
     layout: RankLayout
@@ -88,7 +88,7 @@ def _after(pair: Layout, on_ranks: Layout) -> Layout:
 
 
 def _relaid(
-    given: GraftTransformInput, senders: _Side, mine: RankLayout, shape: tuple[int, ...] | None = None
+    given: GraftTransformInput, senders: _SenderTensors, mine: RankLayout, shape: tuple[int, ...] | None = None
 ) -> Outcome:
     lengths = _lengths(given)
     parts = [(senders.layout.layout, senders.tensors)]
@@ -122,7 +122,7 @@ def _said(found: Sequence[Disagreement]) -> str | None:
     return "; ".join(map(str, found)) or None
 
 
-def _senders(given: GraftTransformInput) -> _Side:
+def _senders(given: GraftTransformInput) -> _SenderTensors:
     """What came, as one whole's parts. Raises :class:`LayoutError` where a part is missing or they are several."""
     ranks = given.senders or list(range(len(given.received_list)))
     tensors = dict(zip(ranks, given.received_list, strict=True))
@@ -142,7 +142,7 @@ def _senders(given: GraftTransformInput) -> _Side:
             raise LayoutError(f"the senders are on several meshes, and none of them is that of rank {given.recv_rank}")
         by_mesh = own
     layout = next(iter(by_mesh.values()))
-    return _Side(layout, _held(layout, tensors))
+    return _SenderTensors(layout, _held(layout, tensors))
 
 
 def _held(layout: RankLayout, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -154,7 +154,9 @@ def _held(layout: RankLayout, tensors: Mapping[int, torch.Tensor]) -> list[torch
     return _like([tensors[rank] for rank in ranks])
 
 
-def _groups(given: GraftTransformInput, layouts: Sequence[RankLayout], tensors: Mapping[int, torch.Tensor]) -> _Side:
+def _groups(
+    given: GraftTransformInput, layouts: Sequence[RankLayout], tensors: Mapping[int, torch.Tensor]
+) -> _SenderTensors:
     """Groups of senders, such as those of data parallelism, for one receiver: all hold the same, or parts of it."""
     layouts = sorted(layouts, key=lambda each: min(each.layout.mesh.ranks))
     if len({each.layout.text for each in layouts}) > 1:
@@ -173,10 +175,10 @@ def _groups(given: GraftTransformInput, layouts: Sequence[RankLayout], tensors: 
                 send_world_size=count,
             )
         )
-        return _Side(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
+        return _SenderTensors(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
     if not all(each.shape == wholes[0].shape and _nearly_equal(each, wholes[0]) for each in wholes):
         raise LayoutError(f"{count} groups of senders hold different tensors and do not say which part each has")
-    return _Side(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])
+    return _SenderTensors(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])
 
 
 def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -187,25 +189,25 @@ def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=room, atol=room * float(one.abs().nan_to_num().max()), equal_nan=True)
 
 
-def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _Side:
+def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _SenderTensors:
     """Senders without a layout: one rank holds the whole; of several the shapes have to tell."""
     count = given.send_world_size or len(tensors)
     if count == 1:
         only = next(iter(tensors.values()))
-        return _Side(RankLayout(Layout(), tuple(only.shape)), [only])
+        return _SenderTensors(RankLayout(Layout(), tuple(only.shape)), [only])
     if len(tensors) < count:
         raise LayoutError(f"only {sorted(tensors)} of {count} senders sent something")
     shape = given.layout.shape if given.layout is not None else None
     if given.pair is not None and given.layout is None and count == given.recv_world_size:
         # Both sides are split alike, or not at all: then the pair's layout is that of each rank's own.
         mine = tensors[given.recv_rank]
-        return _Side(RankLayout(Layout(), tuple(mine.shape)), [mine], is_inferred=True)
+        return _SenderTensors(RankLayout(Layout(), tuple(mine.shape)), [mine], is_inferred=True)
     if shape is None or given.pair is not None:
         replicas = Layout((), Mesh((("rank", count),)))
         held = [tensors[rank] for rank in sorted(tensors)]
         if any(each.shape != held[0].shape for each in held) or replicas.join(held).disagreements:
             raise LayoutError(f"{count} senders hold different tensors and do not say which part of the whole each has")
-        return _Side(RankLayout(Layout(), tuple(held[0].shape)), held[:1], is_inferred=True)
+        return _SenderTensors(RankLayout(Layout(), tuple(held[0].shape)), held[:1], is_inferred=True)
     whole = default_transform(
         replace(
             given,
@@ -214,10 +216,12 @@ def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tens
             recv_world_size=1,
         )
     )
-    return _Side(RankLayout(Layout(), shape), [whole.value], is_inferred=True)
+    return _SenderTensors(RankLayout(Layout(), shape), [whole.value], is_inferred=True)
 
 
-def _inferred(given: GraftTransformInput, senders: _Side, into: Layout | None, out_of: Layout | None) -> Outcome:
+def _inferred(
+    given: GraftTransformInput, senders: _SenderTensors, into: Layout | None, out_of: Layout | None
+) -> Outcome:
     """A receiver on several ranks that says no layout: the senders' whole, cut as the shapes tell."""
     theirs = senders.layout.layout
     if out_of is not None:
@@ -241,7 +245,9 @@ def _inferred(given: GraftTransformInput, senders: _Side, into: Layout | None, o
     return replace(found, known=known, layout=text, note=_said(joined.disagreements))
 
 
-def _by_names(given: GraftTransformInput, senders: _Side, mine: RankLayout) -> tuple[_Side, RankLayout]:
+def _by_names(
+    given: GraftTransformInput, senders: _SenderTensors, mine: RankLayout
+) -> tuple[_SenderTensors, RankLayout]:
     """Both sides name their dimensions: what is between them follows from the names."""
     assert mine.names is not None
     assert senders.layout.names is not None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dis
+import functools
+import inspect
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,10 +18,8 @@ from graftlab.base.tensor_bytes import as_bytes
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
-from graftlab.transforms.blame import raise_at
 from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, dtype_name
-from graftlab.transforms.private import private_extras, private_tensor
 
 
 def run_transform(transform: Transform | None, graft_input: GraftTransformInput) -> Outcome:
@@ -150,3 +154,84 @@ def _skip(frames: types.TracebackType | None, *packages: str) -> types.Traceback
     while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] in packages:
         frames = frames.tb_next
     return frames
+
+
+# ---- copies of the inputs -------------------------------------------------------------------------------------------
+
+
+class UncopyableExtra:
+    """Stands for a part of the extras that cannot be copied, so that no transform could change the model by it."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self._kind, self._reason = kind, reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TransformError(
+            f"this part of the tap's extras is a {self._kind} that cannot be copied ({self._reason}), so the transform "
+            "does not get it; put what it needs of it into the extras"
+        )
+
+    def __repr__(self) -> str:
+        return f"<a {self._kind} that cannot be copied: {self._reason}>"
+
+
+def private_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, conjugations and negations carried out."""
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def private_extras(extras: Any) -> Any:
+    """A copy of extras: tensors as :func:`private_tensor` has them, the rest as ``copy.deepcopy`` does."""
+    if extras is None or type(extras) in (bool, int, float, str, bytes):
+        return extras
+    if type(extras) is dict:
+        return {key: private_extras(value) for key, value in extras.items()}
+    if type(extras) in (list, tuple):
+        return type(extras)(map(private_extras, extras))
+    if isinstance(extras, torch.Tensor) and extras.layout == torch.strided and not extras.is_meta:
+        local = extras.to_local() if hasattr(extras, "to_local") else extras
+        return private_tensor(local)
+    try:
+        return copy.deepcopy(extras)
+    except Exception as error:  # of the user's class, which may raise what it likes
+        return UncopyableExtra(type(extras).__qualname__, f"{type(error).__name__}: {error}")
+
+
+# ---- errors at the line of the transform ----------------------------------------------------------------------------
+
+
+def raise_at(function: Callable[..., Any], error: Exception) -> NoReturn:
+    """Raise an error from inside of the function, as its traceback tells: at its only return, or else at its start."""
+    source = _code_of(function)
+    if source is None:
+        raise error
+    code = compile("raise error.with_traceback(None)", source.co_filename, "exec").replace(
+        co_name=source.co_name, co_firstlineno=_line_at_fault(source)
+    )
+    # Frames of graftlab are left out of the traceback that users see, by this name.
+    exec(code, {"__name__": str(getattr(function, "__module__", None)), "error": error})
+    raise AssertionError("raised above")
+
+
+def _code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    # Of an object that can be called, its class says how.
+    called = function if isinstance(function, types.FunctionType) else vars(type(function)).get("__call__")
+    code = getattr(called, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+def _line_at_fault(code: types.CodeType) -> int:
+    starts = dict(dis.findlinestarts(code))
+    lines, line = set(), code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.opname.startswith("RETURN_") and instruction.opname != "RETURN_GENERATOR":
+            lines.add(line)
+    return lines.pop() if len(lines) == 1 else code.co_firstlineno

@@ -6,16 +6,18 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import torch
 
-from graftlab.base.tags import own_tags, tells_taps_apart
+from graftlab.base.tags import distinguishes_taps, own_tags
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.groups import filter_of, group_of, kind_of, place_in_blame
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
@@ -32,13 +34,16 @@ def added_frame(
     *,
     compared: pd.DataFrame | None = None,
     constant: float | None = None,
+    own: Mapping[tuple[str, str | None], Floor] | None = None,
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with what was added there.
 
     ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run in which none was:
     ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
     are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
-    floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
+    floor. A group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and
+    kind: one replaces its group's where that is the floor of unlike taps; see :func:`_floor_of`. With ``constant`` that
+    is every floor.
     Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` where there was no pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
@@ -50,7 +55,8 @@ def added_frame(
         group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
-            floor = floors.get(group, largest).at_least(roundoff(dtype))
+            own_floor = (own or {}).get((row["name"], kind_of(row["tags"])))
+            floor = _floor_of(row, floors.get(group, largest), own_floor).at_least(roundoff(dtype))
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))
@@ -79,6 +85,29 @@ def added_frame(
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
+_UNLIKE = 10
+"""A group's floor this many times a tap's own is that of unlike taps, as of the members of an ``nn.Sequential``."""
+_FEWEST_NUMBERS = 64
+"""Numbers whose rounding gives a floor; of fewer it may be small by luck."""
+_SPREAD = 0.5
+"""The mean of a difference over its root mean square, where it is spread over a tensor: 0.8 for a normal distribution.
+Where rounding turns a choice around (a router's, a rounding to integers), few rows are off, and all of each."""
+
+
+def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
+    """The floor of a row: its group's, or its tap's own where the group has unlike taps.
+
+    Pooling evens out the luck of single taps, such as routers whose choices rounding may turn around. A difference of
+    that kind is in few rows of the tensor, and keeps the pooled floor.
+    """
+    if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2 or (row["numel"] or 0) < _FEWEST_NUMBERS:
+        return group
+    if row["nonfinite_differ"] or not row["rel_l2"]:
+        return group
+    difference = row["rel_l2"] * math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
+    return own if row["mean_abs"] > _SPREAD * difference else group
+
+
 def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Those rows that were measured, each with its step counted from the first of its run, as ``in_run``."""
     first = frame["step"].min() if len(frame) else 0
@@ -100,7 +129,7 @@ def _is_absent(value: object) -> bool:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    tags = {k: v for k, v in row["tags"].items() if tells_taps_apart(k)}
+    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
     return (
         row["in_run"],
         row["name"],
@@ -140,18 +169,40 @@ def coarser_dtype(row: Mapping[str, Any]) -> str:
     return max(names, key=roundoff)
 
 
-def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by name; 0 where it does not round."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
-        return 0.0
-    return torch.finfo(found).eps / 2
-
-
 def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
     """The groups with a tap whose ratio is above the threshold, in the order of blame, each kind in execution order."""
     named = dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"])
     return sorted(named, key=place_in_blame)
+
+
+def labelled(
+    frame: pd.DataFrame,
+    named: Sequence[str],
+    following: Sequence[str],
+    causes: Mapping[str, Causes],
+    threshold: float,
+    even: Sequence[str] = (),
+) -> pd.DataFrame:
+    """The frame of a verdict with the columns ``label`` and ``alone``. Of the groups of ``even`` nothing is held."""
+    labels = {
+        **dict.fromkeys(named, "culprit"),
+        **dict.fromkeys(following, "inherited"),
+        **dict.fromkeys(even, "clean"),
+    }
+    alone: dict[str, float] = {}
+    for each in causes.values():
+        labels.update(each.labels)
+        alone.update(each.alone)
+    over = frame["ratio"] > threshold
+    frame["label"] = [
+        labels[g] if o else label for g, o, label in zip(frame["group"], over, frame["label"], strict=True)
+    ]
+    frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
+    if named:
+        first = int(over.to_numpy().argmax())
+        later = (frame.index > first) & ~over & (frame["error_ratio"] > threshold)
+        frame.loc[later, "label"] = "inherited"
+    return frame
 
 
 _LONGEST_FILTER = 4_000
@@ -260,3 +311,44 @@ def _taps(names: Iterable[str]) -> str:
     distinct = list(dict.fromkeys(names))
     shown = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
     return f"{len(distinct)} tap{'s' if len(distinct) > 1 else ''} ({shown})"
+
+
+# Two runs of one code give the same; on some devices only nearly so.
+_SAME_ERROR = 1e-6
+
+
+def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
+    """The groups of values that were grafted, and no tap after which changed, where something after them is named.
+
+    ``frame`` is :func:`.added.added_frame`'s: a tap that adds just the error that it had without any graft has none of
+    its error from what was grafted.
+    """
+    found: dict[str, None] = {}
+    is_value = frame["group"].map(lambda group: kind_of_group(group) is None)
+    for _, rows in frame[is_value.astype(bool)].sort_values(["step", "order"]).groupby("rank"):
+        error = rows["error"].to_numpy(dtype=float)
+        added = rows["added"].to_numpy(dtype=float)
+        differed = rows["error_ratio"].to_numpy(dtype=float) > threshold
+        known = np.isfinite(added) & np.isfinite(error)
+        apart = np.subtract(added, error, out=np.zeros(len(error)), where=known)
+        changed = ~known | (np.abs(apart) > _SAME_ERROR * error)
+        last = int(np.flatnonzero(changed).max(initial=-1))
+        groups = rows["group"].tolist()
+        first = {group: place for place, group in reversed(list(enumerate(groups))) if differed[place]}
+        for group, place in first.items():
+            after = differed[place + 1 :] & (rows["ratio"].to_numpy(dtype=float)[place + 1 :] > threshold)
+            if place >= last and after.any():
+                found[group] = None
+    return list(found)
+
+
+def unread_grafts_text(groups: list[str]) -> list[str]:
+    """A sentence for what was not looked at."""
+    if not groups:
+        return []
+    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+    return [
+        f"what {shown} passes on: grafting it changed no tap after it. If it is a copy, such as h.float() or "
+        f"h.clone(), and the tap's result is not used, no graft reaches the model, and what is named after it may be "
+        f"inherited. Write h = gl.tap(name, h)."
+    ]

@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from graftlab.verdict.added import roundoff
-from graftlab.verdict.groups import group_of, is_data, kind_of, place_in_blame
+from graftlab.base.tap_groups import group_of, is_data, kind_of, place_in_blame
+from graftlab.diffs.rounding import roundoff
+from graftlab.layouts.replicas import Replicas, TapSketch
 from graftlab.verdict.wording import spans
 
-SKETCH = 256
-"""Numbers in a sketch. The distance of two tensors comes out within about 10 %."""
-
-Array = npt.NDArray[np.float64]
 Relation = Literal["agrees", "disagrees", "own data"]
 
 # Up to which distance two ranks' tensors are taken for copies of one. Shards of random data are further apart.
@@ -39,38 +35,8 @@ _ROUNDINGS = 32
 _EXPLAINED = 1e-2
 
 
-class Replicas(NamedTuple):
-    """What a layout says of a tap's ranks: ``groups`` of ranks hold the same."""
-
-    layout: str
-    groups: tuple[tuple[int, ...], ...]
-
-
-class Shown(NamedTuple):
-    """One call of a tap on one rank. ``sketch`` has :data:`SKETCH` numbers; ``declared`` is what its layout says."""
-
-    name: str
-    tags: dict[str, Any]
-    place: tuple[Any, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    sketch: bytes
-    norm: float
-    nonfinite: int
-    declared: Replicas | None = None
-
-    @property
-    def values(self) -> Array:
-        return np.frombuffer(self.sketch, dtype=np.float64)
-
-    @property
-    def has_no_number(self) -> bool:
-        """Whether it has elements, and none is finite."""
-        return 0 < math.prod(self.shape) <= self.nonfinite
-
-
 @dataclass(frozen=True)
-class Held:
+class TapAcrossRanks:
     """One call of a tap on all ranks, and how these relate. ``apart`` is the largest relative distance of replicas."""
 
     name: str
@@ -83,7 +49,7 @@ class Held:
     apart: float = 0.0
     ranks: tuple[int, ...] = ()
     """Those that differ from the first of their replicas."""
-    shown: Mapping[int, Shown] = field(default_factory=dict, repr=False)
+    shown: Mapping[int, TapSketch] = field(default_factory=dict, repr=False)
     groups: tuple[tuple[int, ...], ...] = ()
 
     def first_of(self, rank: int) -> int:
@@ -92,26 +58,26 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ReplicaComparison:
     """What the ranks of one side came to: ``held`` in execution order; ``missing`` are taps that some rank lacks."""
 
     world_size: int
-    held: Sequence[Held]
+    taps: Sequence[TapAcrossRanks]
     missing: Sequence[str] = ()
     skipped: Sequence[str] = ()
 
     @property
-    def disagreeing(self) -> list[Held]:
+    def disagreeing(self) -> list[TapAcrossRanks]:
         """What should be equal and is not, in the order of blame."""
-        found = [each for each in self.held if each.relation == "disagrees"]
+        found = [each for each in self.taps if each.relation == "disagrees"]
         return sorted(found, key=lambda each: -1 if is_data(each.tags) else place_in_blame(each.group))
 
 
 def check_replicas(
-    ranks: Sequence[Sequence[Shown]],
+    ranks: Sequence[Sequence[TapSketch]],
     declared: Callable[[str], Replicas | None],
     mesh: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
-) -> Checked:
+) -> ReplicaComparison:
     """Relate what the ranks of one side showed, one sequence a rank.
 
     ``mesh`` has the groups of ranks along each dimension, such as the data parallel groups of all tensor parallel
@@ -121,7 +87,7 @@ def check_replicas(
     other layers or steps, are equal on all ranks. The gradient and the update of a weight are held as the weight is.
     """
     size = len(ranks)
-    by_place: dict[tuple[Any, ...], dict[int, Shown]] = {}
+    by_place: dict[tuple[Any, ...], dict[int, TapSketch]] = {}
     for rank, shown in enumerate(ranks):
         for each in shown:
             by_place.setdefault(each.place, {})[rank] = each
@@ -146,16 +112,16 @@ def check_replicas(
         else each
         for at, each in enumerate(held)
     ]
-    return Checked(size, found, missing)
+    return ReplicaComparison(size, found, missing)
 
 
 def _second_look(
-    each: Held,
-    before: Sequence[Held],
+    each: TapAcrossRanks,
+    before: Sequence[TapAcrossRanks],
     equal: Mapping[str, Replicas],
     weights: Mapping[str, Replicas],
     ways: Sequence[Replicas],
-) -> Held:
+) -> TapAcrossRanks:
     """A tap that is not near on its ranks may be a copy all the same."""
     weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
     like = weight or equal.get(each.group)
@@ -170,11 +136,13 @@ def _second_look(
     return each
 
 
-def _weight_of(held: Held, weights: Mapping[str, Replicas]) -> Replicas | None:
+def _weight_of(held: TapAcrossRanks, weights: Mapping[str, Replicas]) -> Replicas | None:
     return weights.get(held.name) or weights.get(held.name.rpartition(".")[0])
 
 
-def _relate(shown: Mapping[int, Shown], declared: Callable[[str], Replicas | None], ways: Sequence[Replicas]) -> Held:
+def _relate(
+    shown: Mapping[int, TapSketch], declared: Callable[[str], Replicas | None], ways: Sequence[Replicas]
+) -> TapAcrossRanks:
     first = shown[0]
     layout = declared(first.name) or _said(shown)
     if layout is not None:
@@ -190,7 +158,7 @@ def _relate(shown: Mapping[int, Shown], declared: Callable[[str], Replicas | Non
     return replace(every[0], relation="own data", apart=0.0, ranks=())
 
 
-def _said(shown: Mapping[int, Shown]) -> Replicas | None:
+def _said(shown: Mapping[int, TapSketch]) -> Replicas | None:
     """What the tap's own layout says on all ranks, which may be on several meshes, as data parallel groups have."""
     said = [each.declared for each in shown.values() if each.declared is not None]
     if not said:
@@ -199,7 +167,7 @@ def _said(shown: Mapping[int, Shown]) -> Replicas | None:
     return Replicas(said[0].layout, tuple(groups))
 
 
-def _compared(shown: Mapping[int, Shown], layout: Replicas) -> Held:
+def _compared(shown: Mapping[int, TapSketch], layout: Replicas) -> TapAcrossRanks:
     first = shown[min(shown)]
     limit = _ROUNDINGS * roundoff(first.dtype)
     apart, ranks = 0.0, []
@@ -213,7 +181,7 @@ def _compared(shown: Mapping[int, Shown], layout: Replicas) -> Held:
     relation: Relation = "disagrees" if ranks else "agrees" if compares else "own data"
     kind = kind_of(first.tags)
     group_name = group_of(first.name, first.tags)
-    return Held(
+    return TapAcrossRanks(
         first.name,
         first.tags,
         group_name,
@@ -228,7 +196,7 @@ def _compared(shown: Mapping[int, Shown], layout: Replicas) -> Held:
     )
 
 
-def _distance(one: Shown, other: Shown) -> float:
+def _distance(one: TapSketch, other: TapSketch) -> float:
     if one.shape != other.shape or one.nonfinite != other.nonfinite:
         return math.inf
     off = float(np.linalg.norm(one.values - other.values))
@@ -236,12 +204,12 @@ def _distance(one: Shown, other: Shown) -> float:
     return off / norm if norm else 0.0
 
 
-def _cosine(one: Shown, other: Shown) -> float:
+def _cosine(one: TapSketch, other: TapSketch) -> float:
     norms = float(np.linalg.norm(one.values) * np.linalg.norm(other.values))
     return float(one.values @ other.values) / norms if norms else 0.0
 
 
-def unreduced(before: Sequence[Held], at: Held) -> Held | None:
+def unreduced(before: Sequence[TapAcrossRanks], at: TapAcrossRanks) -> TapAcrossRanks | None:
     """Of the taps before ``at`` the last one whose differences between the ranks are just those of ``at``.
 
     A partial sum is added to a copy: what differs then is what the ranks' partial sums differ by.
@@ -260,7 +228,7 @@ def unreduced(before: Sequence[Held], at: Held) -> Held | None:
     return None
 
 
-def _same_difference(one: Shown, other: Shown, mine: Shown, theirs: Shown) -> bool:
+def _same_difference(one: TapSketch, other: TapSketch, mine: TapSketch, theirs: TapSketch) -> bool:
     if one.shape != mine.shape or other.shape != theirs.shape:
         return False
     wanted = mine.values - theirs.values

@@ -11,17 +11,17 @@ import numpy as np
 import pandas as pd
 import torch
 
-from graftlab.base.words import counted
+from graftlab.base.tap_groups import kind_of_group, numbers_in
+from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
-from graftlab.verdict.groups import kind_of_group, numbers_in
 
 NOT_LOOKED_AT = "Not looked at: "
 """How a sentence begins that says what the verdict does not speak of."""
 
 
 @dataclass(frozen=True)
-class OfJobs:
+class JobRemarks:
     """What is to be said of jobs, or of a baseline that is a recording.
 
     ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
@@ -58,8 +58,12 @@ class Findings:
     """The groups of gradients that are other because the values that are named are."""
     target_not_repeated: Sequence[str] = ()
     """Taps at which the target differs from itself; looked for where something is named."""
-    of_jobs: OfJobs | None = None
+    job_remarks: JobRemarks | None = None
     """What is to be said of jobs, which nobody can call again."""
+    unexplained: Sequence[str] = ()
+    """Sentences for what differs and no named group explains."""
+    failed: Sequence[str] = ()
+    """Sentences on stages of the verdict that failed."""
 
     @property
     def named(self) -> list[str]:
@@ -68,18 +72,18 @@ class Findings:
 
 def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
-    lines = []
+    lines = [*findings.unexplained, *findings.failed]
     if findings.not_repeated:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
         lines.append(_not_repeatable("target", findings.target_not_repeated))
-    lines += findings.of_jobs.first if findings.of_jobs else ()
+    lines += findings.job_remarks.first if findings.job_remarks else ()
     lines += findings.data
     lines += [f"{NOT_LOOKED_AT}{line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += _hints(findings.hints)
     lines += findings.remarks
-    lines += findings.of_jobs.last if findings.of_jobs else ()
+    lines += findings.job_remarks.last if findings.job_remarks else ()
     return "\n".join(lines)
 
 
@@ -108,6 +112,8 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
+    if findings.failed and not len(frame):
+        return []
     if not len(frame):
         return ["Nothing was compared: no tap was measured on both sides. Put gl.tap or gl.watch into both functions."]
     computed = [group for group in named if group not in findings.inputs]
@@ -147,16 +153,17 @@ def _nothing_named(findings: Findings) -> str:
     )
     if coarse:
         return f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 to look closer."
-    if findings.of_jobs is not None and findings.of_jobs.constant is not None:
-        most = f"{_number(findings)} x the {_floor(findings)} of {findings.of_jobs.constant:.1g}"
+    if findings.job_remarks is not None and findings.job_remarks.constant is not None:
+        most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Of what was looked at, nothing adds more than {most} ({measured})."
-    if findings.unseen or findings.not_repeated or findings.data:
+    repeats = not (findings.not_repeated or findings.target_not_repeated)
+    if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Of what was looked at, nothing adds more than rounding ({measured})."
     return f"No tap adds more than rounding does ({measured})."
 
 
 def _floor(findings: Findings) -> str:
-    return f"{findings.of_jobs.floor}floor" if findings.of_jobs else "floor"
+    return f"{findings.job_remarks.floor}floor" if findings.job_remarks else "floor"
 
 
 def _is_coarse(dtype: str) -> bool:
@@ -371,12 +378,17 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
             "acts outside of the taps. State that is written before its tap (a KV cache) is such a thing; tap it."
         ]
     lines = []
-    if causes.earlier:
+    if math.isnan(causes.total):
+        lines.append(
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}); without them "
+            "it could not be measured."
+        )
+    elif causes.earlier:
         lines.append(
             f"The output{output} agrees the last time ({_over_floor(causes.total)}), and differs before that, in step"
             f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
         )
-    elif causes.total <= findings.threshold:
+    elif causes.agrees:
         lines.append(f"The output{output} agrees all the same ({_over_floor(causes.total)}).")
     else:
         lines.append(
@@ -384,6 +396,10 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
             f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
         )
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
+    if causes.together:
+        lines.append(f"{_and(sorted(causes.together))} move the output together; none of them does alone.")
+    if causes.untested:
+        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
     if causes.cut_short:
         lines.append("There are more sets that might cancel than were tried.")
     return lines

@@ -1,26 +1,27 @@
 """The dashboard: every rank, every tap and both editors in one place, while the ranks run.
 
-It shows the newest state at a bounded cost: each tick looks at a limited number of rows and sets only what changed.
+It shows the newest state at a bounded cost: each tick reads a limited number of rows and updates only what changed.
 """
 
 from __future__ import annotations
 
 import html
+from functools import partial
 
 import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
+from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
+from graftlab.control.verdict_request import VerdictRequest
+from graftlab.errors import SessionError
 from graftlab.plots import explorer
 from graftlab.widgets import tap_explorer
 from graftlab.widgets.filter_editor import FilterEditor
-from graftlab.widgets.panel import Panel, update
+from graftlab.widgets.inputs import TextInput
+from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
-from graftlab.widgets.verdict_view import VerdictView
-
-ROWS_A_TICK = 3000
-"""Rows that are summed up at once: what 50,000 rows a second leave for the rest of the kernel."""
 
 _LOG_LINES = 200
 _TITLES = ("Taps", "Filters", "Transform", "Logs")
@@ -44,7 +45,7 @@ _STYLE = """
 class Dashboard(Panel):
     """Live view of a session: ``session.dashboard()`` or ``%graft ui``.
 
-    :meth:`close`, closing the session, or clearing the output ends its work; showing it again begins anew.
+    :meth:`close`, closing the session, or clearing the output stops the updates; showing it again restarts them.
     """
 
     style_sheet = _STYLE
@@ -83,19 +84,18 @@ class Dashboard(Panel):
         return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
-        """Put a tap into the b2t filter, as if it had been typed there: who looks at it may still think better."""
+        """Add a tap to the b2t filter as if it had been typed there, so that a person can still change their mind."""
         self.filters.propose("b2t", text)
         self._parts.selected_index = _TITLES.index("Filters")
 
     def _follow(self) -> None:
-        # The refresh after the session's end is the last one.
-        self.session.digest.catch_up(None if self.session.closed else ROWS_A_TICK)
+        self._taps.follow()
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
-        self._taps.show(session.digest.taken, session.digest.behind)
+        self._taps.show()
         self._judged.refresh()
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
@@ -103,3 +103,56 @@ class Dashboard(Panel):
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
         tail = html.escape(rank.log_tail(_LOG_LINES)) or "nothing yet"
         update(self._log, value=f"<pre>{tail}</pre>")
+
+
+class VerdictView(Panel):
+    """Judges an expression that both sides evaluate, as ``%graft verdict EXPR`` does, without blocking the page."""
+
+    def __init__(self, parent: Panel) -> None:
+        super().__init__(parent.session, parent=parent)
+        self._expression = TextInput(
+            placeholder="an expression, such as model(x)",
+            description="Verdict on",
+            continuous_update=False,
+            layout={"width": "34em", "max_width": "100%"},
+            style={"description_width": "max-content"},
+        )
+        self._expression.add_class("graftlab-verdict-expression")
+        # Jobs run their own code, so there is no expression to enter.
+        self._of_jobs = not all(rank.takes_work for rank in parent.session.ranks)
+        if self._of_jobs:
+            self._expression.placeholder = "the jobs' own steps"
+        tooltip = "Run both sides several times and name the computations that differ"
+        self._result = widgets.HTML().add_class("graftlab-verdict-text")
+        # At the click the browser may still hold back the expression on the screen, so it is fetched first.
+        ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
+        self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
+        self._open([row(self._expression, self._button), self._result])
+
+    def _show(self) -> None:
+        # The message line is the parent's.
+        closed = self.session.closed
+        update(self._expression, disabled=closed or self._of_jobs)
+        update(self._button, disabled=closed)
+
+    def _judge_jobs(self) -> None:
+        update(self._result, value="judging the jobs …")
+        self.in_background(self._judge_now, None)
+
+    def _judge(self, typed: str) -> None:
+        expression = typed.strip()
+        if not expression:
+            raise SessionError("enter the expression for both sides to evaluate, such as model(x)")
+        # An error of the previous expression does not apply to this one.
+        self.say("")
+        update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
+        self.in_background(self._judge_now, expression)
+
+    def _judge_now(self, expression: str | None) -> None:
+        try:
+            shown = judge(self.session, VerdictRequest(expression, expression))._repr_mimebundle_()["text/html"]
+        except BaseException:
+            # The panel's message shows why.
+            update(self._result, value="")
+            raise
+        update(self._result, value=shown)

@@ -1,4 +1,4 @@
-"""The base of every widget that shows a session: what each would otherwise solve by itself."""
+"""The base of every widget that shows a session."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anywidget
 import ipywidgets as widgets
 import traitlets
+from IPython.display import publish_display_data
 
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError
-from graftlab.widgets.asked import Askable, Inputs
+from graftlab.widgets.inputs import Inputs, PanelInput
 from graftlab.widgets.refresher import explain, refresher_of
-from graftlab.widgets.snapshot import Snapshot
 from graftlab.widgets.style import PANEL_STYLE
 
 logger = logging.getLogger(__name__)
 
-# What stays in the notebook is made anew this often at the most, in seconds, and takes this part of one core.
+# The snapshot is renewed at most this often, in seconds, and takes at most this share of one core.
 _SNAPSHOT_INTERVAL = 2.0
 _SNAPSHOT_SHARE = 0.1
 
@@ -32,37 +34,37 @@ STATUSES = ("quiet", "good", "bad", "overtaken")
 
 
 class Panel(widgets.VBox):  # type: ignore[misc]
-    """Shows a session, is kept up to date by its refresher, and acts on it.
+    """Shows a session and acts on it; the session's refresher keeps it up to date.
 
-    - What fails in a callback, in the background or in a refresh is shown in the panel's message.
-    - :meth:`submit` acts on what is on the screen at the click, however busy the kernel is, and then raises
-      ``acknowledged``.
-    - When nobody looks any more, because the output was cleared, the panel is left alone until somebody does.
+    - An exception in a callback, in the background or in a refresh is shown in the panel's message.
+    - :meth:`submit` acts on the inputs as they were on the screen at the click, however busy the kernel is, and then
+      raises ``acknowledged``.
+    - While no page shows the panel, because its output was cleared, it is not refreshed.
     - :meth:`close`, or the end of the session, ends its work.
 
-    A panel with a ``host`` is a part of that one: it shares its lock and its thread, and says what it has to say there.
+    A panel with a ``parent`` is a part of it: it shares the parent's lock and thread, and shows its messages there.
     Methods may be called from any thread.
 
-    A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` takes in what is new in the session,
-    :meth:`_show` shows the state, and :meth:`_act` does what was submitted; the first two with the lock held.
+    A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` reads the changes of the session,
+    :meth:`_show` shows the state, and :meth:`_act` performs a submitted action; the first two with the lock held.
     """
 
-    message = traitlets.Unicode(read_only=True, help="What is said at this moment; empty for nothing.")
-    status = traitlets.Enum(STATUSES, "quiet", read_only=True, help="How the message is meant.")
-    acknowledged = traitlets.Int(0, read_only=True, help="How many submits were acted on.")
-    busy = traitlets.Bool(False, read_only=True, help="Whether something goes on in the background.")
+    message = traitlets.Unicode(read_only=True, help="The current message; empty for none.")
+    status = traitlets.Enum(STATUSES, "quiet", read_only=True, help="The kind of message.")
+    acknowledged = traitlets.Int(0, read_only=True, help="The number of processed submits.")
+    busy = traitlets.Bool(False, read_only=True, help="Whether work runs in the background.")
 
     style_sheet = ""
-    """What the subclass looks like, beside :data:`PANEL_STYLE`."""
+    """The subclass's CSS, in addition to :data:`PANEL_STYLE`."""
 
     closed_message = ""
-    """What is said instead of anything else once the session is closed."""
+    """The only message once the session is closed."""
 
-    def __init__(self, session: SessionCore, *, host: Panel | None = None) -> None:
+    def __init__(self, session: SessionCore, *, parent: Panel | None = None) -> None:
         self.session = session
-        self._host = host
-        self._lock: threading.RLock = threading.RLock() if host is None else host._lock
-        # Starts its thread when there is something to do.
+        self._parent = parent
+        self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
+        # Starts its thread with the first task.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
         self._in_progress = 0
         self._said = ("", "quiet")
@@ -72,22 +74,22 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._snapshot = Snapshot()
         self._snapshot_state: object = None
         self._next_snapshot = 0.0
-        self._message_line: widgets.HTML = widgets.HTML() if host is None else host._message_line
+        self._message_line: widgets.HTML = widgets.HTML() if parent is None else parent._message_line
         self._message_line.add_class("graftlab-message")
         super().__init__()
 
-    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, Askable] | None = None) -> None:
-        """Show these widgets, and keep them up to date from now on."""
+    def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, PanelInput] | None = None) -> None:
+        """Show these widgets and keep them up to date."""
         if inputs is not None:
             self._inputs = Inputs(inputs, self.guarded(self._on_read))
-        self.add_class("graftlab-panel" if self._host is None else "graftlab-part")
-        if self._host is None:
+        self.add_class("graftlab-panel" if self._parent is None else "graftlab-part")
+        if self._parent is None:
             sheet = widgets.HTML(f"<style>{PANEL_STYLE}{self.style_sheet}</style>", layout={"display": "none"})
             children = [sheet, *children, *_watch(children)]
         self.children = tuple(children)
         self.refresh()
-        if self._host is None:
-            # Front ends that count views say when the last one is gone.
+        if self._parent is None:
+            # Front ends that count views report when the last one closes.
             self._view_count = 0
             self.observe(self.guarded(self._on_view_count), "_view_count")
             refresher_of(self.session).add(self)
@@ -95,25 +97,25 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     # ---- for the caller -----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Show what is new in the session; called by its refresher, and cheap where nothing is."""
+        """Show the changes of the session. Called by its refresher; cheap without changes."""
         with self._lock:
             if not self._closed:
-                # Before it is shown: what ends meanwhile, with its last rows, is not what this shows.
+                # Before the display: a run that ends meanwhile, with its last rows, is not shown yet.
                 stage = self._stage()
                 self._follow()
                 self._show()
                 if stage is not None:
-                    self._renew_snapshot((*stage, self.session.digest.behind > 0), stage[0])
+                    self._renew_snapshot(stage, stage[0])
 
     def _stage(self) -> tuple[bool, int, bool, int] | None:
-        """Whether the session is closed, and how far it has come; None where nothing stays in the notebook."""
-        if self._host is not None or not self._snapshot.is_shown:
+        """Whether the session is closed, and its progress; None for a panel without a snapshot."""
+        if self._parent is not None or not self._snapshot.is_shown:
             return None
         session, runs = self.session, self.session.runs
         return session.closed, len(runs), bool(runs) and runs[-1].done, session.plan.version
 
     def _renew_snapshot(self, state: object, closed: bool) -> None:
-        """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
+        """Renew the snapshot when a run or the session has ended, or the plan has changed."""
         if state == self._snapshot_state:
             return
         if closed:
@@ -121,7 +123,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._snapshot.update(self.static_html(with_figures=True))
         elif time.monotonic() >= self._next_snapshot:
             self._snapshot_state = state
-            # Not again before this one is done.
+            # Not again before this one is finished.
             self._next_snapshot = math.inf
             self.in_background(self._take_snapshot)
 
@@ -133,15 +135,15 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._next_snapshot = began + max(_SNAPSHOT_INTERVAL, (time.monotonic() - began) / _SNAPSHOT_SHARE)
 
     def show_error(self, text: str) -> None:
-        """Show why a refresh failed; the empty text says that it works again."""
+        """Show why a refresh failed; an empty text means that it works again."""
         with self._lock:
             self._trouble = text
             self._show_message()
 
     def say(self, text: str, status: str = "quiet") -> None:
-        """Show a message in the place of the one before; ``status`` is one of :data:`STATUSES`."""
-        if self._host is not None:
-            self._host.say(text, status)
+        """Replace the message; ``status`` is one of :data:`STATUSES`."""
+        if self._parent is not None:
+            self._parent.say(text, status)
             return
         with self._lock:
             self._said = text, status
@@ -149,19 +151,19 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 self._show()
 
     def submit(self, action: str, **known: Any) -> None:
-        """Do ``action`` with what is on the screen; without a browser that shows the panel nothing happens.
+        """Perform ``action`` with the inputs on the screen. Without a page that shows the panel nothing happens.
 
-        ``known`` are inputs whose value came along with a key.
+        ``known`` are inputs whose value arrived with a key press.
         """
-        if self._host is not None:
-            self._host.submit(action, **known)
+        if self._parent is not None:
+            self._parent.submit(action, **known)
         elif self._inputs is not None:
             self._inputs.read(action, **known)
 
     def static_html(self, with_figures: bool = False) -> str:
-        """The state as markup alone, for where no kernel and no widget is: a saved notebook, a page made of one.
+        """The state as plain HTML, for places without a kernel or widgets, such as a saved notebook.
 
-        ``with_figures`` are drawn too, which may take a second.
+        ``with_figures`` adds figures, which may take a second.
         """
         return f"<p>{html.escape(self.message)}</p>"
 
@@ -172,12 +174,12 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.refresh()
 
     def close(self) -> None:
-        """Take the panel out of the browser and leave the session alone; what waits to be done is forgotten."""
+        """Remove the panel from the browser and drop its waiting work; the session stays open."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if self._host is None:
+        if self._parent is None:
             refresher_of(self.session).remove(self)
         self._worker.shutdown(wait=False, cancel_futures=True)
         for child in self.children:
@@ -187,18 +189,18 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     # ---- for the subclass ---------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Take in what is new in the session."""
+        """Read the changes of the session."""
 
     def _show(self) -> None:
-        """Show the state; the browser is only to be sent what has changed."""
+        """Show the state; only send changes to the browser."""
         self._show_message()
 
     def _act(self, action: str, values: dict[str, Any]) -> None:
-        """Do what was submitted, with the values of all inputs."""
+        """Perform a submitted action with the values of all inputs."""
         raise NotImplementedError
 
     def guarded(self, callback: Callable[..., object]) -> Callable[..., None]:
-        """The callback, with its exceptions shown: nobody else would show them."""
+        """Wrap a callback so that its exceptions are shown in the panel."""
 
         @functools.wraps(callback)
         def call(*arguments: Any) -> None:
@@ -207,8 +209,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             except Exception as error:
                 if not isinstance(error, GraftError):
                     logger.exception("a callback of the %s failed", type(self).__name__)
-                # Not by say, which shows everything: what fails may be just that.
-                panel = self if self._host is None else self._host
+                # Not with say, which redraws everything: that may be what failed.
+                panel = self if self._parent is None else self._parent
                 with panel._lock:
                     panel._said = explain(error), "bad"
                     panel._show_message()
@@ -216,16 +218,16 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         return call
 
     def in_background(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Call it on the panel's one thread, after what has been given there before."""
-        if self._host is not None:
-            self._host.in_background(callback, *arguments)
+        """Call it on the panel's one background thread, after earlier calls."""
+        if self._parent is not None:
+            self._parent.in_background(callback, *arguments)
             return
         with self._lock:
             if self._closed:
                 return
             self._in_progress += 1
             self.set_trait("busy", True)
-            self._worker.submit(self._do_job, self.guarded(callback), *arguments)
+            self._worker.submit(self._do_task, self.guarded(callback), *arguments)
 
     def button(self, label: str, name: str, tooltip: str, press: Callable[[], object]) -> widgets.Button:
         """A button with the class ``graftlab-NAME``."""
@@ -242,7 +244,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             with self._lock:
                 self.set_trait("acknowledged", self.acknowledged + 1)
 
-    def _do_job(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _do_task(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:
             callback(*arguments)
         finally:
@@ -266,14 +268,14 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.set_trait("message", text)
         self.set_trait("status", status)
         role = "alert" if status == "bad" else "status"
-        # Several lines are code with a mark below it, which only a font of one width keeps in its place.
+        # Several lines are code with a caret below it, which needs a monospaced font.
         kind = f"{status} lines" if "\n" in text else status
         shown = f'<div class="{kind}" role="{role}">{html.escape(text)}</div>' if text else ""
         update(self._message_line, value=shown)
 
 
-class Fold(widgets.VBox):  # type: ignore[misc]
-    """What is only of interest now and then: a button that shows and hides it. ipywidgets' own has no keys."""
+class FoldableBox(widgets.VBox):  # type: ignore[misc]
+    """A button that shows and hides its content. The one of ipywidgets cannot be used by keyboard."""
 
     def __init__(self, content: widgets.Widget) -> None:
         self._content = content
@@ -295,7 +297,7 @@ class Fold(widgets.VBox):  # type: ignore[misc]
 
     @property
     def title(self) -> str:
-        """What is written on the button."""
+        """The text on the button."""
         title: str = self._button.description
         return title
 
@@ -305,13 +307,13 @@ class Fold(widgets.VBox):  # type: ignore[misc]
 
 
 def update(widget: Any, **values: Any) -> None:
-    """Set several traits. The browser is sent those that have another value now than before."""
+    """Set several traits. Only changed values are sent to the browser."""
     for trait, value in values.items():
         setattr(widget, trait, value)
 
 
 def close_all(widget: widgets.Widget) -> None:
-    """Close a widget with what is in it, which ipywidgets leaves open."""
+    """Close a widget and its children, which ipywidgets leaves open."""
     if not isinstance(widget, Panel):
         for child in getattr(widget, "children", ()):
             close_all(child)
@@ -319,11 +321,9 @@ def close_all(widget: widgets.Widget) -> None:
 
 
 def _watch(shown: Sequence[widgets.Widget]) -> list[widgets.Widget]:
-    """What tells the page that the kernel has ended, beside widgets that take anywidget too: a page may have none."""
+    """A :class:`KernelWatch`, if the page needs anywidget for other widgets anyway: a front end may lack it."""
     if not any(_takes_anywidget(each) for each in shown):
         return []
-    from graftlab.widgets.kernel_watch import KernelWatch
-
     return [KernelWatch()]
 
 
@@ -332,5 +332,73 @@ def _takes_anywidget(widget: widgets.Widget) -> bool:
 
 
 def row(*children: widgets.Widget) -> widgets.HBox:
-    """Widgets next to each other, or below where there is no room."""
+    """Put widgets side by side, wrapping where space is short."""
     return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap", align_items="center"))
+
+
+# Sets the class that JupyterLab sets at a restart. Other front ends may not give widgets access to their kernel.
+_WATCH_SCRIPT = """
+export default {
+  render({ model, el }) {
+    const ended = model.widget_manager?.kernel?.disposed;
+    if (typeof ended?.connect !== "function") return;
+    const mark = () => el.closest(".graftlab-panel")?.classList.add("jupyter-widgets-disconnected");
+    ended.connect(mark);
+    return () => ended.disconnect(mark);
+  },
+};
+"""
+
+
+class KernelWatch(anywidget.AnyWidget):
+    """Invisible; marks its panel as not live when the kernel shuts down, which JupyterLab does only at a restart."""
+
+    _esm = _WATCH_SCRIPT
+
+    def __init__(self) -> None:
+        super().__init__(layout=widgets.Layout(display="none"))
+
+
+# All browsers support :has since 2023. Viewers that drop styles show the HTML, since they show no widget.
+_SNAPSHOT_STYLE = """<style>
+.jp-OutputArea:has(.graftlab-panel) > .jp-OutputArea-child:has(.graftlab-static) { display: none }
+.jp-OutputArea:has(.graftlab-static) > .jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))) { display: none }
+.graftlab-static table { border-collapse: collapse; font-size: 12px }
+.graftlab-static td, .graftlab-static th { padding: 2px 8px; text-align: left }
+.graftlab-static img { max-width: 100% }
+</style>"""
+
+
+class Snapshot:
+    """The plain HTML that stays in a saved notebook in place of a widget.
+
+    Without its kernel a notebook cannot show widgets: JupyterLab shows "model not found", other viewers a name. So each
+    panel is followed by an output of plain HTML, which is hidden beside a live panel and shown without one. Any thread
+    may update it.
+    """
+
+    def __init__(self) -> None:
+        self._id = f"graftlab-{uuid.uuid4().hex}"
+        self.is_shown = False
+        self._shown = ""
+
+    def display(self, widget: dict[str, Any] | None) -> None:
+        """Display the widget's MIME bundle, and below it an output for :meth:`update`."""
+        data = dict(widget or {})
+        if not data:
+            return
+        # Otherwise viewers without widgets would show a repr beside the HTML.
+        data["text/plain"] = ""
+        publish_display_data(data)  # type: ignore[no-untyped-call]
+        self._publish("", update=False)
+        self.is_shown = True
+
+    def update(self, markup: str) -> None:
+        """Replace the HTML that is saved with the notebook."""
+        if markup != self._shown:
+            self._shown = markup
+            self._publish(markup, update=True)
+
+    def _publish(self, markup: str, update: bool) -> None:
+        data = {"text/html": f'{_SNAPSHOT_STYLE}<div class="graftlab-static">{markup}</div>', "text/plain": ""}
+        publish_display_data(data, transient={"display_id": self._id}, update=update)  # type: ignore[no-untyped-call]

@@ -1,19 +1,58 @@
-"""What both editors say about plans, as HTML: what is in one, and from which step on the ranks use it."""
+"""Shows plans in both editors: the earlier ones, and the step from which each rank uses the newest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import ipywidgets as widgets
 
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets.filter_view import code, quiet
+from graftlab.widgets.panel import FoldableBox, Panel, close_all, row, update
+
+_LISTED = 30
+
+
+class PlanList(FoldableBox):
+    """A session's earlier plans, newest first, each with a button that calls ``restore``."""
+
+    def __init__(self, panel: Panel, restore: Callable[[GraftPlan], object]) -> None:
+        self._panel = panel
+        self._restore = restore
+        self._rows: dict[int, widgets.HBox] = {}
+        self._list = widgets.VBox().add_class("graftlab-plans")
+        super().__init__(self._list)
+        self.add_class("graftlab-earlier")
+
+    def show(self, plans: Sequence[GraftPlan], closed: bool) -> None:
+        """List all plans except the last."""
+        earlier = plans[:-1]
+        listed = {plan.version: plan for plan in reversed(earlier[-_LISTED:])}
+        if listed.keys() != self._rows.keys():
+            rows = {version: self._rows.pop(version, None) or self._row(plan) for version, plan in listed.items()}
+            dropped, self._rows = self._rows, rows
+            self._list.children = tuple(rows.values())
+            for each in dropped.values():
+                close_all(each)
+            self.title = f"Earlier plans ({len(earlier)})"
+        for each in self._rows.values():
+            update(each.children[0], disabled=closed)
+        update(self.layout, display=None if listed else "none")
+
+    def _row(self, plan: GraftPlan) -> widgets.HBox:
+        again = f"Publish version {plan.version} again"
+        button = self._panel.button(f"Restore {plan.version}", "restore", again, partial(self._restore, plan))
+        return row(button, widgets.HTML(described(plan))).add_class(f"graftlab-plan-{plan.version}")
+
 
 _RANKS_SHOWN = 16
 
 
 def adoption(version: int, adopted: Mapping[str, int], alive: Sequence[str], closed: bool) -> str:
-    """From which step on each rank that is alive uses the plan."""
+    """The steps from which the live ranks use the plan."""
     if closed or not alive:
-        return quiet(f"Plan {version} was the last one." if closed else f"Plan {version}; no rank is alive.")
+        return quiet(f"The last plan was version {version}." if closed else f"Plan {version}; no rank is alive.")
     steps: dict[int, list[str]] = {}
     for rank in alive:
         if rank in adopted:
@@ -35,7 +74,7 @@ def _ranks(ranks: Sequence[str]) -> str:
 
 
 def described(plan: GraftPlan) -> str:
-    """An earlier plan in a line."""
+    """An earlier plan in one line."""
     texts = {name: getattr(plan, name) or "" for name in FILTERS}
     filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]
     transforms = [f"transform {code(spec.described)}" for spec in plan.transforms]

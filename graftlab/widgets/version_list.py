@@ -1,4 +1,4 @@
-"""The part of the transform editor that lists earlier transforms and texts that were set aside."""
+"""The part of the transform editor that lists earlier transforms and unpublished drafts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
-from graftlab.widgets.asked import Menu
 from graftlab.widgets.drafts import Draft, Version, difference, source_of
-from graftlab.widgets.panel import Fold, Panel, row
+from graftlab.widgets.inputs import Menu
+from graftlab.widgets.panel import FoldableBox, Panel, row
 from graftlab.widgets.trial_view import difference_html
 
 _LISTED = 50
 _SET_ASIDE_LIMIT = 10
 
 ACTIONS = {
-    "compare": ("Compare", "Show what differs from what is in the editor"),
-    "load": ("Load", "Take it into the editor; nothing is applied"),
-    "restore": ("Restore", "Put it in force again"),
+    "compare": ("Compare", "Show the differences from the editor"),
+    "load": ("Load", "Load it into the editor without applying it"),
+    "restore": ("Restore", "Publish it again"),
 }
 
 
-class VersionList(Fold):
+class VersionList(FoldableBox):
     """The transforms of a session's plans, newest first; its buttons submit the :data:`ACTIONS` to ``panel``."""
 
     def __init__(self, panel: Panel) -> None:
@@ -39,7 +39,7 @@ class VersionList(Fold):
             for action, (label, tooltip) in ACTIONS.items()
         }
         self.compared: Version | None = None
-        """The version whose difference from what is in the editor is shown."""
+        """The version that is shown compared with the editor."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
         super().__init__(widgets.VBox([row(self.menu, *self.buttons.values()), self._diff]))
         self.add_class("graftlab-versions")
@@ -50,7 +50,7 @@ class VersionList(Fold):
         return self.versions[-1]
 
     def follow(self, plans: Sequence[GraftPlan]) -> bool:
-        """Take in the plans that are new; returns whether there were any."""
+        """Add new plans; returns whether there were any."""
         if len(plans) == self._plans:
             return False
         for plan in plans[self._plans :]:
@@ -61,14 +61,14 @@ class VersionList(Fold):
         return True
 
     def set_aside(self, draft: Draft) -> None:
-        """Keep a text that is about to be replaced, if it is nowhere else."""
+        """Save a draft that is about to be replaced, unless it is listed already."""
         known = draft in self._set_aside or any(version.draft == draft for version in self.versions)
         if draft.kind == "text" and draft.text.strip() and not known:
             self._set_aside = [*self._set_aside, draft][-_SET_ASIDE_LIMIT:]
             self._fill()
 
     def compare(self, version: Version, draft_source: str) -> None:
-        """Show what has been changed since this version, until another one is chosen."""
+        """Show the changes since this version, until a different one is chosen."""
         self.compared = version
         lines = difference(source_of(version.spec), draft_source, version.label, "in the editor")
         self._diff.value = difference_html(lines)

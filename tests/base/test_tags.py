@@ -15,10 +15,10 @@ from graftlab.base.tags import (
     PLACE_TAGS,
     RESERVED_TAGS,
     TapIdentity,
+    distinguishes_taps,
     identity,
     own_tags,
     rank_tags,
-    tells_taps_apart,
 )
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.schema import Row
@@ -86,7 +86,7 @@ def test_tags_are_of_these_kinds() -> None:
     given = tags(layer=3, tp_rank=1)
     assert own_tags(given) == {"layer": 3, "tp_rank": 1}
     assert rank_tags(given) == (("tp_rank", 1),)
-    assert {tag for tag in given if tells_taps_apart(tag)} == {"layer", "recompute_status"}
+    assert {tag for tag in given if distinguishes_taps(tag)} == {"layer", "recompute_status"}
     assert PLACE_TAGS | {"name", "recompute_status"} == given.keys() - {"layer", "tp_rank"}
     assert PLACE_TAGS | {"name", "recompute_status", "baseline_name", "target_name"} == RESERVED_TAGS
 

@@ -17,6 +17,8 @@ import torch
 from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
+from graftlab.control.run import state_of
 from graftlab.rows.encoding import decode
 from graftlab.rows.log import ROWS_FILE
 
@@ -126,8 +128,11 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
     wait_for_file(tmp_path / "target[1] began")
     assert not run.done
     assert run.target == [None, None]
-    assert "going on" in repr(run)
-    with pytest.raises(TimeoutError, match=rf"run {run.number} is still going on.*baseline\[0\]: "):
+    assert "in progress" in repr(run)
+    with pytest.raises(
+        TimeoutError,
+        match=rf"run {run.number} is still running.*baseline\[0\]: .*wait\(\) waits for it again, session.interrupt",
+    ):
         run.wait(timeout=0.01)
     (tmp_path / "go on").touch()
     assert run.wait() is run
@@ -140,7 +145,7 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
 def test_another_run_meanwhile_is_refused_by_name_and_the_first_goes_on(session: gl.Session, tmp_path: Path) -> None:
     run = session.start(target=holds, args=(str(tmp_path),))
     for call in (lambda: session.run(tap_x, tap_x), lambda: session.start(tap_x), lambda: session.execute("1")):
-        with pytest.raises(gl.SessionBusyError, match=rf"run {run.number} is still going on.*session.interrupt"):
+        with pytest.raises(gl.SessionBusyError, match=rf"run {run.number} is still running.*session.interrupt"):
             call()
     (tmp_path / "go on").touch()
     assert run.wait().target == ["went on", "went on"]
@@ -482,13 +487,13 @@ def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_c
     def loop() -> None:
         from graftlab.ranks import worker
 
-        usual = worker.may_raise_at
-        worker.may_raise_at = lambda frame: False
+        usual = worker.is_interruptible_at
+        worker.is_interruptible_at = lambda frame: False
         try:
             while True:
                 gl.tap("x", torch.ones(1)) if tapping else gl.step()
         finally:
-            worker.may_raise_at = usual
+            worker.is_interruptible_at = usual
 
     run = session.start(loop, loop)
     run.wait_steps(0 if tapping else 2)
@@ -504,7 +509,7 @@ def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_c
 @pytest.mark.ranks
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
-    wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")
+    wait_until(lambda: late.status().state == "idle", "the end of what was before")
     os.kill(late.pid, signal.SIGSTOP)
     try:
         run = session.start(holds, holds, args=(str(tmp_path),))
@@ -541,7 +546,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Stopping())
-        with pytest.raises(KeyboardInterrupt, match="the ranks go on"):
+        with pytest.raises(KeyboardInterrupt, match="the ranks continue"):
             session.run(target=prints_then_holds, args=(str(tmp_path),))
     run = session.runs[-1]
     assert not run.done
@@ -646,7 +651,7 @@ def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Ses
         session.run(fails, fails)
     failures = caught.value.failures
     assert list(failures) == ["baseline[0]", "target[0]", "target[1]"]
-    assert failures["baseline[0]"] == "the code called exit(4); the rank goes on"
+    assert failures["baseline[0]"] == "the code called exit(4); the rank keeps running"
     assert failures["target[1]"] == "'shard 1'"
     for part in ("baseline[0] raised SystemExit", "target[0] raised KeyError", "target[1] raised KeyError"):
         assert part in str(caught.value)
@@ -833,7 +838,7 @@ def test_results_arrive_as_plain_cpu_tensors_of_their_own_bytes(session: gl.Sess
 @pytest.mark.ranks
 def test_a_view_does_not_bring_its_storage_along(session: gl.Session) -> None:
     session.run(target=lambda: torch.zeros(4_000_000)[:2])
-    assert all(len(done.result) < 10_000 for done in session.runs[-1]._done.values())
+    assert all(len(done.result) < 10_000 for done in state_of(session.runs[-1])._done.values())
 
 
 @pytest.mark.ranks
@@ -985,7 +990,7 @@ def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
 @pytest.mark.ranks
 def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.launch(1, 1) as session:
-        rank, told, on_gone = session.ranks[1], threading.Event(), session.reports.on_gone
+        rank, told, on_gone = session.ranks[1], threading.Event(), internals_of(session).reports.on_gone
 
         def dies_first(*args: Any, **kwargs: Any) -> gl.Run:
             """The rank dies after it was seen alive, and before there is a run in which that could be noted."""
@@ -993,7 +998,7 @@ def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch:
             assert told.wait(60)
             return gl.Run(*args, **kwargs)
 
-        monkeypatch.setattr(session.reports, "on_gone", lambda rank: (on_gone(rank), told.set()))
+        monkeypatch.setattr(internals_of(session).reports, "on_gone", lambda rank: (on_gone(rank), told.set()))
         monkeypatch.setattr("graftlab.control.runs.Run", dies_first)
         run = session.start(tap_x, tap_x)
         with pytest.raises(gl.RunError, match=r"target\[0\] died: killed by SIGKILL"):

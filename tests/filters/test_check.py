@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graftlab.filters.check import TAP_LIMIT, Check, matched_by_both, told, unknown_tags
+from graftlab.filters.check import TAP_LIMIT, FilterCheck, check_summary, matched_by_both, unknown_tags
 from graftlab.filters.expressions import compile_filter
 
 
@@ -16,9 +16,9 @@ TAPS = [tap("model.layers.0.attn", layer=0), tap("model.layers.1.attn", layer=1)
 
 
 def said(text: str, taps: list[dict[str, object]] = TAPS) -> str:
-    check = Check(text)
+    check = FilterCheck(text)
     check.catch_up(taps)
-    return told(check, taps)
+    return check_summary(check, taps)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_no_more_taps_are_judged_than_can_be_judged_at_once() -> None:
 
 
 def both(b2t: str, t2b: str) -> list[int]:
-    checks = {"b2t": Check(b2t), "t2b": Check(t2b)}
+    checks = {"b2t": FilterCheck(b2t), "t2b": FilterCheck(t2b)}
     for check in checks.values():
         check.catch_up(TAPS)
     return list(matched_by_both(checks))

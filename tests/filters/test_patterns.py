@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import graftlab as gl
 from graftlab.errors import FilterError
 from graftlab.filters import patterns
-from graftlab.filters.check import Check, told
+from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.filters.expressions import compile_filter
 from graftlab.filters.patterns import bounded, bounded_rewrite
 
@@ -92,13 +92,13 @@ def test_what_stops_re_for_ever_is_answered() -> None:
 @pytest.mark.usefixtures("short_limit")
 def test_as_it_is_typed_too() -> None:
     taps = [{"name": NAME}]
-    check = Check(f"search({ENDLESS[0]!r}, name)")
+    check = FilterCheck(f"search({ENDLESS[0]!r}, name)")
     check.catch_up(taps)
     assert check.hits == []
-    assert "takes more than 0.05 s" in told(check, taps)
-    other = Check(f"name == {ENDLESS[0]!r}")
+    assert "takes more than 0.05 s" in check_summary(check, taps)
+    other = FilterCheck(f"name == {ENDLESS[0]!r}")
     other.catch_up(taps)
-    assert told(other, taps).startswith("0 of 1 seen")
+    assert check_summary(other, taps).startswith("0 of 1 seen")
 
 
 def test_the_more_may_be_repeated_the_shorter_is_what_re_may_search() -> None:

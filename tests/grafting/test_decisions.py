@@ -17,7 +17,7 @@ import graftlab as gl
 from graftlab.base.tags import identity
 from graftlab.base.world import Place
 from graftlab.grafting import decisions as module
-from graftlab.grafting.decisions import Addresses, Asked, Decisions, SeenTags, all_tags, recompute_status
+from graftlab.grafting.decisions import Addresses, Decisions, SeenTags, TapLookup, all_tags, recompute_status
 from graftlab.plan.plan import Action, GraftPlan
 
 BASELINE, TARGET = Place("baseline", 0, 1, 2), Place("target", 1, 2, 1)
@@ -27,7 +27,7 @@ def no_warning(name: str, what: str) -> None:
     raise AssertionError(f"{name}: {what}")
 
 
-def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: Any) -> Asked:
+def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: Any) -> TapLookup:
     """A tap as the grafter asks about it."""
     return (name, tuple((around or {}).items()), *own.items())
 

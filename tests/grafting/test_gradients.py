@@ -12,7 +12,7 @@ from kit.support import reset
 
 import graftlab as gl
 from graftlab.taps import calls
-from graftlab.taps.routing import taken_by
+from graftlab.taps.routing import handled_by
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def session(one_and_one: gl.Session) -> gl.Session:
 
 
 class Recorder:
-    """A taker that notes each call, and grafts what it is told to."""
+    """A handler that notes each call, and grafts what it is told to."""
 
     def __init__(self, grafts: Callable[[str, Any], Any] = lambda name, value: value) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -42,7 +42,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(calls, "_grafter", recorder)
-    monkeypatch.setattr(calls, "_taker", recorder)
+    monkeypatch.setattr(calls, "_handler", recorder)
     return recorder
 
 
@@ -86,7 +86,7 @@ def test_the_tags_around_a_tap_are_those_of_its_gradient(recorder: Recorder) -> 
 def test_a_backward_in_another_thread_goes_where_the_forwards_taps_went(recorder: Recorder) -> None:
     own = Recorder()
     x = torch.ones(3, requires_grad=True)
-    with taken_by(own):
+    with handled_by(own):
         y = gl.tap("a", x * 2, grad=True).sum()
         thread = threading.Thread(target=y.backward)
         thread.start()

@@ -141,7 +141,7 @@ def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graftlab.grafting.arrival.measure", interrupted)
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline.measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.target.tap("interrupted", 1.0)
     assert world.target.exchange.released == 3
@@ -239,22 +239,22 @@ def test_what_a_tap_would_do_can_be_asked_without_reaching_it() -> None:
 def test_an_era_lasts_as_long_as_actions_stay_as_they_are() -> None:
     world = GrafterWorld()
     grafter = world.target.grafter
-    first = grafter.era
+    first = grafter.decision_epoch
     world.target.tap("h", 1.0)
     world.step()
-    assert grafter.era is first is not None
+    assert grafter.decision_epoch is first is not None
     world.edit(b2t="layer == 3")
-    assert grafter.era is first
+    assert grafter.decision_epoch is first
     world.step()
-    second = grafter.era
+    second = grafter.decision_epoch
     assert second is not first
     world.edit(compare="step == 3")
     world.step()
-    third = grafter.era
+    third = grafter.decision_epoch
     world.step()
-    assert len({id(era) for era in (second, third, grafter.era)}) == 3
+    assert len({id(decision_epoch) for decision_epoch in (second, third, grafter.decision_epoch)}) == 3
     world.end()
-    assert grafter.era is None
+    assert grafter.decision_epoch is None
 
 
 # ---- runs, steps and plans ------------------------------------------------------------------------------------------

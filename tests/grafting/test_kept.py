@@ -256,12 +256,12 @@ def test_a_pairs_bytes_count_what_two_tensors_share_once() -> None:
 
 
 def test_extras_that_cannot_be_copied_are_left_out_with_a_note() -> None:
-    class Uncopied:
+    class Uncopyable:
         def __deepcopy__(self, memo: object) -> object:
             raise TypeError("no copies")
 
     given = the_input(torch.zeros(1), torch.zeros(1))
-    note = KeptPairs().add(replace(given, target_extras={"k": Uncopied()}), None)
+    note = KeptPairs().add(replace(given, target_extras={"k": Uncopyable()}), None)
     assert note == "kept without the extras of its own tap, which cannot be copied: no copies"
     extras = {"k": [1]}
     kept = KeptPairs()

@@ -18,8 +18,7 @@ from graftlab.base import limits
 from graftlab.errors import LayoutError
 from graftlab.grafting import active
 from graftlab.grafting.self_graft import rounded_results
-from graftlab.grafting.shown import whole_of_partial
-from graftlab.grafting.tensors import plain_tensor
+from graftlab.grafting.tensors import plain_tensor, summed_partial
 from graftlab.layouts import Mesh, RankLayout, parse_layout
 from graftlab.plan.plan import GraftPlan
 from graftlab.taps import calls
@@ -33,7 +32,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     after: list[Callable[[], None]] = []
     monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: after.append(after_in_child))
     monkeypatch.setattr(active, "_grafter", None)
-    for name in ("_grafter", "_taker", "_here", "_traced", "_is_tracing"):
+    for name in ("_grafter", "_handler", "_here", "_traced", "_is_tracing"):
         monkeypatch.setattr(calls, name, getattr(calls, name))
     return after
 
@@ -179,9 +178,9 @@ def test_a_function_that_makes_the_value_may_reach_taps_itself() -> None:
 
 def test_a_layout_that_cannot_be_read_fails_the_tap_and_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
     world = GrafterWorld(1, 1)
-    from graftlab.taps.extras import Laid
+    from graftlab.taps.extras import ExtrasWithLayout
 
-    world.target.tap("x", 1.0, extras=Laid("no such layout(", None))
+    world.target.tap("x", 1.0, extras=ExtrasWithLayout("no such layout(", None))
     (row,) = world.target.rows
     assert (row.status, row.name) == ("failed", "x")
     assert row.error is not None
@@ -243,15 +242,15 @@ def test_partial_sums_are_taken_where_it_is_clear_in_which_group(monkeypatch: py
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(3))
     own = torch.ones(2)
     on_two = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("tp", 2),))))
-    assert whole_of_partial(own, own, on_two, 2).tolist() == [3.0, 3.0]
+    assert summed_partial(own, own, on_two, 2).tolist() == [3.0, 3.0]
     assert own.tolist() == [1.0, 1.0]
     wide = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("dp", 2), ("tp", 2)))))
     most = RankLayout(parse_layout("partial(mesh='tp', op='max')").on(Mesh((("tp", 2),))))
     alone = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("dp", 1), ("tp", 2)))))
-    assert whole_of_partial(own, own, alone, 2).tolist() == [3.0, 3.0]
+    assert summed_partial(own, own, alone, 2).tolist() == [3.0, 3.0]
     for layout, ranks in ((wide, 4), (most, 2), (on_two, 4)):
         with pytest.raises(LayoutError, match="the sums cannot be taken on the receiving side"):
-            whole_of_partial(own, own, layout, ranks)
+            summed_partial(own, own, layout, ranks)
 
 
 def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_partial(
@@ -263,13 +262,13 @@ def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_par
 
     class Shard: ...
 
-    class Shown:
+    class SentExtras:
         placements = (Partial(), Shard(), Partial())
 
-        def detach(self) -> Shown:
+        def detach(self) -> SentExtras:
             return self
 
-        def redistribute(self, placements: list[Any]) -> Shown:
+        def redistribute(self, placements: list[Any]) -> SentExtras:
             kinds.append([type(each).__name__ for each in placements])
             assert not torch.is_grad_enabled()
             return self
@@ -289,7 +288,7 @@ def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_par
     layout = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("tp", 2),))))
     for each in (own, torch.zeros(2).as_subclass(Waited)):
         local = each
-        assert whole_of_partial(Shown(), torch.zeros(2), layout, 2) is own
+        assert summed_partial(SentExtras(), torch.zeros(2), layout, 2) is own
     assert kinds == [["Replicate", "Shard", "Replicate"]] * 2
 
 
@@ -298,7 +297,7 @@ def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_par
 
 def test_results_are_told_with_rounding_going_otherwise_and_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     world = GrafterWorld(1, 1)
-    for name in ("_grafter", "_taker"):
+    for name in ("_grafter", "_handler"):
         monkeypatch.setattr(calls, name, world.baseline.grafter)
     third = torch.full((50,), 1 / 3)
     found = rounded_results(lambda: gl.tap("x", third * 1) * 3, budget=1 << 20)

@@ -23,7 +23,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> GrafterWorld:
     """This process taps as a baseline's rank does."""
     world = GrafterWorld(1, 1)
     monkeypatch.setattr(calls, "_grafter", world.baseline.grafter)
-    monkeypatch.setattr(calls, "_taker", world.baseline.grafter)
+    monkeypatch.setattr(calls, "_handler", world.baseline.grafter)
     return world
 
 

@@ -21,14 +21,14 @@ class Job:
 
     def go(self, itself: SelfGraftInSteps, steps: int) -> SelfGraftInSteps:
         for _ in range(steps):
-            taker = itself.taker_at(self.step)
+            handler = itself.handler_at(self.step)
 
-            def tap(name: str, value: torch.Tensor, taker: object = taker, **tags: object) -> torch.Tensor:
-                return taker.tap(name, value, None, tags)  # type: ignore[attr-defined, no-any-return]
+            def tap(name: str, value: torch.Tensor, handler: object = handler, **tags: object) -> torch.Tensor:
+                return handler.tap(name, value, None, tags)  # type: ignore[attr-defined, no-any-return]
 
             self.computes(tap, self.step)
             self.step += 1
-        itself.taker_at(self.step)
+        itself.handler_at(self.step)
         return itself
 
 

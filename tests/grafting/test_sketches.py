@@ -10,10 +10,10 @@ import torch
 from kit.grafters import GrafterWorld
 
 import graftlab as gl
-from graftlab.grafting.sketches import replicas_of, show, sketched
+from graftlab.grafting.sketches import sketch_taps, sketched
 from graftlab.layouts import Mesh, parse_layout
+from graftlab.layouts.replicas import SKETCH, replicas_of
 from graftlab.taps import calls
-from graftlab.verdict.replicas import SKETCH
 
 
 def numbers(tensor: torch.Tensor) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_ranks_that_hold_the_same_are_those_of_one_place_on_the_meshes_that_cut(
 
 def test_what_taps_show_is_told_in_order_and_what_shows_no_tensor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     grafter = GrafterWorld(1, 1).baseline.grafter
-    for name in ("_grafter", "_taker"):
+    for name in ("_grafter", "_handler"):
         monkeypatch.setattr(calls, name, grafter)
 
     def code() -> None:
@@ -72,7 +72,7 @@ def test_what_taps_show_is_told_in_order_and_what_shows_no_tensor_by_name(monkey
         gl.tap("b", lambda: torch.zeros(4))
         gl.tap("a", torch.ones(2, 3), layer=3)
 
-    shown, skipped = show(code)
+    shown, skipped = sketch_taps(code)
     assert [(each.name, each.shape, each.dtype) for each in shown] == [
         ("a", (2, 3), "bfloat16"),
         ("b", (4,), "float32"),

@@ -13,7 +13,7 @@ from kit.values import assert_values
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.kept import KeptPair
 from graftlab.grafting.self_graft import RoundedResults
-from graftlab.grafting.shown import Shown
+from graftlab.grafting.tensors import SentExtras
 from graftlab.grafting.trial import PRINTED_LIMIT, Trial, try_draft
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import GraftTransformInput, TransformSpec
@@ -173,4 +173,4 @@ def test_a_long_error_is_told_without_its_middle() -> None:
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Trial, KeptPair, Shown, Decision, RoundedResults)
+    assert_values(Trial, KeptPair, SentExtras, Decision, RoundedResults)

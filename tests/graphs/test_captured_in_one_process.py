@@ -28,7 +28,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
     for module, name, value in (
         (active, "_grafter", grafter),
         (calls, "_grafter", grafter),
-        (calls, "_taker", grafter),
+        (calls, "_handler", grafter),
         (calls, "ambient", world.ambient),
     ):
         monkeypatch.setattr(module, name, value)

@@ -25,7 +25,7 @@ def tapping(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
     world = GrafterWorld(1, 1, **plan)
     for name, value in (
         ("_grafter", world.baseline.grafter),
-        ("_taker", world.baseline.grafter),
+        ("_handler", world.baseline.grafter),
         ("ambient", world.ambient),
     ):
         monkeypatch.setattr(calls, name, value)

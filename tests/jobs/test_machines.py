@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def all_end_well(jobs: list[warm.Running]) -> list[str]:
 def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with machines(3) as (first, second, third):
-        settings = told(first, tmp_path, b2t_filter="layer == 1 and step == 1", device_link="nccl")
+        settings = told(first, tmp_path, b2t_filter="layer == 1 and step == 1")
         baseline = variables("baseline", 1, 3, **settings, run_dir=run)
         jobs = [first.start(*script("trusted_model.py"), **baseline)]
         for rank, machine in enumerate((second, second, third)):
@@ -51,14 +50,7 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
         ends = [end(job) for job in jobs]
         assert [code for code, _, _ in ends] == [0] * 4, ends
         assert ends[0][1] == "done True\n"
-        # None of these has a GPU, and each says so once.
-        asked = "GRAFTLAB_DEVICE_LINK asks for nccl, and tensors go to other machines through the hosts' memory and TCP"
-        assert [err.count(f"{asked}: this process had not used a GPU") for _, _, err in ends] == [1] * 4
         logs = (tmp_path / second.name / "logs" / "target-1.log").read_text()
-        ways = [
-            re.search(r"goes through agent \d+", (tmp_path / name / "logs" / f"target-{rank}.log").read_text())
-            for rank, name in enumerate((second.name, second.name, third.name))
-        ]
     frame = gl.load_run(run)
     measured = frame[frame["name"] == "hidden"]
     assert len(measured) == 3 * 3 * 2
@@ -69,10 +61,6 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
     wrong = measured[(measured["layer"] == 1) & (measured["status"] == "compared")]
     assert wrong["rel_l2"].to_numpy() == pytest.approx(0.05, rel=1e-4)
     assert frame[frame["name"] == "logits"]["status"].tolist() == ["unmatched"] * 3
-    # One agent a machine, and the machines have different ones.
-    first_way, second_way, third_way = (way and way[0] for way in ways)
-    assert first_way == second_way != third_way
-    assert None not in (first_way, third_way)
     # The job's own log is on its own machine.
     assert logs.count("grafted b2t at tap 'hidden' step 1") == 1
 
@@ -103,14 +91,14 @@ def test_a_side_that_torchrun_starts_on_two_nodes_joins_one_on_a_third(tmp_path:
 def test_a_notebook_steers_jobs_on_other_machines_goes_away_and_another_takes_them_over(tmp_path: Path) -> None:
     stop, folder = tmp_path / "stop", tmp_path / "run"
     with machines(3) as (notebook, second, third):
-        settings = told(notebook, tmp_path, device_link="nccl")
+        settings = told(notebook, tmp_path)
         listens = script("listens.py", settings["address"], folder, stop)
         session = notebook.start(*listens, GRAFTLAB_TOKEN_FILE=str(settings["token_file"]))
-        jobs = [second.start(*script("goes_on.py", stop, 1.0, tmp_path), **variables("baseline", 1, 2, **settings))]
+        jobs = [second.start(*script("goes_on.py", stop, 1.0), **variables("baseline", 1, 2, **settings))]
         for rank, machine in enumerate((second, third)):
             target = variables("target", 1, 2, **settings, run_dir=tmp_path / f"target {rank}")
             ranked = {"RANK": str(rank), "WORLD_SIZE": "2"}
-            jobs.append(machine.start(*script("goes_on.py", stop, 1.5, tmp_path), **target, **ranked))
+            jobs.append(machine.start(*script("goes_on.py", stop, 1.5), **target, **ranked))
         code, out, err = end(session)
         stop.touch()
         assert code == 0, (err, [end(job) for job in jobs])
@@ -118,11 +106,11 @@ def test_a_notebook_steers_jobs_on_other_machines_goes_away_and_another_takes_th
     printed, _, last = out.strip().rpartition("\n")
     assert f"GRAFTLAB_ADDRESS={settings['address']} " in printed
     said = json.loads(last)
-    # Memory is shared where it can be, and nowhere else; elsewhere GPUs of the two sides are joined.
+    # Memory is shared where it can be, and nowhere else.
     links = [
-        "shared memory with target[0]; nccl stand-in and TCP with target[1]",
+        "shared memory with target[0]; TCP with target[1]",
         "shared memory with baseline[0]; TCP with target[1]",
-        "TCP with target[0]; nccl stand-in and TCP with baseline[0]",
+        "TCP",
     ]
     assert said["links"] == said["links again"] == links
     assert set(said["states"]) <= {"running", "waiting"}
@@ -232,7 +220,7 @@ def test_a_rank_that_is_killed_on_another_machine_frees_the_others_and_joins_aga
     # A wait for one that has many steps to make up may reach its limit.
     assert require_right_pairs(tmp_path) <= {"grafted", "missing", "unmatched", "timeout"}
     first_run = frame[(frame["run"] == 0) & (frame["status"] == "missing")]
-    assert first_run["error"].iloc[-1] == "target[0] died, or the network between us failed"
+    assert first_run["error"].iloc[-1] == "target[0] died, or the network connection to it failed"
     again = frame[frame["run"] == 1]
     assert set(again["note"]) == {"generation 2 of target"}
     assert again[again["status"] == "grafted"]["step"].min() > first_run["step"].max()

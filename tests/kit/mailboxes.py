@@ -19,16 +19,13 @@ import torch.multiprocessing
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.exchange.channel import Channel, SocketChannel
+from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.exchange.wire_gpu import WireGpu
-from graftlab.exchange.wires import Partner
-from graftlab.exchange.wires import Wires as DirectWires
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.exchange.status_page import StatusPage
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -73,7 +70,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Mailbox:
-    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date.
+    """One rank's exchange, with what the grafter would do around it: the status page is kept up to date.
 
     ``put`` brings a tensor to where this kind of exchange has its tensors; ``gpu`` is the stand-in for its GPU.
     """
@@ -81,14 +78,12 @@ class Mailbox:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Any],
-        page: WhereaboutsPage,
-        channels: Sequence[Channel | RemoteChannel],
+        exchange: Exchange[Any],
+        page: StatusPage,
+        channels: Sequence[Channel],
         put: Put = as_it_is,
         gpu: Any = None,
-        wires: DirectWires | None = None,
     ) -> None:
-        self.wires = wires
         self.place = place
         self.exchange = exchange
         self.put = put
@@ -138,24 +133,18 @@ class Mailbox:
 
     def die(self) -> None:
         """To its peers this looks like a death: the streams end."""
-        self.leave_peers()
-        if self.wires is not None:
-            self.wires.close()
-
-    def leave_peers(self) -> None:
         for channel in self.channels:
             channel.close()
         for channel in self.channels:
-            if isinstance(channel, RemoteChannel):
-                channel._post.close()
+            if isinstance(channel, TcpChannel):
+                channel._router.close()
 
 
 class World:
     """Every rank of a graft world, in this process.
 
     ``gpu`` makes the GPU of each rank; without it, all is on the host. With ``tcp`` no rank looks into the memory of
-    another; ``far`` world ranks are on a machine of their own each. ``wire`` makes what joins the GPU of each to those
-    of other machines, where all are on such.
+    another; ``far`` world ranks are on a machine of their own each.
     """
 
     def __init__(
@@ -169,7 +158,6 @@ class World:
         put: Put = as_it_is,
         tcp: bool = False,
         far: Collection[int] = (),
-        wire: Callable[[Place], WireGpu] | None = None,
     ) -> None:
         self.shares_memory = not tcp
         count = baseline + target
@@ -183,12 +171,8 @@ class World:
                 for (rank, other), link in wires.links.items()
                 if rank == me.world_rank
             }
-            mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, wire, budget=budget, timeout=timeout)
+            mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, budget=budget, timeout=timeout)
             self.mailboxes.append(mine)
-        if wire:
-            ports = [mailbox.wires.port for mailbox in self.mailboxes if mailbox.wires]
-            for mailbox in self.mailboxes:
-                begin_wires(mailbox, ports, timeout)
         for descriptor in wires.segments:
             os.close(descriptor)
 
@@ -229,9 +213,6 @@ class World:
             assert settles(mailbox)
 
     def close(self) -> None:
-        # All of one kind first: what is said to one that has just left makes whoever leaves next wait.
-        for mailbox in self.mailboxes:
-            mailbox.leave_peers()
         for mailbox in self.mailboxes:
             mailbox.die()
 
@@ -276,48 +257,23 @@ def make_mailbox(
     place: Place,
     segments: list[int],
     size: int,
-    links: Mapping[int, socket.socket | RemoteChannel],
+    links: Mapping[int, socket.socket | TcpChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
-    wire: Callable[[Place], WireGpu] | None = None,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
-    channels = {rank: Channel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
+    channels = {rank: SocketChannel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
     arenas = {
         rank: Arena(descriptor, size, writable=rank == place.world_rank)
         for rank, descriptor in enumerate(segments)
-        if not isinstance(channels.get(rank), RemoteChannel)
+        if not isinstance(channels.get(rank), TcpChannel)
     }
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
-    wires = make_wires_of_gpus(place.world_rank, wire(place)) if wire else None
-    exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, wires=wires, **options)
-    return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made, wires)
-
-
-def make_wires_of_gpus(rank: int, gpu: WireGpu) -> DirectWires:
-    """Where tensors of any size take the direct way."""
-    return DirectWires(gpu, keys_of(WIRES_TOKEN), f"wires of {rank}".encode(), "127.0.0.1", smallest=1)
-
-
-def begin_wires(mailbox: Mailbox, ports: Sequence[int], timeout: float) -> None:
-    place = mailbox.place
-    partners = [
-        Partner(other.world_rank, other.label, f"wires of {other.world_rank}".encode(), "127.0.0.1", port)
-        for other, port in zip(place.everyone(), ports, strict=True)
-        if other.side != place.side
-    ]
-    assert mailbox.wires is not None
-    mailbox.wires.begin(place.label, place.world_rank, partners, timeout)
-
-
-def until_joined(*mailboxes: Mailbox) -> None:
-    """Return when the GPU of each of these is joined to those of all ranks of the other side."""
-    for mailbox in mailboxes:
-        others = tuple(other.world_rank for other in mailbox.place.everyone() if other.side != mailbox.place.side)
-        wait_until(lambda mailbox=mailbox, others=others: mailbox.wires.joined() == others, "the wires")  # type: ignore[misc]
+    exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, **options)
+    return Mailbox(place, exchange, StatusPage(own.map), list(channels.values()), put, made)
 
 
 class Wires:
@@ -341,15 +297,13 @@ def make_wires(count: int) -> Wires:
 # ---- over TCP -------------------------------------------------------------------------------------------------------
 
 TOKEN = new_token()
-# The same in each process of a test.
-WIRES_TOKEN = "the wires between the GPUs of tests, and no secret"
 _MARK = b"all before this has been delivered"
 
 
-def _take_mark(channel: RemoteChannel) -> bool:
+def _take_mark(channel: TcpChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
-    channel._post.pump()
-    channel._post.rouse()
+    channel._router.pump()
+    channel._router.wake()
     # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
@@ -357,29 +311,29 @@ def _take_mark(channel: RemoteChannel) -> bool:
     return True
 
 
-def make_post(rank: int, token: str = TOKEN) -> Post:
-    return Post(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+def make_post(rank: int, token: str = TOKEN) -> RouterSocket:
+    return RouterSocket(derive_keys(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_posts(count: int) -> list[Post]:
+def make_posts(count: int) -> list[RouterSocket]:
     return [make_post(rank) for rank in range(count)]
 
 
-Remote = dict[int, RemoteChannel]
+Remote = dict[int, TcpChannel]
 
 
-def connect_all(posts: list[Post]) -> dict[int, Remote]:
+def connect_all(posts: list[RouterSocket]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
     ports = [post.port for post in posts]
     made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
     return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
 
 
-def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
+def connect_to_lower(post: RouterSocket, rank: int, ports: list[int]) -> Remote:
     return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 
@@ -392,7 +346,7 @@ def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
         return len(links) == count - 1 and all(channel.linked for channel in links.values())
 
     wait_until(complete, "the connections")
-    post.rouse()
+    post.wake()
     return dict(sorted(links.items()))
 
 
@@ -435,16 +389,11 @@ def _become_a_rank(
     put: Put,
     opens_the_way: bool,
     tcp: bool,
-    wire: Callable[[Place], WireGpu] | None,
     options: Any,
 ) -> None:
     torch.set_num_threads(1)
     links = link_over_tcp(place.world_rank, line) if tcp else links
-    mailbox = make_mailbox(place, segments.descriptors, size, links, gpu, put, wire, **options)
-    if mailbox.wires is not None:
-        line.send(mailbox.wires.port)
-        begin_wires(mailbox, line.recv(), mailbox.exchange.timeout)
-        until_joined(mailbox)
+    mailbox = make_mailbox(place, segments.descriptors, size, links, gpu, put, **options)
     for descriptor in segments.descriptors:
         os.close(descriptor)
     everyone = tuple(other.world_rank for other in place.everyone())
@@ -463,7 +412,7 @@ class Processes:
 
     ``lines`` holds this end of each rank's pipe to the test, ``processes`` the processes; both in world-rank order.
     ``gpu`` and ``put`` are as in :class:`World`. With ``opens_the_way`` the scripts begin when every rank has proved
-    that it can read the memory of the others' GPUs, with ``wire`` when all GPUs are joined.
+    that it can read the memory of the others' GPUs.
     """
 
     def __init__(
@@ -476,7 +425,6 @@ class Processes:
         put: Put = as_it_is,
         opens_the_way: bool = False,
         tcp: bool = False,
-        wire: Callable[[Place], WireGpu] | None = None,
         **options: Any,
     ) -> None:
         self.shares_memory = not tcp
@@ -496,7 +444,7 @@ class Processes:
                 target=_become_a_rank,
                 args=(
                     *(place, Descriptors(wires.segments), wires.size, links, script, theirs),
-                    *(gpu, put, opens_the_way, tcp, wire, options),
+                    *(gpu, put, opens_the_way, tcp, options),
                 ),
             )
             # Else each rank would import pytest, whose main module this is.
@@ -512,10 +460,9 @@ class Processes:
         if tcp:
             for line in self.lines:
                 line.send((TOKEN, len(places)))
-            for _ in range(1 if wire is None else 2):
-                ports = [self.hear(rank) for rank in range(len(places))]
-                for line in self.lines:
-                    line.send(ports)
+            ports = [self.hear(rank) for rank in range(len(places))]
+            for line in self.lines:
+                line.send(ports)
 
     def hear(self, rank: int) -> Any:
         """The next thing that the rank says."""

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from graftlab.widgets.code_mirror_editor import CodeMirrorEditor
-from graftlab.widgets.editor import CodeEditor
+from graftlab.widgets.code_editor import CodeEditor, CodeMirrorEditor, TextAreaEditor
 from graftlab.widgets.panel import Panel
-from graftlab.widgets.text_area_editor import TextareaEditor
 from kit.support import wait_until
 
 
@@ -152,10 +150,10 @@ class MirrorPage:
         return bool(self.state["read_only"])
 
 
-class TextareaPage:
+class TextAreaPage:
     """A text area and the error under it, as a person sees them."""
 
-    def __init__(self, browser: Browser, editor: TextareaEditor) -> None:
+    def __init__(self, browser: Browser, editor: TextAreaEditor) -> None:
         self.browser = browser
         self.box = browser.models[editor.comm.comm_id]
 
@@ -172,20 +170,20 @@ class TextareaPage:
     @property
     def error(self) -> str:
         shown = self.browser.models[self.child(1)]["value"]
-        return re.sub("<code>.*</code>|<[^>]*>", "", shown)
+        return re.sub("<[^>]*>", "", shown)
 
     @property
     def locked(self) -> bool:
         return bool(self.browser.models[self.child(0)]["disabled"])
 
 
-def page_of(browser: Browser, editor: CodeEditor) -> MirrorPage | TextareaPage:
+def page_of(browser: Browser, editor: CodeEditor) -> MirrorPage | TextAreaPage:
     """The page that shows this editor."""
-    return MirrorPage(browser, editor) if isinstance(editor, CodeMirrorEditor) else TextareaPage(browser, editor)
+    return MirrorPage(browser, editor) if isinstance(editor, CodeMirrorEditor) else TextAreaPage(browser, editor)
 
 
-class Desk:
-    """An editor, the page that shows it, and what its callbacks were told."""
+class EditorScreen:
+    """An editor, the page that shows it, and the calls of its callbacks."""
 
     def __init__(self, browser: Browser, editor: CodeEditor) -> None:
         self.browser = browser

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Mesh, layout_of_dtensor, relayout
-from graftlab.layouts.placements import _step
+from graftlab.layouts.on_ranks import _step
 
 WORLD_SIZE = 4
 SHAPE = (5, 7, 6)

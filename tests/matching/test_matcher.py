@@ -11,9 +11,9 @@ from kit.ports import Port, record_taps
 from torch import Tensor
 
 from graftlab.errors import GraftError
-from graftlab.matching.items import RecordedTap, Recorder
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, match_in_rounds
 from graftlab.matching.rules import rules_of
 
@@ -152,7 +152,7 @@ def test_values_are_fetched_of_candidates_only(gpt2: Port) -> None:
 
 
 def test_a_recorder_keeps_copies_up_to_its_budget_and_tells_calls_apart() -> None:
-    recorder = Recorder({"a": "Linear"}, budget=24)
+    recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)
     assert recorder.tap("a", value, None, {}) is value
     recorder.tap("a", value, None, {"layer": 3, "tp_rank": 1})
@@ -460,6 +460,16 @@ def test_what_a_notebook_shows_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+
+
+def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
+    # Without numbers, which would be folded.
+    names = [chr(97 + n % 26) + chr(97 + n // 26) for n in range(300)]
+    proposal = Proposal(tuple(Pair(f"h_{name}", f"p_{name}") for name in names), dict.fromkeys(names, "no value"))
+    assert len(repr(proposal)) < 200
+    rich = proposal._repr_mimebundle_()["text/html"]
+    assert rich.count("<tr>") <= 2 * 20 + 4
+    assert "and 280 lines more" in rich
 
 
 def test_taps_without_a_partner_take_a_line_for_all_layers_with_their_reason() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from random import Random
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from kit.digests import digest_of, row
 from matplotlib.figure import Figure
 
 import graftlab as gl
-from graftlab.plots.of_run import draw_run
-from graftlab.rows.store import to_frame
 
 
 def frame(values: np.ndarray[Any, Any], **columns: Any) -> pd.DataFrame:
@@ -42,7 +37,7 @@ def title(figure: Figure) -> str:
     return str(figure.axes[0].get_title(loc="left"))
 
 
-def test_a_cell_is_a_tap_in_a_step_and_a_ring_the_step_at_which_it_first_diverged() -> None:
+def test_cells_show_taps_in_steps_and_rings_their_first_divergent_step() -> None:
     values = np.array([[1e-7, 1e-7, 0.0], [1e-7, 1e-3, 1e-7], [1e-7, 1e-2, 1e-1]])
     figure = gl.plots.over_steps(frame(values))
     shown = cells(figure)
@@ -53,7 +48,7 @@ def test_a_cell_is_a_tap_in_a_step_and_a_ring_the_step_at_which_it_first_diverge
     assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
 
 
-def test_a_nan_is_not_blank_and_not_exact_and_what_was_not_measured_is_blank() -> None:
+def test_nan_is_neither_blank_nor_exact_and_unmeasured_cells_are_blank() -> None:
     rows = frame(np.array([[1e-7, 0.0, 0.0]]))
     rows.loc[1, "nonfinite_differ"] = 4
     rows.loc[2, ["status", "rel_l2"]] = ["missing", None]
@@ -64,14 +59,14 @@ def test_a_nan_is_not_blank_and_not_exact_and_what_was_not_measured_is_blank() -
     assert rings(figure) == [(0, 1)]
 
 
-def test_what_was_grafted_has_no_ring() -> None:
+def test_grafted_taps_have_no_ring() -> None:
     rows = frame(np.array([[0.5, 0.5]]))
     rows.loc[0, "status"] = "grafted"
     assert rings(gl.plots.over_steps(rows)) == [(0, 1)]
 
 
 @pytest.mark.slow
-def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
+def test_beyond_the_limit_the_worst_of_neighbouring_cells_is_shown() -> None:
     values = np.full((500, 300), 1e-7)
     values[321, 123] = 0.5
     figure = gl.plots.over_steps(frame(values))
@@ -82,35 +77,6 @@ def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
     assert title(figure).startswith("first divergent: t123 in step 321")
 
 
-def test_an_empty_frame_says_so() -> None:
+def test_an_empty_frame_gives_a_message() -> None:
     [ax] = gl.plots.over_steps(pd.DataFrame()).axes
     assert "no rows to show" in ax.texts[0].get_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_what_is_kept_of_a_run_gives_the_figure_that_a_frame_of_it_does(seed: int) -> None:
-    random = Random(seed)
-    # A plan grafts a tap on all its ranks or on none.
-    statuses = {(step, name): random.choice(["compared", "grafted", "missing"]) for step in range(3) for name in "abc"}
-    rows = []
-    for side, rank in (("target", 0), ("target", 1), ("baseline", 0)):
-        for step in range(3):
-            order = 0
-            for name in "adbc":
-                order += not (name == "d" and side == "target")
-                if (side == "target") == (name == "d"):
-                    continue
-                status = "unmatched" if side == "baseline" else statuses[step, name]
-                measured = status in ("compared", "grafted")
-                value = random.choice([0.0, 1e-7, 1e-3, math.nan]) if measured else None
-                differ = random.choice([0, 0, 2]) if measured else None
-                tags = {"own": {"layer": ord(name) % 2}, "side": side, "rank": rank}
-                rows.append(row(name, order, step, status=status, rel_l2=value, nonfinite_differ=differ, **tags))
-    mine, full = draw_run(digest_of(*rows)), gl.plots.over_steps(to_frame(rows))
-    names = [[tick.get_text() for tick in each.axes[0].get_yticklabels()] for each in (mine, full)]
-    assert names[0] == names[1]
-    assert title(mine) == title(full)
-    assert np.array_equal(cells(mine).mask, cells(full).mask)
-    assert np.array_equal(cells(mine).filled(-1.0), cells(full).filled(-1.0), equal_nan=True)
-    assert rings(mine) == rings(full)

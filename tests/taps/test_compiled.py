@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.taps import calls, compiled
-from graftlab.taps.extras import Laid
+from graftlab.taps.extras import ExtrasWithLayout
 
 # Compiling takes seconds, torch's import of its tracer alone.
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def not_on_2_6(what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(torch.__version__.startswith("2.6."), reason=f"torch 2.6 {what}")
 
 
-class Taker:
+class TapHandler:
     """Notes what taps show, in the grafter's place; ``grafts`` has what to put in place of a tap's tensor."""
 
     def __init__(self) -> None:
@@ -66,18 +66,18 @@ class Taker:
 
 
 @pytest.fixture
-def taker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taker]:
-    taker = Taker()
+def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapHandler]:
+    handler = TapHandler()
     for name, value in (
-        ("_grafter", taker),
-        ("_taker", taker),
+        ("_grafter", handler),
+        ("_handler", handler),
         ("_traced", compiled),
         ("_is_tracing", torch.compiler.is_dynamo_compiling),
     ):
         monkeypatch.setattr(calls, name, value)
     torch.compiler.reset()
     compiled.forget_open_tags()
-    yield taker
+    yield handler
     gl.compile_taps(None)
     torch.compiler.reset()
 
@@ -132,35 +132,35 @@ X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 
 def eager(
-    taker: Taker, call: Callable[[], Any]
+    handler: TapHandler, call: Callable[[], Any]
 ) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[Tensor], list[Any]]:
-    taker.in_graphs = None
+    handler.in_graphs = None
     result = call()
-    values, extras = taker.values, taker.extras
-    seen = taker.take()
-    taker.in_graphs = True
+    values, extras = handler.values, handler.extras
+    seen = handler.take()
+    handler.in_graphs = True
     return result, seen, values, extras
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_model_shows_what_it_shows_uncompiled_in_the_same_order(backend: str, taker: Taker) -> None:
+def test_a_compiled_model_shows_what_it_shows_uncompiled_in_the_same_order(backend: str, handler: TapHandler) -> None:
     model = Model()
     with gl.watch(model), gl.tags(phase="decode"):
-        expected, seen, values, extras = eager(taker, lambda: model(X))
+        expected, seen, values, extras = eager(handler, lambda: model(X))
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(X), expected)
-        assert taker.seen == seen
-        torch.testing.assert_close(taker.values, values)
-        torch.testing.assert_close(taker.extras, extras)
+        assert handler.seen == seen
+        torch.testing.assert_close(handler.values, values)
+        torch.testing.assert_close(handler.extras, extras)
     assert ("never used again", {"phase": "decode", "layer": 1, "inner": True}) in seen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_graft_goes_on_in_the_graph_and_gradients_go_straight_through(
-    backend: str, watched: bool, taker: Taker
+    backend: str, watched: bool, handler: TapHandler
 ) -> None:
     model = Model()
-    taker.grafts = {"blocks.0.linear" if watched else "hidden": 0.5}
+    handler.grafts = {"blocks.0.linear" if watched else "hidden": 0.5}
 
     def both(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         x = X.clone().requires_grad_()
@@ -169,35 +169,35 @@ def test_a_graft_goes_on_in_the_graph_and_gradients_go_straight_through(
         return out.detach(), x.grad
 
     with gl.watch(model):
-        expected, *_ = eager(taker, lambda: both(model))
+        expected, *_ = eager(handler, lambda: both(model))
         torch.testing.assert_close(both(torch.compile(model, fullgraph=True, backend=backend)), expected)
 
 
-def test_a_watched_modules_own_tensor_is_never_written_into(taker: Taker) -> None:
+def test_a_watched_modules_own_tensor_is_never_written_into(handler: TapHandler) -> None:
     class Keeps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
 
     model, x = Keeps(), X.clone()
-    taker.grafts = {"output": 7.0}
+    handler.grafts = {"output": 7.0}
     with gl.watch(model):
         out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     assert out.eq(7.0).all()
     assert x.equal(X)
 
 
-def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_more_after(taker: Taker) -> None:
+def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_more_after(handler: TapHandler) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     function = torch.compile(model, fullgraph=True, backend="eager")
     function(X)
     with gl.watch(model):
         function(X)
-        assert [name for name, _ in taker.take()] == ["0", "1", "output"]
+        assert [name for name, _ in handler.take()] == ["0", "1", "output"]
     function(X)
-    assert taker.seen == []
+    assert handler.seen == []
 
 
-def test_weights_that_a_graph_hides_are_told_and_shown_of_what_was_compiled(taker: Taker) -> None:
+def test_weights_that_a_graph_hides_are_told_and_shown_of_what_was_compiled(handler: TapHandler) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     function = torch.compile(model, fullgraph=True, backend="aot_eager")
     with (
@@ -205,19 +205,19 @@ def test_weights_that_a_graph_hides_are_told_and_shown_of_what_was_compiled(take
         pytest.warns(gl.GraftWarning, match=r"they are not shown; watch what torch\.compile returned"),
     ):
         function(X)
-    assert [name for name, _ in taker.take()] == ["0"]
-    taker.in_graphs = None
+    assert [name for name, _ in handler.take()] == ["0"]
+    handler.in_graphs = None
     with gl.watch(function, params=True, include="search('weight|bias', name)"):
         function(X)
-    assert [name for name, _ in taker.seen] == ["0.weight", "0.bias"]
+    assert [name for name, _ in handler.seen] == ["0.weight", "0.bias"]
 
 
-def test_a_statements_graft_is_written_into_the_tensor_itself(taker: Taker) -> None:
+def test_a_statements_graft_is_written_into_the_tensor_itself(handler: TapHandler) -> None:
     def function(x: Tensor) -> Tensor:
         gl.tap("x", x)
         return x * 2
 
-    taker.grafts = {"x": 3.0}
+    handler.grafts = {"x": 3.0}
     x = X.clone()
     assert torch.compile(function, fullgraph=True, backend="aot_eager")(x).eq(6.0).all()
     assert x.eq(3.0).all()
@@ -238,26 +238,28 @@ def parts_of_tensors(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_tensors_and_complex_ones_are_shown_and_written_as_uncompiled(backend: str, taker: Taker) -> None:
+def test_parts_of_tensors_and_complex_ones_are_shown_and_written_as_uncompiled(
+    backend: str, handler: TapHandler
+) -> None:
     def with_gradients(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Any, ...]:
         x = X.clone().requires_grad_()
         results = function(x)
         torch.stack([each.sum() for each in results]).sum().backward()
         return *(each.detach() for each in results), x.grad
 
-    taker.grafts = {"alone": 3.0, "complex": 5.0}
-    expected, seen, values, extras = eager(taker, lambda: with_gradients(parts_of_tensors))
+    handler.grafts = {"alone": 3.0, "complex": 5.0}
+    expected, seen, values, extras = eager(handler, lambda: with_gradients(parts_of_tensors))
     found = with_gradients(torch.compile(parts_of_tensors, fullgraph=True, backend=backend))
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(taker.values, values)
-    torch.testing.assert_close(taker.extras, extras)
-    assert taker.seen == seen
+    torch.testing.assert_close(handler.values, values)
+    torch.testing.assert_close(handler.extras, extras)
+    assert handler.seen == seen
     assert len(seen) == 6
 
 
 @pytest.mark.parametrize("make", [lambda x: x[:1].expand(3, 8), lambda x: x.flatten().unfold(0, 3, 1)])
 def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_that_is_said(
-    make: Callable[[Tensor], Tensor], taker: Taker, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Tensor], Tensor], handler: TapHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_said", set())
 
@@ -265,7 +267,7 @@ def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_th
         assert replace
         return torch.arange(float(value.numel())).reshape(value.shape)
 
-    taker.tap = graft  # type: ignore[method-assign]
+    handler.tap = graft  # type: ignore[method-assign]
     function = torch.compile(lambda x: (gl.tap("wide", make(x)) * 2, x + 0), fullgraph=True, backend="aot_eager")
     with pytest.warns(gl.GraftWarning, match=r"'wide'.*overlaps itself.* only what gl\.tap returned"):
         result, untouched = function(X)
@@ -274,14 +276,14 @@ def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_th
 
 
 def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, taker: Taker, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, handler: TapHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiled, "_said", set())
     caplog.set_level(logging.INFO, logger="graftlab")
     model, graphs = Model(), Graphs()
     function = torch.compile(model, fullgraph=True, backend=graphs)
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "_taker", None)
+        patch.setattr(calls, "_handler", None)
         patch.setattr(calls, "_grafter", None)
         function(X)
         function(X)
@@ -291,17 +293,19 @@ def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_onc
     function(X)
     assert len(graphs.graphs) == 2
     assert graphs.taps > 0
-    assert len(taker.seen) == 2 * 6
+    assert len(handler.seen) == 2 * 6
     assert caplog.text.count("what was compiled before the session is compiled again, once") == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.compile captures CUDA graphs only on a GPU")
 @pytest.mark.ranks
-def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_replays_show_each(taker: Taker) -> None:
+def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_replays_show_each(
+    handler: TapHandler,
+) -> None:
     from torch._dynamo.utils import counters
 
     model, x = Model().cuda(), X.cuda()
-    expected, seen, *_ = eager(taker, lambda: model(x))
+    expected, seen, *_ = eager(handler, lambda: model(x))
     counts = []
     for choice in ("False", None):
         torch.compiler.reset()
@@ -310,27 +314,27 @@ def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_repl
         function = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for _ in range(4):  # warms up, captures, and replays
             torch.compiler.cudagraph_mark_step_begin()
-            taker.take()
+            handler.take()
             torch.testing.assert_close(function(x), expected)
         counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert counts == [(1, 0), (1, 0)]
-    assert taker.seen == seen
+    assert handler.seen == seen
 
 
-def test_a_graph_of_another_length_is_one_graph_and_shows_each(taker: Taker) -> None:
+def test_a_graph_of_another_length_is_one_graph_and_shows_each(handler: TapHandler) -> None:
     graphs = Graphs()
     function = torch.compile(Model(), fullgraph=True, backend=graphs, dynamic=True)
     for length in (2, 3, 5):
         function(torch.ones(length, 8))
     assert len(graphs.graphs) == 1
-    assert [value.shape[0] for value, (name, _) in zip(taker.values, taker.seen, strict=True) if name == "out"] == [
+    assert [value.shape[0] for value, (name, _) in zip(handler.values, handler.seen, strict=True) if name == "out"] == [
         2,
         3,
         5,
     ]
 
 
-def test_a_break_of_the_users_keeps_the_tags(taker: Taker) -> None:
+def test_a_break_of_the_users_keeps_the_tags(handler: TapHandler) -> None:
     def function(x: Tensor) -> Tensor:
         with gl.tags(a=1):
             gl.tap("before", x * 1)
@@ -339,13 +343,13 @@ def test_a_break_of_the_users_keeps_the_tags(taker: Taker) -> None:
         return gl.tap("outside", x * 3)
 
     torch.compile(function, backend="aot_eager")(X)
-    assert [(name, tags.get("a")) for name, tags in taker.seen] == [("before", 1), ("after", 1), ("outside", None)]
+    assert [(name, tags.get("a")) for name, tags in handler.seen] == [("before", 1), ("after", 1), ("outside", None)]
 
 
-def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(taker: Taker) -> None:
+def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(handler: TapHandler) -> None:
     block = Block(4)
     marks: list[bool] = []
-    tap = taker.tap
+    tap = handler.tap
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         from graftlab.grafting.decisions import recompute_status
@@ -353,7 +357,7 @@ def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(taker: Taker)
         marks.append(recompute_status() == "recompute")
         return tap(*args, **kwargs)
 
-    taker.tap = noting  # type: ignore[method-assign]
+    handler.tap = noting  # type: ignore[method-assign]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x: Tensor) -> Tensor:
@@ -361,15 +365,15 @@ def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(taker: Taker)
 
     loss = function(X.clone().requires_grad_())
     assert marks == [False, False]
-    forward = taker.take()
+    forward = handler.take()
     loss.backward()
     # That of torch 2.6 recomputes both.
     assert all(marks[2:])
-    assert taker.seen == forward[: len(taker.seen)]
-    assert taker.seen[0] == ("hidden", {"layer": 4, "part": "a"})
+    assert handler.seen == forward[: len(handler.seen)]
+    assert handler.seen[0] == ("hidden", {"layer": 4, "part": "a"})
 
 
-def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flow_on(taker: Taker) -> None:
+def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flow_on(handler: TapHandler) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x: Tensor) -> Tensor:
         with gl.tags(layer=3):
@@ -378,12 +382,12 @@ def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flo
     x = X.clone().requires_grad_()
     with gl.tags(phase="train"):
         loss = function(x)
-    taker.take()
+    handler.take()
     loss.backward()
-    assert taker.seen == [("h", {"phase": "train", "layer": 3, "part": "a", "kind": "grad"})]
+    assert handler.seen == [("h", {"phase": "train", "layer": 3, "part": "a", "kind": "grad"})]
     assert x.grad.eq(2.0).all()
 
-    taker.grafts = {"h": 5.0}
+    handler.grafts = {"h": 5.0}
     x.grad = None
     function(x).backward()
     assert x.grad.eq(10.0).all()
@@ -399,7 +403,7 @@ def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flo
     ids=["vmap", "jvp", "jacrev"],
 )
 def test_function_transforms_work_and_show_what_they_compute_with(
-    transform: Callable[..., Any], tags: dict[str, Any], taker: Taker
+    transform: Callable[..., Any], tags: dict[str, Any], handler: TapHandler
 ) -> None:
     def function(x: Tensor) -> Tensor:
         square = x * x
@@ -407,15 +411,15 @@ def test_function_transforms_work_and_show_what_they_compute_with(
         return gl.tap("x", square)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_taker", None)
+        patch.setattr(calls, "_handler", None)
         expected = transform(function)(X)
     torch.testing.assert_close(torch.compile(transform(function), fullgraph=True, backend="aot_eager")(X), expected)
-    torch.testing.assert_close(taker.values, [(X * X)[:, ::2], X * X])
-    assert taker.seen == [("part", tags), ("x", tags)]
+    torch.testing.assert_close(handler.values, [(X * X)[:, ::2], X * X])
+    assert handler.seen == [("part", tags), ("x", tags)]
 
 
 @pytest.mark.parametrize("bad", [torch.ones(1), object(), [1, 2]], ids=["a tensor", "an object", "a list"])
-def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, taker: Taker) -> None:
+def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, odd=bad), fullgraph=True, backend="aot_eager")
     with pytest.raises(
         Exception, match=r"tag 'odd' of gl\.tap\('h'\) has the type .*a tag is text, a number, a bool or None"
@@ -423,48 +427,48 @@ def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, tak
         function(X)
 
 
-def test_extras_that_a_graph_cannot_hold_are_refused_with_a_sentence(taker: Taker) -> None:
+def test_extras_that_a_graph_cannot_hold_are_refused_with_a_sentence(handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, extras={"k": [x]}), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"extras\['k'\] of gl\.tap\('h'\) has the type list"):
         function(X)
 
 
-def test_a_layout_travels_with_the_tap(taker: Taker) -> None:
+def test_a_layout_travels_with_the_tap(handler: TapHandler) -> None:
     found: list[Any] = []
-    taker.tap = lambda name, value, extras, tags, replace=False: found.append(extras)  # type: ignore[method-assign]
+    handler.tap = lambda name, value, extras, tags, replace=False: found.append(extras)  # type: ignore[method-assign]
     function = torch.compile(
         lambda x: gl.tap("h", x * 2, layout="shard(dim=0, mesh='tp')", extras={"n": 1}), fullgraph=True, backend="eager"
     )
     function(X)
-    assert found == [Laid("shard(dim=0, mesh='tp')", {"n": 1})]
+    assert found == [ExtrasWithLayout("shard(dim=0, mesh='tp')", {"n": 1})]
 
 
-def test_what_is_no_tensor_is_skipped_with_one_warning(taker: Taker) -> None:
+def test_what_is_no_tensor_is_skipped_with_one_warning(handler: TapHandler) -> None:
     function = torch.compile(lambda x: (gl.tap("h", "text"), x * 2)[1], fullgraph=True, backend="aot_eager")
     with pytest.warns(gl.GraftWarning, match=r"gl\.tap\('h'\) in compiled code: its value is str"):
         function(X)
     function(X)
-    assert taker.seen == []
+    assert handler.seen == []
 
 
-def test_chosen_taps_alone_are_in_the_graph(taker: Taker) -> None:
+def test_chosen_taps_alone_are_in_the_graph(handler: TapHandler) -> None:
     graphs = Graphs()
     function = torch.compile(Model(), fullgraph=True, backend=graphs)
     gl.compile_taps("name == 'hidden' and part == 'a'")
     function(X)
-    assert {name for name, _ in taker.take()} == {"hidden"}
+    assert {name for name, _ in handler.take()} == {"hidden"}
     gl.compile_taps("name == 'out'")
     function(X)
-    assert [name for name, _ in taker.take()] == ["out"]
+    assert [name for name, _ in handler.take()] == ["out"]
     gl.compile_taps(None)
     function(X)
-    assert len(taker.seen) == 6
+    assert len(handler.seen) == 6
     assert len(graphs.graphs) == 3
     with pytest.raises(gl.FilterError):
         gl.compile_taps("name ==")
 
 
-def test_tags_that_an_error_left_open_are_closed(taker: Taker) -> None:
+def test_tags_that_an_error_left_open_are_closed(handler: TapHandler) -> None:
     class Stop(Exception):
         pass
 
@@ -473,54 +477,54 @@ def test_tags_that_an_error_left_open_are_closed(taker: Taker) -> None:
 
     function = torch.compile(Block(1), fullgraph=True, backend="aot_eager")
     function(X)
-    seen = taker.take()
-    taker.tap, tap = stop, taker.tap  # type: ignore[method-assign]
+    seen = handler.take()
+    handler.tap, tap = stop, handler.tap  # type: ignore[method-assign]
     with pytest.raises(Stop):
         function(X)
-    taker.tap = tap  # type: ignore[method-assign]
+    handler.tap = tap  # type: ignore[method-assign]
     function(X)
-    assert taker.seen == seen
+    assert handler.seen == seen
 
 
-def test_a_callable_is_computed_in_the_graph_whether_or_not_it_is_wanted(taker: Taker) -> None:
+def test_a_callable_is_computed_in_the_graph_whether_or_not_it_is_wanted(handler: TapHandler) -> None:
     graphs = Graphs()
     torch.compile(lambda x: (gl.tap("h", lambda: x.sin()), x * 2)[1], fullgraph=True, backend=graphs)(X)
     assert any("sin" in target for target in graphs.graphs[0])
 
 
-def test_a_tag_that_follows_from_a_shape_is_compiled_for_each_shape(taker: Taker) -> None:
+def test_a_tag_that_follows_from_a_shape_is_compiled_for_each_shape(handler: TapHandler) -> None:
     graphs = Graphs()
     function = torch.compile(
         lambda x: gl.tap("h", x * 2, length=x.shape[0]), fullgraph=True, backend=graphs, dynamic=True
     )
     for length in (2, 3, 5, 3):
         function(torch.ones(length, 8))
-    assert [tags["length"] for _, tags in taker.seen] == [2, 3, 5, 3]
+    assert [tags["length"] for _, tags in handler.seen] == [2, 3, 5, 3]
     assert len(graphs.graphs) == 3
 
 
 @pytest.mark.parametrize("values", [(1, 2, 3), (0.5, 1.5, 2.5), (None, True, 2, 2.5, "a")], ids=str)
-def test_a_tag_that_is_an_argument_is_compiled_for_each_value(values: tuple[Any, ...], taker: Taker) -> None:
+def test_a_tag_that_is_an_argument_is_compiled_for_each_value(values: tuple[Any, ...], handler: TapHandler) -> None:
     def function(x: Tensor, value: Any) -> Tensor:
         return gl.tap("h", x * 2, tag=value, extras={"extra": 0 if value == "a" else value or 0})
 
     compiled_function = torch.compile(function, fullgraph=True, backend="eager")
     for value in values:
         compiled_function(X, value)
-    assert [(type(tags["tag"]), tags["tag"]) for _, tags in taker.seen] == [(type(value), value) for value in values]
-    assert [each["extra"].item() for each in taker.extras] == [0 if value == "a" else value or 0 for value in values]
+    assert [(type(tags["tag"]), tags["tag"]) for _, tags in handler.seen] == [(type(value), value) for value in values]
+    assert [each["extra"].item() for each in handler.extras] == [0 if value == "a" else value or 0 for value in values]
 
 
 @not_on_2_6("raises what the tap raised")
-def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(taker: Taker) -> None:
+def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, odd=[1, 2]) + 1, backend="aot_eager")
-    taker.in_graphs = None
+    handler.in_graphs = None
     torch.testing.assert_close(function(X), X * 2 + 1)
-    assert taker.seen == [("h", {"odd": [1, 2]})]
+    assert handler.seen == [("h", {"odd": [1, 2]})]
 
 
 def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
-    taker: Taker, monkeypatch: pytest.MonkeyPatch
+    handler: TapHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_SHOWN_LIMIT", 5)
     monkeypatch.setattr(compiled, "_shown", {})
@@ -532,7 +536,7 @@ def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
         assert len(compiled._shown) == len(compiled._shown_numbers) <= 5
 
 
-def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) -> None:
+def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(handler: TapHandler) -> None:
     torch.ops.graftlab.open_(compiled.clock, ["a=1"])
     caught: list[Warning] = []
 
@@ -547,13 +551,13 @@ def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(taker: Taker) 
     assert len(caught) == 1
 
 
-def test_a_step_in_a_graph_is_a_step(taker: Taker) -> None:
+def test_a_step_in_a_graph_is_a_step(handler: TapHandler) -> None:
     def function(x: Tensor) -> Tensor:
         gl.step()
         return x * 2
 
     torch.compile(function, fullgraph=True, backend="aot_eager")(X)
-    assert taker.steps == 1
+    assert handler.steps == 1
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -575,25 +579,25 @@ def own_operators(program: torch.export.ExportedProgram) -> int:
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=not_on_2_6("exports no taps in strict mode"))])
 def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
-    strict: bool, monkeypatch: pytest.MonkeyPatch, taker: Taker
+    strict: bool, monkeypatch: pytest.MonkeyPatch, handler: TapHandler
 ) -> None:
     model = Model()
-    expected, seen, *_ = eager(taker, lambda: model(X))
+    expected, seen, *_ = eager(handler, lambda: model(X))
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "_taker", None)
+        patch.setattr(calls, "_handler", None)
         patch.setattr(calls, "_grafter", None)
         assert own_operators(torch.export.export(model, (X,), strict=strict)) == 0
         with gl.export_taps():
             program = torch.export.export(model, (X,), strict=strict)
         torch.testing.assert_close(program.module()(X), expected)
-    assert taker.take() == []
+    assert handler.take() == []
     torch.testing.assert_close(program.module()(X), expected)
-    assert taker.take() == seen
+    assert handler.take() == seen
 
     assert own_operators(gl.strip(program)) == 0
     torch.testing.assert_close(program.module()(X), expected)
     torch.testing.assert_close(program.run_decompositions().module()(X), expected)
-    assert taker.seen == []
+    assert handler.seen == []
 
 
 class Doubled(nn.Module):
@@ -629,7 +633,7 @@ def test_aot_inductor_compiles_a_program_that_has_no_taps_or_was_stripped_of_the
 
 
 @pytest.mark.slow
-def test_compiled_autograd_has_one_graph_with_taps_and_without(taker: Taker) -> None:
+def test_compiled_autograd_has_one_graph_with_taps_and_without(handler: TapHandler) -> None:
     from torch._dynamo import compiled_autograd
 
     model = Model()
@@ -646,12 +650,12 @@ def test_compiled_autograd_has_one_graph_with_taps_and_without(taker: Taker) -> 
     untapped, tapped = Graphs(), Graphs()
     gl.compile_taps("False")
     expected = gradients(untapped)
-    assert taker.take() == []
+    assert handler.take() == []
     gl.compile_taps(None)
     with gl.watch(model, grads=True):
         torch.testing.assert_close(gradients(tapped), expected)
     assert len(tapped.graphs) == len(untapped.graphs) == 1
-    shown = [name for name, tags in taker.seen if tags.get("kind") == "grad"]
+    shown = [name for name, tags in handler.seen if tags.get("kind") == "grad"]
     assert shown == ["output", "blocks.1", "blocks.1.linear", "blocks.0", "blocks.0.linear"]
 
 

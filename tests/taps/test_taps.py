@@ -47,7 +47,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(taps, "_grafter", recorder)
-    monkeypatch.setattr(taps, "_taker", recorder)
+    monkeypatch.setattr(taps, "_handler", recorder)
     return recorder
 
 

@@ -321,7 +321,7 @@ def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
 def test_what_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"taps a torch.nn.Module, not function"):
         gl.watch(lambda x: x)
-    monkeypatch.setattr("graftlab.taps.calls._taker", object())
+    monkeypatch.setattr("graftlab.taps.calls._handler", object())
     model = made_model()
     before = hooks_of(model)
     with pytest.raises(gl.FilterError):
@@ -354,7 +354,7 @@ def test_outside_a_session_no_hook_is_put_in() -> None:
 
 
 def test_remove_restores_the_model_exactly_and_leaves_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlab.taps.calls._taker", object())
+    monkeypatch.setattr("graftlab.taps.calls._handler", object())
     model = made_model()
     mine = model.head.register_forward_hook(lambda module, args, output: None)
     before = hooks_of(model)

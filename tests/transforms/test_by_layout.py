@@ -14,7 +14,7 @@ from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.transforms import GraftTransformInput
 from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
-from graftlab.transforms.suggest import suggested
+from graftlab.transforms.default import suggested
 
 
 def made(received: list[Tensor], target: Tensor, **more: Any) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from graftlab.base.tap_groups import group_of
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.groups import group_of
 from graftlab.verdict.wording import Findings, text_of
 
 

@@ -16,8 +16,7 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 from kit.support import wait_for_file
 from playwright.sync_api import Locator, expect
 
-from graftlab.widgets.code_editor import code_editor
-from graftlab.widgets.text_area_editor import TextareaEditor
+from graftlab.widgets.code_mirror import BUNDLE
 
 if TYPE_CHECKING:
     from kit.browser import Lab
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.browser
 SETUP = """
 import json, os, pathlib, time
 import ipywidgets as widgets
-from graftlab.widgets.code_editor import code_editor
+from graftlab.widgets.code_editor import CodeMirrorEditor, TextAreaEditor
 
 def busy_until(name):
     while not pathlib.Path(name).exists():
@@ -40,7 +39,7 @@ def note(*event):
     log.value = f'<pre id="events">{json.dumps(events)}</pre>'
 
 events, log = [], widgets.HTML()
-editor = code_editor(START, plain=PLAIN)
+editor = KIND(START)
 editor.on_submit(lambda text, action: note("submit", text, action))
 apply = widgets.Button(description="Apply")
 apply.on_click(lambda _: editor.submit("apply"))
@@ -56,13 +55,14 @@ class Screen:
     """One editor on the screen, whichever it is."""
 
     lab: Lab
-    plain: bool
+    plain: bool = False
 
     def open(self, *cells: str, start: str = "", show: str = "display(editor, apply, log)") -> None:
         """Show the editor with a first cell; ``cells`` follow it, and are not run."""
         for file in self.lab.folder.glob("*.flag"):
             file.unlink()
-        setup = SETUP.replace("START", repr(start)).replace("PLAIN", repr(self.plain)) + show
+        kind = "TextAreaEditor" if self.plain else "CodeMirrorEditor"
+        setup = SETUP.replace("START", repr(start)).replace("KIND", kind) + show
         self.lab.open(setup, *cells)
         self.lab.run_cell(0)
         self.saw(["ready"])
@@ -113,12 +113,6 @@ class Screen:
         self.lab.page.wait_for_function(f"events => {noted} === events", arg=json.dumps(events))
 
 
-def needs_code_mirror() -> None:
-    editor = code_editor()
-    if isinstance(editor, TextareaEditor):
-        pytest.skip(f"only the text area can be tested here: {editor.reason}")
-
-
 @pytest.fixture(autouse=True)
 def patience_and_no_errors(lab: Lab) -> Iterator[None]:
     expect.set_options(timeout=60_000)
@@ -128,19 +122,15 @@ def patience_and_no_errors(lab: Lab) -> Iterator[None]:
 
 
 @pytest.fixture
-def mirror(lab: Lab) -> Screen:
-    needs_code_mirror()
-    return Screen(lab, plain=False)
+def screen(lab: Lab) -> Screen:
+    if not BUNDLE.is_file():
+        pytest.skip("CodeMirror was not built")
+    return Screen(lab)
 
 
-@pytest.fixture(params=["codemirror", "textarea"])
-def screen(lab: Lab, request: pytest.FixtureRequest) -> Screen:
-    if request.param == "codemirror":
-        needs_code_mirror()
-    return Screen(lab, plain=request.param == "textarea")
-
-
-# --- both editors --------------------------------------------------------------------
+@pytest.fixture
+def plain(lab: Lab) -> Screen:
+    return Screen(lab, plain=True)
 
 
 def test_a_button_clicked_while_a_cell_runs_gets_the_text_on_the_screen(screen: Screen) -> None:
@@ -171,7 +161,7 @@ def test_keys_that_mean_something_to_jupyterlab_stay_in_the_editor(screen: Scree
     expect(screen.lab.page.locator(".jp-FileBrowser")).to_be_visible()
 
 
-def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_back(screen: Screen) -> None:
+def test_set_text_replaces_text_typed_while_a_cell_ran_for_good(screen: Screen) -> None:
     screen.open(
         "busy_until('typed.flag')\neditor.set_text('y = 2')\nbusy_until('go.flag')",
         "note(editor.value)",
@@ -194,20 +184,17 @@ def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_
     screen.saw(["ready"], ["y = 2"], ["submit", "y = 23", "apply"])
 
 
-def test_the_error_is_shown_with_its_line_and_taken_away(screen: Screen) -> None:
+def test_the_error_is_shown_with_its_line_and_cleared(screen: Screen) -> None:
     screen.open("editor.show_error('no such <name>', 2)", "editor.clear_error()", start="a = 1\nb = c\nd = 2")
     marked = screen.lab.page.locator(".graftlab-error-line")
     screen.lab.run_cell(1)
     expect(screen.message).to_contain_text("line 2: no such <name>")
-    if screen.plain:
-        expect(screen.message).to_contain_text("b = c")
-    else:
-        expect(marked).to_have_text("b = c")
-        expect(screen.lab.page.locator(".cm-lineNumbers .graftlab-error-number")).to_have_text("2")
-        screen.press("Control+Home")
-        screen.press("Enter")
-        expect(screen.message).to_contain_text("line 3: no such <name>")
-        expect(marked).to_have_text("b = c")
+    expect(marked).to_have_text("b = c")
+    expect(screen.lab.page.locator(".cm-lineNumbers .graftlab-error-number")).to_have_text("2")
+    screen.press("Control+Home")
+    screen.press("Enter")
+    expect(screen.message).to_contain_text("line 3: no such <name>")
+    expect(marked).to_have_text("b = c")
     screen.lab.run_cell(2)
     expect(screen.message).to_have_count(0)
     expect(marked).to_have_count(0)
@@ -216,60 +203,51 @@ def test_the_error_is_shown_with_its_line_and_taken_away(screen: Screen) -> None
 def test_a_read_only_editor_takes_no_keys(screen: Screen) -> None:
     screen.open("editor.read_only = True", "editor.read_only = False", start="a")
     screen.lab.run_cell(1)
-    if screen.plain:
-        expect(screen.typing).to_be_disabled()
-    else:
-        expect(screen.footer).to_contain_text("read-only")
-        screen.type("b")
-        screen.press("Control+Enter")
+    expect(screen.footer).to_contain_text("read-only")
+    screen.type("b")
+    screen.press("Control+Enter")
     screen.shows("a")
     screen.lab.run_cell(2)
-    if screen.plain:
-        expect(screen.typing).to_be_enabled()
-    else:
-        expect(screen.footer).not_to_contain_text("read-only")
+    expect(screen.footer).not_to_contain_text("read-only")
     screen.press("End")
     screen.type("c")
     screen.click_apply()
     screen.saw(["ready"], ["submit", "ac", "apply"])
 
 
-# --- CodeMirror's own -----------------------------------------------------------------
-
-
-def test_ctrl_enter_sends_the_text_of_that_moment_though_a_cell_runs(mirror: Screen) -> None:
-    mirror.open(BUSY)
-    mirror.lab.run_cell(1, wait=False)
-    mirror.lab.wait_busy()
-    mirror.type("x = 1")
-    mirror.press("Control+Enter")
-    mirror.type("00")
-    mirror.press("Control+Shift+Enter")
-    mirror.type("7")
-    mirror.flag("go")
-    mirror.saw(["ready"], ["submit", "x = 1", "apply"], ["submit", "x = 100", "try"])
-    mirror.shows("x = 1007")
-    mirror.lab.wait_idle()
-    first, second = mirror.lab.execution_counts()
+def test_ctrl_enter_sends_the_text_of_that_moment_though_a_cell_runs(screen: Screen) -> None:
+    screen.open(BUSY)
+    screen.lab.run_cell(1, wait=False)
+    screen.lab.wait_busy()
+    screen.type("x = 1")
+    screen.press("Control+Enter")
+    screen.type("00")
+    screen.press("Control+Shift+Enter")
+    screen.type("7")
+    screen.flag("go")
+    screen.saw(["ready"], ["submit", "x = 1", "apply"], ["submit", "x = 100", "try"])
+    screen.shows("x = 1007")
+    screen.lab.wait_idle()
+    first, second = screen.lab.execution_counts()
     assert first is not None
     assert second == first + 1
 
 
-def test_the_editor_says_whether_the_kernel_has_the_text(mirror: Screen) -> None:
-    mirror.open("pathlib.Path('pid').write_text(str(os.getpid()))\npathlib.Path('written.flag').touch()")
-    mirror.lab.run_cell(1)
-    wait_for_file(mirror.lab.folder / "written.flag")
-    pid = int((mirror.lab.folder / "pid").read_text())
+def test_the_editor_shows_whether_the_kernel_has_the_text(screen: Screen) -> None:
+    screen.open("pathlib.Path('pid').write_text(str(os.getpid()))\npathlib.Path('written.flag').touch()")
+    screen.lab.run_cell(1)
+    wait_for_file(screen.lab.folder / "written.flag")
+    pid = int((screen.lab.folder / "pid").read_text())
     # Stopped, it cannot answer on any thread; which thread would answer differs between releases of ipykernel.
     os.kill(pid, signal.SIGSTOP)
     try:
-        mirror.type("x")
-        mirror.press("Control+Enter")
-        expect(mirror.footer).to_contain_text("apply: waiting for the kernel")
+        screen.type("x")
+        screen.press("Control+Enter")
+        expect(screen.footer).to_contain_text("apply: waiting for the kernel")
     finally:
         os.kill(pid, signal.SIGCONT)
-    expect(mirror.footer).to_contain_text("apply: received")
-    mirror.saw(["ready"], ["submit", "x", "apply"])
+    expect(screen.footer).to_contain_text("apply: received")
+    screen.saw(["ready"], ["submit", "x", "apply"])
 
 
 # What the page has sent to the kernel since, in its order: the kernel may take messages of two widgets in another
@@ -287,92 +265,92 @@ SENT = """() => {
 }"""
 
 
-def test_a_change_arrives_when_typing_pauses_and_when_the_editor_is_left(mirror: Screen) -> None:
-    mirror.open(NOTE_CHANGES)
-    mirror.lab.run_cell(1)
-    mirror.paste("ab")
-    mirror.saw(["ready"], ["change", "ab"])
-    page = mirror.lab.page
+def test_a_change_arrives_when_typing_pauses_and_when_the_editor_is_left(screen: Screen) -> None:
+    screen.open(NOTE_CHANGES)
+    screen.lab.run_cell(1)
+    screen.paste("ab")
+    screen.saw(["ready"], ["change", "ab"])
+    page = screen.lab.page
     page.evaluate(SENT)
     try:
-        mirror.paste("cd")
-        mirror.click_apply()
-        mirror.saw(["ready"], ["change", "ab"], ["change", "abcd"], ["submit", "abcd", "apply"])
+        screen.paste("cd")
+        screen.click_apply()
+        screen.saw(["ready"], ["change", "ab"], ["change", "abcd"], ["submit", "abcd", "apply"])
         assert page.evaluate("() => window.sent") == ["changed", "click", "submit"]
     finally:
         page.evaluate("() => window.stopNotingWhatIsSent()")
 
 
-def test_tab_indents_and_escape_then_tab_leaves(mirror: Screen) -> None:
-    mirror.open()
-    mirror.typing.click()
-    mirror.press("Tab")
-    mirror.type("x")
-    mirror.shows("    x")
-    mirror.press("Tab")
-    mirror.type("y")
-    mirror.shows("    x   y")
-    mirror.press("Shift+Tab")
-    mirror.shows("x   y")
-    expect(mirror.typing).to_be_focused()
-    mirror.press("Escape")
-    mirror.press("Tab")
-    expect(mirror.typing).not_to_be_focused()
-    expect(mirror.lab.page.locator(".apply-button")).to_be_focused()
-    mirror.shows("x   y")
+def test_tab_indents_and_escape_then_tab_leaves(screen: Screen) -> None:
+    screen.open()
+    screen.typing.click()
+    screen.press("Tab")
+    screen.type("x")
+    screen.shows("    x")
+    screen.press("Tab")
+    screen.type("y")
+    screen.shows("    x   y")
+    screen.press("Shift+Tab")
+    screen.shows("x   y")
+    expect(screen.typing).to_be_focused()
+    screen.press("Escape")
+    screen.press("Tab")
+    expect(screen.typing).not_to_be_focused()
+    expect(screen.lab.page.locator(".apply-button")).to_be_focused()
+    screen.shows("x   y")
 
 
-def test_ctrl_s_in_the_editor_saves_the_notebook(mirror: Screen) -> None:
-    mirror.open()
+def test_ctrl_s_in_the_editor_saves_the_notebook(screen: Screen) -> None:
+    screen.open()
     unsaved = "window.jupyterapp.shell.currentWidget.context.model.dirty"
-    mirror.lab.page.wait_for_function(f"() => {unsaved}")
-    mirror.typing.click()
-    mirror.press("Control+s")
-    mirror.lab.page.wait_for_function(f"() => !{unsaved}")
+    screen.lab.page.wait_for_function(f"() => {unsaved}")
+    screen.typing.click()
+    screen.press("Control+s")
+    screen.lab.page.wait_for_function(f"() => !{unsaved}")
 
 
-def test_the_callers_names_are_completed(mirror: Screen) -> None:
-    mirror.open("editor.completions = ['graft_input.target', 'graft_input.tags']")
-    mirror.lab.run_cell(1)
-    mirror.type("y = graft_input.tar")
-    option = mirror.lab.page.locator(".cm-tooltip-autocomplete li")
+def test_the_callers_names_are_completed(screen: Screen) -> None:
+    screen.open("editor.completions = ['graft_input.target', 'graft_input.tags']")
+    screen.lab.run_cell(1)
+    screen.type("y = graft_input.tar")
+    option = screen.lab.page.locator(".cm-tooltip-autocomplete li")
     expect(option).to_have_text(["graft_input.target"])
     option.click()
-    mirror.shows("y = graft_input.target")
+    screen.shows("y = graft_input.target")
 
 
-def test_a_reloaded_page_shows_what_was_typed_and_submits_nothing_again(mirror: Screen) -> None:
-    mirror.open(NOTE_CHANGES, start="a = 1")
-    mirror.lab.run_cell(1)
-    mirror.typing.click()
-    mirror.press("Control+End")
-    mirror.type("0")
-    mirror.click_apply()
+def test_a_reloaded_page_shows_what_was_typed_and_submits_nothing_again(screen: Screen) -> None:
+    screen.open(NOTE_CHANGES, start="a = 1")
+    screen.lab.run_cell(1)
+    screen.typing.click()
+    screen.press("Control+End")
+    screen.type("0")
+    screen.click_apply()
     seen = (["ready"], ["change", "a = 10"], ["submit", "a = 10", "apply"])
-    mirror.saw(*seen)
-    mirror.lab.reload()
-    mirror.shows("a = 10")
-    mirror.typing.click()
-    mirror.press("Control+End")
-    mirror.type("0")
-    mirror.press("Control+Enter")
-    mirror.saw(*seen, ["change", "a = 100"], ["submit", "a = 100", "apply"])
-    expect(mirror.footer).to_contain_text("apply: received")
+    screen.saw(*seen)
+    screen.lab.reload()
+    screen.shows("a = 10")
+    screen.typing.click()
+    screen.press("Control+End")
+    screen.type("0")
+    screen.press("Control+Enter")
+    screen.saw(*seen, ["change", "a = 100"], ["submit", "a = 100", "apply"])
+    expect(screen.footer).to_contain_text("apply: received")
 
 
-def test_two_views_of_an_editor_show_one_text_and_submit_it_once(mirror: Screen) -> None:
-    mirror.open("display(editor)", show="display(apply, log, editor)")
-    mirror.lab.run_cell(1)
-    first, second = (mirror.typing.nth(i) for i in (0, 1))
+def test_two_views_of_an_editor_show_one_text_and_submit_it_once(screen: Screen) -> None:
+    screen.open("display(editor)", show="display(apply, log, editor)")
+    screen.lab.run_cell(1)
+    first, second = (screen.typing.nth(i) for i in (0, 1))
     first.press_sequentially("x = 1")
     expect(second).to_have_text("x = 1")
     second.press("Control+End")
     second.press_sequentially("2")
     expect(first).to_have_text("x = 12")
-    mirror.click_apply()
-    mirror.saw(["ready"], ["submit", "x = 12", "apply"])
+    screen.click_apply()
+    screen.saw(["ready"], ["submit", "x = 12", "apply"])
     first.press("Control+Enter")
-    mirror.saw(["ready"], ["submit", "x = 12", "apply"], ["submit", "x = 12", "apply"])
+    screen.saw(["ready"], ["submit", "x = 12", "apply"], ["submit", "x = 12", "apply"])
 
 
 # --- how they look --------------------------------------------------------------------
@@ -393,12 +371,12 @@ def transform(graft_input: GraftTransformInput) -> torch.Tensor:
 SHOW_ERROR = "editor.show_error(\"name 'scals' is not defined\", 12)"
 
 
-def test_the_editor_follows_the_theme_unless_it_is_told_its_colours(mirror: Screen) -> None:
-    mirror.open(SHOW_ERROR, "editor.dark = False", "editor.dark = True", start=SHOWN)
-    frame = mirror.lab.page.locator(".graftlab-editor")
+def test_the_editor_follows_the_theme_unless_dark_is_set(screen: Screen) -> None:
+    screen.open(SHOW_ERROR, "editor.dark = False", "editor.dark = True", start=SHOWN)
+    frame = screen.lab.page.locator(".graftlab-editor")
 
     def wait_for_background(dark: bool) -> None:
-        mirror.lab.page.wait_for_function(
+        screen.lab.page.wait_for_function(
             """dark => {
                 const { backgroundColor } = getComputedStyle(document.querySelector(".graftlab-editor .cm-editor"));
                 const red = Number(backgroundColor.match(/\\d+/)[0]);
@@ -407,25 +385,28 @@ def test_the_editor_follows_the_theme_unless_it_is_told_its_colours(mirror: Scre
             arg=dark,
         )
 
-    mirror.lab.run_cell(1)
-    expect(mirror.message).to_be_visible()
-    mirror.typing.click(position={"x": 200, "y": 130})
+    screen.lab.run_cell(1)
+    expect(screen.message).to_be_visible()
+    screen.typing.click(position={"x": 200, "y": 130})
     wait_for_background(dark=False)
-    mirror.lab.screenshot("code_editor_light", frame)
-    mirror.lab.use_theme("JupyterLab Dark")
+    screen.lab.screenshot("code_editor_light", frame)
+    screen.lab.use_theme("JupyterLab Dark")
     wait_for_background(dark=True)
-    mirror.lab.screenshot("code_editor_dark", frame)
-    mirror.lab.run_cell(2)
+    screen.lab.screenshot("code_editor_dark", frame)
+    screen.lab.run_cell(2)
     wait_for_background(dark=False)
-    mirror.lab.use_theme("JupyterLab Light")
-    mirror.lab.run_cell(3)
+    screen.lab.use_theme("JupyterLab Light")
+    screen.lab.run_cell(3)
     wait_for_background(dark=True)
 
 
-def test_the_text_area_has_the_font_of_code_and_its_error_below(lab: Lab) -> None:
-    plain = Screen(lab, plain=True)
-    plain.open(SHOW_ERROR, start=SHOWN)
-    lab.run_cell(1)
-    expect(plain.message).to_contain_text("mean(0) * scals")
-    assert "mono" in plain.typing.evaluate("node => getComputedStyle(node).fontFamily")
-    lab.screenshot("code_editor_plain", lab.page.locator(".graftlab-plain-editor"))
+def test_the_text_area_submits_the_text_on_the_screen_and_shows_an_error(plain: Screen) -> None:
+    plain.open(BUSY, "editor.show_error('no such <name>', 1)")
+    plain.lab.run_cell(1, wait=False)
+    plain.lab.wait_busy()
+    plain.type("x = 12345")
+    plain.click_apply()
+    plain.flag("go")
+    plain.saw(["ready"], ["submit", "x = 12345", "apply"])
+    plain.lab.run_cell(2)
+    expect(plain.message).to_have_text("line 1: no such <name>")

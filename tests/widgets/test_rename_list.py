@@ -39,24 +39,22 @@ def write(screen: Screen, side: str, pattern: str, new: str = "") -> None:
     renames._side.value, renames._pattern.value, renames._new.value = side, pattern, new
 
 
-def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
-    session: gl.Session, screen: Screen
-) -> None:
+def test_a_new_rule_is_previewed_with_the_names_it_rewrites_and_pairs(session: gl.Session, screen: Screen) -> None:
     write(screen, "target", r"^model\.")
     assert screen.shown("rule-preview").startswith(
-        "5 names seen match; 5 of them are then names of the baseline. model.layers.0.mlp → layers.0.mlp"
+        "5 names seen match; 5 of the new names exist on the baseline. model.layers.0.mlp → layers.0.mlp"
     )
     assert "and 2 more" in screen.shown("rule-preview")
     assert session.plan.rename == ()
     write(screen, "baseline", "^model")
-    assert screen.shown("rule-preview").startswith("0 names seen match; 0 of them")
+    assert screen.shown("rule-preview").startswith("0 names seen match; 0 of the new names")
     write(screen, "target", "(")
     assert "unterminated" in screen.shown("rule-preview")
     write(screen, "target", "x", r"\\9")
     assert "<b>" not in screen.markup("rule-preview")
 
 
-def test_a_pattern_that_would_take_for_ever_is_told_while_it_is_typed(screen: Screen) -> None:
+def test_a_pattern_that_backtracks_forever_is_reported_while_typing(screen: Screen) -> None:
     write(screen, "target", r"(?:(.)|(\w)|(.))+[A-Z]$")
     assert "takes more than" in screen.shown("rule-preview")
 
@@ -65,15 +63,15 @@ def test_the_preview_counts_what_earlier_rules_leave_to_a_new_one(session: gl.Se
     session.edit(rename={"target": {"layers.3": "blocks.3"}})
     write(screen, "target", r"^model\.")
     shown = screen.shown("rule-preview")
-    assert shown.startswith("5 names seen match; 4 of them are then names of the baseline; an earlier rule rewrites 1")
+    assert shown.startswith("5 names seen match; 4 of the new names exist on the baseline; an earlier rule rewrites 1")
 
 
-def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen) -> None:
+def test_rules_are_added_listed_and_removed(session: gl.Session, screen: Screen) -> None:
     write(screen, "target", r"^model\.")
     screen.click("add-rule")
     screen.browser.kernel_works()
     assert session.plan.rename == (("target", r"^model\.", ""),)
-    assert f"Version {session.plan.version} is published" in screen.message
+    assert f"Published version {session.plan.version}" in screen.message
     write(screen, "baseline", "mlp", "ffn")
     screen.click("add-rule")
     screen.browser.kernel_works()
@@ -85,7 +83,7 @@ def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen)
     version = session.plan.version
     for pattern, new, said in (
         ("(", "", "is not usable"),
-        ("", "x", "write the regular"),
+        ("", "x", "enter the regular"),
         ("mlp", "ffn", "Nothing to"),
     ):
         write(screen, "target" if pattern == "(" else "baseline", pattern, new)

@@ -138,20 +138,17 @@ class TransformScreen(Screen):
 Show = Callable[..., TransformScreen]
 
 
-@pytest.fixture(params=["codemirror, main thread", "textarea, another thread"])
-def show(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+@pytest.fixture(params=["main thread", "another thread"])
+def show(request: pytest.FixtureRequest, stub_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
     """Shows a session's transform editor, which is only refreshed when the test does it."""
-    kind, _, thread = request.param.partition(", ")
-    browser = Browser(in_a_thread=thread == "another thread")
-    if kind == "codemirror":
-        request.getfixturevalue("stub_bundle")
+    browser = Browser(in_a_thread=request.param == "another thread")
     monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
     made: list[TransformScreen] = []
 
     def make(session: gl.Session, **options: Any) -> TransformScreen:
         monkeypatch.setattr(refresher_of(session), "interval", 1000)
         options = {"names": {}, "limit": PLENTY, **options}
-        editor = TransformEditor(session, plain=kind == "textarea", **options)
+        editor = TransformEditor(session, **options)
         made.append(TransformScreen(browser, editor))
         made[-1].settle()
         return made[-1]
@@ -210,7 +207,7 @@ def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, 
 
 
 @pytest.mark.ranks
-def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loop(
+def test_a_transform_is_written_tried_fixed_and_applied_to_a_running_loop(
     session: gl.Session, show: Show, tmp_path: Path
 ) -> None:
     screen = show(session)
@@ -225,7 +222,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
     assert "✗ failed" in screen.tries(RAISES)
     assert screen.page.error == "line 3: IndexError: list index out of range"
     assert screen.applies(RAISES) == (
-        "Not applied, because it failed. To apply it all the same, choose other tensors to try on, or none."
+        "Not applied: the draft failed. To apply it anyway, try it on other tensors, or on none."
     )
     assert "step" in screen.result
     assert ": IndexError: list index out of range received float32[2, 3]" in screen.result
@@ -253,7 +250,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
 
 
 @pytest.mark.ranks
-def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(session: gl.Session, show: Show) -> None:
+def test_a_transform_is_applied_with_its_filter(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type(DOUBLES)
     screen.enter("where", "layer == 5")
@@ -296,9 +293,7 @@ def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(sessi
 
 
 @pytest.mark.ranks
-def test_it_follows_a_filter_that_was_put_in_force_elsewhere_and_says_where_there_is_no_tap(
-    session: gl.Session, show: Show
-) -> None:
+def test_it_follows_a_filter_set_elsewhere_and_warns_if_it_matches_no_tap(session: gl.Session, show: Show) -> None:
     screen = show(session)
     session.edit(transform=("layer < 3", DOUBLES))
     screen.editor.refresh()
@@ -309,7 +304,7 @@ def test_it_follows_a_filter_that_was_put_in_force_elsewhere_and_says_where_ther
     screen.editor.refresh()
     screen.settle()
     assert screen.find("where").value == ""
-    assert "where the plan grafts, which is nowhere" in screen.in_force
+    assert "where the plan grafts (nowhere)" in screen.in_force
 
 
 @pytest.mark.ranks
@@ -328,7 +323,7 @@ def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Sess
     screen.enter("where", "step == 0")
     screen.click("apply")
     screen.settle()
-    assert "have filters of their own" in screen.message
+    assert "have their own filters" in screen.message
 
     before = session.plan.transforms
     session.edit(transform=None)
@@ -339,7 +334,7 @@ def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Sess
 
 
 @pytest.mark.ranks
-def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Session, show: Show) -> None:
+def test_a_try_shows_its_inputs_output_and_prints(session: gl.Session, show: Show) -> None:
     tried = show(session).tries(
         source("print('<b>layer', graft_input.tags['layer'])", "return graft_input.received_list[0].double() + 5")
     )
@@ -430,7 +425,7 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
 
 
 @pytest.mark.ranks
-def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(
+def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
     session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = show(session, limit=0.3)
@@ -464,7 +459,7 @@ def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: 
 
 
 @pytest.mark.ranks
-def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(session: gl.Session, show: Show) -> None:
+def test_apply_publishes_the_text_on_the_screen_however_busy_the_kernel(session: gl.Session, show: Show) -> None:
     screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.target"))
     for text in ("a", "ab", DOUBLES):
         screen.type(text)
@@ -483,29 +478,27 @@ def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(s
 
 
 @pytest.mark.ranks
-def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_it_on(
-    session: gl.Session, show: Show
-) -> None:
+def test_a_draft_that_fails_to_load_is_not_applied_even_without_kept_tensors(session: gl.Session, show: Show) -> None:
     screen = show(session)
     before = session.plan
-    screen.choose("tap", "nothing: only load it")
+    screen.choose("tap", "nothing (only load it)")
     message = screen.applies(f"{DOUBLES}\nraise ValueError('as it loads')")
-    assert message == "Not applied, because it failed."
+    assert message == "Not applied: the draft failed."
     assert "as it loads" in screen.result
     assert session.plan is before
 
 
 @pytest.mark.ranks
-def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> None:
+def test_an_identical_edit_makes_no_new_plan(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
     before = session.plan
-    assert screen.applies(DOUBLES) == f"Nothing to apply: this is in force, as of plan {before.version}."
+    assert screen.applies(DOUBLES) == f"Nothing to apply: plan {before.version} already has this transform."
     assert session.plan is before
 
 
 @pytest.mark.ranks
-def test_a_long_text_with_any_characters_is_applied_as_it_is(session: gl.Session, show: Show) -> None:
+def test_a_long_text_with_any_characters_is_applied_unchanged(session: gl.Session, show: Show) -> None:
     screen = show(session)
     text = source(
         "größe = '日本 <b>'", *(f"# {'x' * 100} {number}" for number in range(1000)), "return graft_input.target"
@@ -544,15 +537,13 @@ def both_taps(layer: int = 0) -> None:
 
 
 @pytest.mark.ranks
-def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_after_them(
-    session: gl.Session, show: Show
-) -> None:
+def test_kept_taps_are_offered_once_each_before_the_taps_that_are_not_kept(session: gl.Session, show: Show) -> None:
     session.edit(b2t=None, keep="name == 'y' and layer < 2")
     for layer in (0, 1, 1, 2):
         session.run(both_taps, both_taps, args=(layer,))
     screen = show(session)
     offered = screen.options("tap")
-    assert offered[0] == "nothing: only load it"
+    assert offered[0] == "nothing (only load it)"
     ys = [label for label in offered if label.startswith("y")]
     assert ys == ["y · layer=0 · target[0]", "y · layer=1 · target[0]", "y · layer=2 · not kept"]
     screen.choose("tap", "y · layer=1 · target[0]")
@@ -561,16 +552,16 @@ def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_a
 
 
 @pytest.mark.ranks
-def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chosen_tap(show: Show) -> None:
+def test_without_kept_tensors_a_draft_is_only_loaded_and_a_button_keeps_the_tap(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
-        assert screen.options("tap") == ["nothing: only load it"]
-        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is loaded and not run."
-        assert "✓ it loads; it was not run on any tensors" in screen.tries(RAISES)
+        assert screen.options("tap") == ["nothing (only load it)"]
+        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is only loaded, not run."
+        assert "✓ loads; not run on any tensors" in screen.tries(RAISES)
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
         screen.settle()
-        assert screen.chosen("tap") == "nothing: only load it"
+        assert screen.chosen("tap") == "nothing (only load it)"
         assert session.plan.keep is None
         screen.choose("tap", "y · layer=1 · not kept")
         screen.browser.kernel_works()
@@ -578,7 +569,7 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         screen.click("keep")
         screen.settle()
         assert session.plan.keep == "name == 'y' and layer == 1"
-        assert screen.shown("kept-hint") == "No tensors of it are kept yet; the next step brings some."
+        assert screen.shown("kept-hint") == "Its tensors are not kept yet; they arrive with the next step."
         assert screen.find("keep").layout.display == "none"
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
@@ -593,7 +584,7 @@ def many_taps(count: int) -> None:
 
 
 @pytest.mark.ranks
-def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) -> None:
+def test_every_tap_can_be_found_and_tried_on_among_thousands(show: Show) -> None:
     with gl.launch(1, 1) as session:
         session.run(tap_x, tap_x)
         screen = show(session)
@@ -603,12 +594,12 @@ def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) 
         wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) == LISTED + 1, "the taps in the menu")
         screen.settle()
         assert screen.find("tap-search").layout.display is None
-        assert screen.shown("more-taps") == f"{1463 + 1 - LISTED:,} more; type words of their names to find them"
+        assert screen.shown("more-taps") == f"{1463 + 1 - LISTED:,} more; type part of a name to find them"
         assert "model.layers.1462.out · part=0 · target[0]" in screen.options("tap"), "what is kept comes first"
         screen.enter("tap-search", "1401 PART=1")
         screen.settle()
         chosen = screen.chosen("tap")
-        assert screen.options("tap") == ["nothing: only load it", chosen, "model.layers.1401.out · part=1 · not kept"]
+        assert screen.options("tap") == ["nothing (only load it)", chosen, "model.layers.1401.out · part=1 · not kept"]
         screen.choose("tap", "model.layers.1401.out · part=1 · not kept")
         screen.click("keep")
         screen.settle()
@@ -621,15 +612,15 @@ def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) 
 
 
 @pytest.mark.ranks
-def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session: gl.Session, show: Show) -> None:
+def test_the_first_kept_tap_is_chosen_unless_the_person_has_chosen(session: gl.Session, show: Show) -> None:
     screen = show(session)
     assert screen.chosen("tap") == "x · layer=4 · target[0]"
-    screen.choose("tap", "nothing: only load it")
+    screen.choose("tap", "nothing (only load it)")
     screen.settle()
     session.edit(keep="True")
     session.run(both_taps, both_taps)
     wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) > 3, "what is kept")
-    assert screen.chosen("tap") == "nothing: only load it"
+    assert screen.chosen("tap") == "nothing (only load it)"
     # Which is how a transform for other data gets past a pair that it does not fit.
     assert screen.applies(RAISES).startswith("Applied")
 
@@ -687,7 +678,7 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
     assert filter_to_keep(GraftPlan(keep=wider), choice) == wider
 
 
-def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> None:
+def test_without_a_tap_the_grafted_or_else_the_compared_taps_are_kept() -> None:
     assert filter_to_keep(GraftPlan(b2t="layer < 2", t2b="layer > 4", keep="name == 'x'"), None) == (
         "name == 'x' or (layer < 2) or (layer > 4)"
     )
@@ -698,7 +689,7 @@ def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> Non
 
 
 @pytest.mark.ranks
-def test_a_tag_called_like_an_option_of_trying_does_not_get_in_the_way(session: gl.Session, show: Show) -> None:
+def test_a_tag_with_the_name_of_an_option_of_try_transform_is_left_out(session: gl.Session, show: Show) -> None:
     def tap_limit() -> None:
         gl.tap("z", torch.ones(2), limit=0, transform="t", tags=None)
 
@@ -800,7 +791,7 @@ def test_a_dotted_path_is_tried_in_another_process_and_then_applied(
         ("captures", "cannot be sent to the ranks"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl.Session, show: Show) -> None:
+def test_an_unusable_name_is_reported(name: str, message: str, session: gl.Session, show: Show) -> None:
     cell = run_cell("import threading\nlock = threading.Lock()\ndef captures(graft_input):\n    return lock")
     screen = show(session, names={**cell, "number": 3})
     before = session.plan
@@ -812,7 +803,7 @@ def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl
 
 
 @pytest.mark.ranks
-def test_going_back_to_the_default_needs_no_trying(session: gl.Session, show: Show) -> None:
+def test_restoring_the_default_needs_no_try(session: gl.Session, show: Show) -> None:
     session.edit(transform=RAISES)
     screen = show(session)
     screen.choose("kinds", "Default")
@@ -837,7 +828,7 @@ def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show:
     session.edit(transform=DOUBLES)
     screen.settle()
     assert screen.text == DOUBLES
-    assert "Put in force elsewhere, and shown here" in screen.message
+    assert "Changed elsewhere, and shown here" in screen.message
     assert f"since plan {session.plan.version}" in screen.in_force
     session.edit(transform=importable)
     screen.settle()
@@ -855,14 +846,14 @@ def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show:
 
 
 @pytest.mark.ranks
-def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(session: gl.Session, show: Show) -> None:
+def test_typed_text_is_not_overwritten_and_revert_shows_the_one_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
     screen.settle()
     session.edit(transform=DOUBLES)
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: transform (text " in screen.message
+    assert "Changed elsewhere to transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
     screen.click("revert")
     screen.settle()
@@ -877,19 +868,19 @@ def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(ses
 
 
 @pytest.mark.ranks
-def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: gl.Session, show: Show) -> None:
+def test_typed_text_that_has_not_arrived_is_not_overwritten(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
     session.edit(transform=DOUBLES)
     screen.editor.refresh()
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: transform (text " in screen.message
+    assert "Changed elsewhere to transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
 
 
 @pytest.mark.ranks
-def test_going_back_to_the_text_of_before_is_an_edit_once_another_is_in_force(session: gl.Session, show: Show) -> None:
+def test_restoring_the_previous_text_is_an_edit_once_a_new_one_is_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
     screen.type("mine")
@@ -916,7 +907,7 @@ def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -
 
 
 @pytest.mark.ranks
-def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show: Show) -> None:
+def test_a_tick_without_changes_sends_nothing_to_the_browser(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(RAISES)
     screen.settle()
@@ -968,7 +959,7 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     screen.click("load")
     screen.settle()
     assert screen.text == DOUBLES
-    assert screen.shown("difference") == "no difference"
+    assert screen.shown("difference") == "no differences"
     assert session.plan.version == second
     assert "● edited, not applied" in screen.in_force
     assert len([label for label in screen.options("version") if label.startswith("not applied")]) == 1
@@ -1000,29 +991,29 @@ def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, import
         assert session.run(tap_x, tap_x).target == [[[value] * 3] * 2]
     screen.click("compare")
     screen.settle()
-    assert screen.shown("difference") == "no difference"
+    assert screen.shown("difference") == "no differences"
 
 
 # ---- its end --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(show: Show) -> None:
+def test_closing_the_session_is_shown_and_disables_every_button(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
         screen.type("mine")
     screen.settle()
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
     for name in ("try", "apply", "revert", "restore"):
         assert screen.find(name).disabled
     screen.editor.editor.submit("apply")
     screen.settle()
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
     assert screen.text == "mine"
 
 
 @pytest.mark.ranks
-def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
+def test_closing_the_session_ends_a_running_try(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session, limit=0.5)
         screen.type(source("return 1").replace("def", "while True: pass\ndef"))
@@ -1054,9 +1045,7 @@ def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: g
 
 
 @pytest.mark.ranks
-def test_what_goes_wrong_in_a_callback_is_shown(
-    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_callback_is_shown(session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     session.run("gl.tap('unkept', torch.ones(1))", "gl.tap('unkept', torch.ones(1))")
     screen = show(session)
 
@@ -1089,5 +1078,5 @@ def test_what_goes_wrong_in_a_callback_is_shown(
         ("", ""),
     ],
 )
-def test_a_traceback_is_summed_up_by_its_exception(error: str, line: str) -> None:
+def test_a_traceback_is_summarised_by_its_exception(error: str, line: str) -> None:
     assert summary(error) == line

@@ -1,7 +1,4 @@
-"""A job of either side that goes on until a file is there. It scales by what it is given.
-
-With a third argument GPUs are joined by the stand-in for NCCL, whose sockets are in that folder.
-"""
+"""A job of either side that goes on until a file is there. It scales by what it is given."""
 
 import signal
 import sys
@@ -13,14 +10,6 @@ import torch
 handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 import graftlab as gl  # noqa: E402
-
-if len(sys.argv) > 3:
-    sys.path.append(str(Path(__file__).parents[2]))
-    from kit.wire_gpus import SocketWireGpu
-
-    from graftlab.jobs import member
-
-    member.find_nccl = lambda device: SocketWireGpu(folder=sys.argv[3])
 
 stop, scale = Path(sys.argv[1]), float(sys.argv[2])
 rest = threading.Event()

@@ -1,0 +1,482 @@
+"""An arrival: from what one receipt brought to the row. Transform, measure, keep, overwrite, log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from graftlab.base.tensor_bytes import DTYPE_NAMES
+from graftlab.base.world import Place
+from graftlab.diffs.measure import DiffStats, measure, measure_and_overwrite
+from graftlab.errors import TransformError
+from graftlab.exchange.contract import Receipt
+from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.tensors import SentExtras
+from graftlab.layouts import RankLayout
+from graftlab.plan.pairs import Pairing
+from graftlab.plan.plan import Action, GraftPlan
+from graftlab.rows.schema import STATISTICS, Row, Status, statistics_of
+from graftlab.transforms import (
+    GraftTransformInput,
+    Outcome,
+    Transform,
+    TransformSpec,
+    compare,
+    run_transform,
+    user_traceback,
+)
+
+logger = logging.getLogger(__name__)
+
+# So many lines of the log are written together at most, or a process that is killed would leave too few.
+_LINES_AT_ONCE = 64
+_NO_STATISTICS = (None,) * len(STATISTICS)
+
+
+class TapCall(NamedTuple):
+    """One call of a tap that some filter wants: all that its row says before anything was sent or received.
+
+    ``tensor`` is the rank's own; None where there is none to speak of, or where nobody needs more than the row.
+    """
+
+    run: int
+    step: int
+    order: int
+    tags: dict[str, Any]
+    action: Action
+    place: Place
+    plan_version: int
+    occurrence: int
+    tensor: torch.Tensor | None
+    pairing: Pairing | None = None
+
+    @property
+    def name(self) -> str:
+        name: str = self.tags["name"]
+        return name
+
+
+class TapResult(NamedTuple):
+    """What came of a call. ``result`` is the tensor to go on with; None leaves the model's value alone."""
+
+    status: Status
+    senders: list[int]
+    stats: DiffStats | None = None
+    transform: str | None = None
+    aligned_by: str | None = None
+    layout: str | None = None
+    rows_matched: int | None = None
+    rows_unmatched: int | None = None
+    cast: str | None = None
+    note: str | None = None
+    error: str | None = None
+    result: torch.Tensor | None = None
+
+
+class PendingRow(NamedTuple):
+    """A tensor that was sent, from which a row is made only if nobody asks for it."""
+
+    call: TapCall
+    shape: list[int]
+    dtype: str
+    seconds: float
+
+    def row(self, status: Status | None = None, error: str | None = None) -> Row:
+        if status is None:
+            # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+            status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
+        row = row_of(self.call, TapResult(status, [], error=error), self.seconds)
+        return row._replace(shape=self.shape, dtype=self.dtype)
+
+
+def row_of(call: TapCall, arrival: TapResult, seconds: float) -> Row:
+    """The row of a call. This is where every row of a rank is made."""
+    run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
+    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    rule = None if pairing is None else pairing.rule
+    # How many statistics there are is the table's business, and nothing that a type checker can know.
+    return Row(  # type: ignore[call-arg]
+        run,
+        step,
+        order,
+        tags["name"],
+        tags,
+        action.direction,
+        place.side,
+        place.rank,
+        status,
+        senders,
+        None if own is None else list(own.shape),
+        None if own is None else DTYPE_NAMES[own.dtype],
+        *(_NO_STATISTICS if stats is None else statistics_of(stats)),
+        tags["name"] if pairing is None else pairing.baseline_name,
+        tags["name"] if pairing is None else pairing.target_name,
+        transform,
+        aligned_by,
+        layout,
+        None if rule is None else rule.matched_by,
+        None if rule is None else rule.rel,
+        rows_matched,
+        rows_unmatched,
+        cast,
+        note,
+        plan_version,
+        occurrence,
+        seconds,
+        error,
+    )
+
+
+class ReceivePipeline:
+    """Makes of each receipt what the plan in force says. ``warn_once(name, what)`` tells the user of a tap."""
+
+    def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
+        self._kept = kept
+        self._warn_once = warn_once
+        self._transforms: list[tuple[str, Transform]] = []
+        self._grafted: list[_GraftLogEntry] = []
+
+    def adopt(self, plan: GraftPlan) -> None:
+        """This plan's transforms are in force from now on."""
+        self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
+
+    def take_named(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None,
+        layout: RankLayout | None,
+        reduced: torch.Tensor | str | None,
+    ) -> tuple[TapCall, TapResult]:
+        """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
+        name = None
+        for each in receipt.contributions:
+            if type(each.extras) is SentExtras and each.extras.name:
+                name = each.extras.name
+                break
+        pairing = call.pairing
+        if name is not None and pairing is not None and pairing.rule is None:
+            if call.place.side == "target":
+                pairing = replace(pairing, baseline_name=name)
+            else:
+                pairing = replace(pairing, target_name=name)
+            call = call._replace(pairing=pairing)
+        return call, self.take(call, extras, receipt, replaced, layout, reduced)
+
+    def take(
+        self,
+        call: TapCall,
+        extras: Any,
+        receipt: Receipt,
+        replaced: torch.Tensor | None = None,
+        layout: RankLayout | None = None,
+        reduced: torch.Tensor | str | None = None,
+    ) -> TapResult:
+        """What comes of a call that this rank receives at. The receipt is not released here.
+
+        A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
+        in its place. ``layout`` is that of the call's tensor on the ranks, ``reduced`` the tensor with its partial sums
+        taken, or why they cannot be.
+        """
+        if not receipt.contributions:
+            return _nothing_came(receipt)
+        if receipt.unreadable:
+            return _unreadable(call, receipt)
+        theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
+        if theirs is None:
+            return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
+        # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
+        mine = call.tensor
+        assert mine is not None
+        baseline, target = (theirs, mine) if call.action.direction == "b2t" else (mine, theirs)
+        try:
+            if call.action.graft and not call.action.keep and replaced is None and not mine.is_inference():
+                stats_of_both = measure_and_overwrite(baseline, target, own=mine)
+                if stats_of_both is not None:
+                    return self._grafted_as(call, theirs, stats_of_both, _senders(receipt), None, mine)
+            stats = measure(baseline, target)
+        except Exception as error:
+            return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
+        note = None
+        if call.action.keep:
+            note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs)
+        return self._done(call, theirs, stats, _senders(receipt), note, replaced)
+
+    def _take_transformed(
+        self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
+    ) -> TapResult:
+        note = _absent(receipt) if receipt.absent else None
+        which = call.action.transform
+        label, transform = (None, None) if which is None else self._transforms[which]
+        try:
+            outcome = run_transform(transform, graft_input)
+            stats = compare(outcome, graft_input)
+        except (Exception, SystemExit) as error:
+            return self._transform_failed(call, graft_input, label, note, error)
+        matched, unmatched = None, None
+        note = _joined(note, outcome.note)
+        if outcome.rows is not None:
+            matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
+            if unmatched and not matched:
+                return _no_rows_came(graft_input, outcome, label, note)
+        if call.action.keep:
+            note = _joined(note, self._keep(graft_input, outcome))
+        if call.action.graft:
+            note = _joined(note, outcome.caveat)
+        done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
+        return done._replace(
+            transform=label,
+            aligned_by=outcome.aligned_by,
+            layout=outcome.layout,
+            rows_matched=matched,
+            rows_unmatched=unmatched,
+            cast=outcome.cast,
+        )
+
+    def _done(
+        self,
+        call: TapCall,
+        theirs: torch.Tensor,
+        stats: DiffStats,
+        senders: list[int],
+        note: str | None,
+        replaced: torch.Tensor | None,
+    ) -> TapResult:
+        """What comes of a call that was measured: its tensor is overwritten, if the plan says so."""
+        if not call.action.graft:
+            return TapResult("compared", senders, stats, note=note)
+        result, overwrite_note = self._overwrite(call, theirs, replaced)
+        return self._grafted_as(call, theirs, stats, senders, _joined(note, overwrite_note), result)
+
+    def _grafted_as(
+        self,
+        call: TapCall,
+        theirs: torch.Tensor,
+        stats: DiffStats,
+        senders: list[int],
+        note: str | None,
+        result: torch.Tensor,
+    ) -> TapResult:
+        if logger.isEnabledFor(logging.INFO):
+            self._log(call, theirs, stats, senders)
+        return TapResult("grafted", senders, stats, note=note, result=result)
+
+    def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
+        ours = call.tensor
+        assert ours is not None
+        place, direction = f"{call.place.side}[{call.place.rank}]", call.action.direction
+        self._grafted.append(
+            _GraftLogEntry(
+                time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders
+            )
+        )
+        if len(self._grafted) >= _LINES_AT_ONCE:
+            self.log_grafts()
+
+    def log_grafts(self) -> None:
+        """Log the grafts since the last time. Called at the end of each step: the row is what a graft leaves at once.
+
+        In the middle of a model a line costs three times what it does among others.
+        """
+        grafted, self._grafted = self._grafted, []
+        for each in grafted:
+            # logger.info without its search of the stack for this line, which would cost more than all the rest.
+            record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, each.line(), (), None, "log_grafts")
+            record.created, record.msecs = each.when, each.when % 1 * 1000
+            logger.handle(record)
+
+    def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
+        if outcome.measured is None:
+            return self._kept.add(graft_input, outcome.value)
+        theirs, mine = outcome.measured
+        return self._kept.add(replace(graft_input, target=mine), theirs)
+
+    def _transform_failed(
+        self,
+        call: TapCall,
+        graft_input: GraftTransformInput,
+        transform: str | None,
+        note: str | None,
+        error: BaseException,
+    ) -> TapResult:
+        text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
+        logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
+        if call.action.keep:
+            # To try a better transform on.
+            note = _joined(note, self._kept.add(graft_input, None))
+        return TapResult("failed", graft_input.senders, transform=transform, note=note, error=text)
+
+    def _overwrite(
+        self, call: TapCall, value: torch.Tensor, replaced: torch.Tensor | None
+    ) -> tuple[torch.Tensor, str | None]:
+        if replaced is not None:
+            return replacement_for(replaced, value), None
+        assert call.tensor is not None
+        result, note = overwrite(call.tensor, value)
+        if note:
+            self._warn_once(call.name, note)
+        return result, note
+
+
+def _load(spec: TransformSpec) -> Transform:
+    """A transform of the plan. One that loads in the notebook but not here fails each tap, not the whole run."""
+    try:
+        return spec.load()
+    except (Exception, SystemExit) as error:
+        cause = error
+
+        def fails(graft_input: GraftTransformInput) -> torch.Tensor:
+            raise TransformError(f"the plan's transform {spec.label} cannot be loaded on this rank: {cause}") from cause
+
+        return fails
+
+
+def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
+    """The tensor that the default transform would hand on as it came; None where there is more to do, or to say."""
+    own, place, pairing = call.tensor, call.place, call.pairing
+    assert own is not None
+    contributions, senders = receipt.contributions, place.other_world_size
+    if len(contributions) != senders or senders not in (1, place.world_size):
+        return None
+    if pairing is not None and pairing.rule is not None:
+        return None
+    shape = own.shape
+    for contribution in contributions:
+        if contribution.tensor.shape != shape or _layout(contribution.extras) is not None:
+            return None
+    theirs = contributions[place.rank if senders > 1 else 0].tensor
+    return theirs if theirs.dtype == own.dtype and theirs.device == own.device else None
+
+
+def _input(
+    call: TapCall,
+    extras: Any,
+    receipt: Receipt,
+    layout: RankLayout | None,
+    reduced: torch.Tensor | str | None,
+) -> GraftTransformInput:
+    assert call.action.direction is not None
+    assert call.tensor is not None
+    pairing = call.pairing
+    rule = None if pairing is None else pairing.rule
+    tags = call.tags
+    if pairing is not None:
+        tags = {**tags, "baseline_name": pairing.baseline_name, "target_name": pairing.target_name}
+    return GraftTransformInput(
+        tags=tags,
+        received_list=[contribution.tensor for contribution in receipt.contributions],
+        received_extras_list=[_extras(contribution.extras) for contribution in receipt.contributions],
+        target=call.tensor.detach(),
+        direction=call.action.direction,
+        recv_rank=call.place.rank,
+        recv_world_size=call.place.world_size,
+        senders=_senders(receipt),
+        send_world_size=call.place.other_world_size,
+        target_extras=extras,
+        layout=layout,
+        received_layouts=[_layout(contribution.extras) for contribution in receipt.contributions],
+        pair=None if rule is None or rule.layout == "same" else rule.parsed,
+        whole="target" if rule is not None and rule.whole == call.place.side else "received",
+        target_reduced=reduced,
+    )
+
+
+def _extras(sent: Any) -> Any:
+    return sent.extras if isinstance(sent, SentExtras) else sent
+
+
+def _layout(sent: Any) -> RankLayout | None:
+    return sent.layout if isinstance(sent, SentExtras) else None
+
+
+def _senders(receipt: Receipt) -> list[int]:
+    return [contribution.rank for contribution in receipt.contributions]
+
+
+def _absent(receipt: Receipt) -> str | None:
+    """Why some senders' contributions are not there, where others' are."""
+    return "; ".join(receipt.absent.values()) or None
+
+
+def _joined(*notes: str | None) -> str | None:
+    return "; ".join(filter(None, notes)) or None
+
+
+def _nothing_came(receipt: Receipt) -> TapResult:
+    return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
+
+
+def _unreadable(call: TapCall, receipt: Receipt) -> TapResult:
+    error = "; ".join(receipt.unreadable.values())
+    logger.error("%s: tap %r failed: %s", call.place.label, call.name, error)
+    return TapResult("failed", _senders(receipt), note=_absent(receipt), error=error)
+
+
+def _no_rows_came(
+    graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
+) -> TapResult:
+    """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
+    return TapResult(
+        "missing",
+        graft_input.senders,
+        transform=transform,
+        aligned_by=outcome.aligned_by,
+        layout=outcome.layout,
+        rows_matched=0,
+        rows_unmatched=outcome.rows_unmatched,
+        note=note,
+        error="the senders have none of the rows of this batch",
+    )
+
+
+_of_side = {
+    side: attrgetter(*(f"{what}_{side}" for what in ("mean", "std", "min", "max", "nonfinite")))
+    for side in ("baseline", "target")
+}
+
+
+class _GraftLogEntry(NamedTuple):
+    """What the log says of a graft, without the tensors."""
+
+    when: float
+    place: str
+    direction: str | None
+    name: str
+    step: int
+    ours: _Kind
+    theirs: _Kind
+    stats: DiffStats
+    senders: list[int]
+
+    def line(self) -> str:
+        stats = self.stats
+        ours, others = ("target", "baseline") if self.direction == "b2t" else ("baseline", "target")
+        return (
+            f"{self.place} grafted {self.direction} at tap {self.name!r} step {self.step}: "
+            f"{_described(self.ours, stats, ours)} overridden by {_described(self.theirs, stats, others)} from ranks "
+            f"{self.senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
+        )
+
+
+_Kind = tuple[torch.dtype, tuple[int, ...], str]
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    return tensor.dtype, tensor.shape, "cpu" if tensor.is_cpu else str(tensor.device)
+
+
+def _described(kind: _Kind, stats: DiffStats, side: str) -> str:
+    """Shape, dtype, device and what was measured of it, for the log."""
+    mean, std, low, high, nonfinite = _of_side[side](stats)
+    dtype, shape, device = kind
+    counted = f" nonfinite={nonfinite}" if nonfinite else ""
+    numbers = f"(mean={mean:.4g} std={std:.4g} min={low:.4g} max={high:.4g}{counted})"
+    return f"{DTYPE_NAMES[dtype]}{list(shape)} {device} {numbers}"

@@ -1,0 +1,64 @@
+"""What a job says when it ends: nobody looked at its filters' hits, nor at its rows, while it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from graftlab.base.tags import PLACE_TAGS
+from graftlab.config import PREFIX, GraftConfig
+from graftlab.filters.check import FilterCheck, check_summary
+from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.rows.schema import MEASURED
+
+_IN_VAIN = ("failed", "missing", "timeout")
+
+
+def nothing_measured(
+    taps: Sequence[Mapping[str, object]], statuses: Mapping[str, int], errors: Mapping[str, str], folder: Path
+) -> str:
+    """A sentence where a rank reached no tap, or nothing of what it was to receive came to be measured; else blank.
+
+    ``statuses`` counts its rows, ``errors`` has what the last row of a status said.
+    """
+    if not taps:
+        return (
+            "no tap was reached here, so nothing was compared: put gl.tap or gl.watch into the code, or set "
+            "GRAFTLAB_WATCH=True"
+        )
+    received = {status: count for status, count in statuses.items() if status in _IN_VAIN}
+    if not received or any(statuses.get(status) for status in MEASURED):
+        return ""
+    found = "; ".join(
+        f"{count:,} {status}" + (f" ({errors[status].splitlines()[0]})" if errors.get(status) else "")
+        for status, count in received.items()
+    )
+    names = list(dict.fromkeys(str(tags["name"]) for tags in taps))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    hint = (
+        "" if "failed" in received else " A tap pairs with one of the same name and tags in the same step of the other."
+    )
+    return (
+        f"nothing was compared here: of what this job's taps ({shown}) were to receive all was {found}.{hint} "
+        f"gl.load_run({str(folder)!r}) has the rows of both sides"
+    )
+
+
+def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> list[str]:
+    """A sentence for each filter that the environment gave, that is in force, and that matches none of these taps.
+
+    Of one that asks for a step, a side or a rank nothing is said: ``taps`` are those of one rank, each as it was first.
+    """
+    said = []
+    for name in FILTERS:
+        field = f"{name}_filter"
+        text = getattr(config, field)
+        if not taps or not (text or "").strip() or text != getattr(plan, name):
+            continue
+        check = FilterCheck(text)
+        check.catch_up(taps)
+        if check.filter is not None and not check.hits and not check.filter.names & PLACE_TAGS:
+            said.append(
+                f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap here: {check_summary(check, taps)}"
+            )
+    return said

@@ -1,0 +1,164 @@
+"""Records the taps of a side on its ranks for a match, and grafts pairs that are already matched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from graftlab.errors import LayoutError
+from graftlab.grafting import active
+from graftlab.grafting.decisions import recompute_status
+from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.tensors import plain_tensor
+from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
+from graftlab.ranks.remote_functions import Callee, bind_callee
+from graftlab.taps.calls import here
+from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
+from graftlab.taps.watch import kinds_of_watched
+
+
+@dataclass(frozen=True)
+class MatchGraft:
+    """A tensor of the baseline that overwrites a target's tap, in the layout of their pair."""
+
+    layout: Layout
+    whole: str
+    value: Tensor
+
+
+@dataclass
+class MatchRecord:
+    """One rank's taps in order. ``notes`` report those that were not recorded or grafted as planned."""
+
+    taps: list[RecordedTap]
+    layouts: dict[str, RankLayout] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+# Tensors of the last run that were not sent, and the grafts in force: both for later calls of the same match.
+_held: dict[str, Tensor] = {}
+_grafts: dict[str, list[MatchGraft]] = {}
+
+
+def record_taps(
+    callee: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budget: int,
+    send: int,
+    grafts: Mapping[str, list[MatchGraft]],
+    forget: list[str],
+) -> MatchRecord:
+    """Run the code once. Up to ``budget`` bytes are recorded here; up to ``send`` bytes of them are returned.
+
+    ``grafts`` are added, by the name of the target's tap; those of the taps in ``forget`` are dropped.
+    """
+    for name in forget:
+        _grafts.pop(name, None)
+    _grafts.update(grafts)
+    recorder = _MatchRecorder(_grafts, budget)
+    with handled_by(recorder):
+        bind_callee(callee, args, kwargs)()
+    _held.clear()
+    for tap in recorder.taps:
+        tap.forget()
+        if tap.value is None:
+            continue
+        size = tap.value.numel() * tap.value.element_size()
+        value = tap.value.cpu()
+        if size <= send:
+            send -= size
+            tap.value = value
+        else:
+            _held[tap.name] = value
+            tap.value = None
+    return MatchRecord(recorder.taps, recorder.layouts, recorder.skipped, recorder.notes)
+
+
+def recorded_value(name: str) -> Tensor | None:
+    """Return a value that was recorded and not sent; None if there is none."""
+    return _held.get(name)
+
+
+def forget_match() -> None:
+    """Release the tensors of a match that has ended."""
+    _held.clear()
+    _grafts.clear()
+
+
+class _MatchRecorder(SketchRecorder):
+    """Records the tensors of this rank with their layouts, then overwrites those that have a graft."""
+
+    def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int) -> None:
+        super().__init__(kinds_of_watched(), budget)
+        self.layouts: dict[str, RankLayout] = {}
+        self.notes: list[str] = []
+        self._grafts = grafts
+        self._first_step = _next_step()
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        if _next_step() != self._first_step:
+            self.note("taps after the first gl.step() are not matched")
+            return value
+        if recompute_status() == "recompute":
+            self.note("taps that activation checkpointing runs again are not matched")
+            return value
+        shown = value() if callable(value) and not isinstance(value, Tensor) else value
+        own = plain_tensor(shown)
+        if isinstance(own, str):
+            self.skipped[name] = own
+            return value
+        before = len(self.taps)
+        super().tap(name, own, None, tags)
+        if len(self.taps) == before:
+            return value
+        recorded = self.taps[-1]
+        place = here()
+        assert place is not None
+        try:
+            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
+            layout = rank_layout(shown, given, place.world_size)
+        except LayoutError as error:
+            self.note(f"{recorded.name}: {error}")
+            return value
+        if layout is not None:
+            self.layouts[recorded.name] = layout
+        result = own
+        for graft in self._grafts.get(recorded.name, ()):
+            result = self._grafted(recorded.name, graft, layout, result, place.rank)
+        if result is own:
+            return value
+        if replace and not hasattr(shown, "to_local"):
+            return replacement_for(shown, result)
+        written, _ = overwrite(own, result)
+        return written if written is not own and own is value else value
+
+    def _grafted(self, name: str, graft: MatchGraft, layout: RankLayout | None, own: Tensor, rank: int) -> Tensor:
+        split = Layout() if layout is None else layout.layout
+        shape = tuple(own.shape) if layout is None else layout.shape
+        value = graft.value.to(own.device)
+        try:
+            if graft.whole == "baseline":
+                into = Layout((*graft.layout.steps, *split.steps), split.mesh)
+                relaid = relayout([(Layout(), [value])], into, rank, own=own)
+            else:
+                relaid = relayout([(graft.layout, [value])], split, rank, shape=shape, own=own)
+        except LayoutError as error:
+            self.note(f"{name} could not be grafted to match the taps after it: {error}")
+            return own
+        return relaid.value.to(own.dtype)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _next_step() -> int:
+    grafter = active.grafter()
+    return 0 if grafter is None else grafter.next_step

@@ -1,0 +1,129 @@
+"""Functions that the notebook sends to ranks by their names: each runs a side's code there, and returns what it found.
+
+They are here rather than with their callers because a rank imports the module of a function that it is sent: the
+notebook's modules would bring pandas into every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from graftlab.errors import RequestError
+from graftlab.grafting.in_float64 import in_float64
+from graftlab.grafting.self_graft import (
+    RoundedResults,
+    SelfGraft,
+    differences_of_repeat,
+    graft_self,
+    rounded_results,
+)
+from graftlab.grafting.sketches import sketch_taps
+from graftlab.layouts.replicas import TapSketch
+from graftlab.plan.plan import GraftPlan
+from graftlab.taps.calls import here, step, tags
+from graftlab.transforms import user_traceback
+
+Callee = Callable[..., Any] | str
+"""A side's code: a function, or an expression that is evaluated where ``%%graft`` cells run."""
+
+Feed = Callable[[list[Any]], Sequence[Any]] | str
+"""A function of a list of requests that returns one output for each, or an expression for such a function."""
+
+
+def bind_callee(callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function without arguments that runs the callee on this rank."""
+    if isinstance(callee, str):
+        return partial(eval, callee, _namespace())
+    return partial(callee, *args, **kwargs)
+
+
+def _namespace() -> dict[str, Any]:
+    me = here()
+    assert me is not None
+    return me.vars
+
+
+# ---- a verdict ------------------------------------------------------------------------------------------------------
+
+
+def graft_baseline_into_itself(
+    baseline: Callee,
+    exact: Callee | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtypes: dict[str, str],
+    plan: GraftPlan,
+    budget: int,
+    keep: list[str],
+) -> SelfGraft:
+    """Call :func:`graftlab.grafting.self_graft.graft_self`. ``plan`` renames the baseline's taps."""
+    return graft_self(
+        bind_callee(baseline, args, kwargs),
+        dtypes,
+        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
+        budget=budget,
+        exact=None if exact is None else bind_callee(exact, args, kwargs),
+        keep=keep,
+    )
+
+
+def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
+    """Run the callee twice; returns the taps that differ."""
+    return differences_of_repeat(bind_callee(callee, args, kwargs), budget=budget)
+
+
+# ---- a check of one side --------------------------------------------------------------------------------------------
+
+
+def sketch_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[TapSketch], list[str]]:
+    """Run the callee; returns a sketch of each of its taps, and the names of taps without a tensor."""
+    return sketch_taps(bind_callee(callee, args, kwargs))
+
+
+# ---- a comparison with compiled code --------------------------------------------------------------------------------
+
+
+def round_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> RoundedResults:
+    """Run the callee with its taps moved by one rounding, and in float64."""
+    return rounded_results(bind_callee(callee, args, kwargs), budget=budget)
+
+
+def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+    """Run the callee in float64."""
+    with in_float64():
+        return bind_callee(callee, args, kwargs)()
+
+
+# ---- a replay -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """One rank's answer to a batch: one output for each request, or the traceback of what its function raised."""
+
+    outputs: list[Any]
+    error: str | None = None
+
+
+def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[FedBatch]:
+    """Give a rank's function one batch per step. An exception that it raises fails that batch alone."""
+    if isinstance(function, str):
+        function = eval(function, _namespace())
+    if not callable(function):
+        raise RequestError(f"replay: {function!r} is not a function of a list of requests")
+    fed = []
+    for number, (rid, requests) in enumerate(batches):
+        if number:
+            step()
+        try:
+            with tags(rid=rid):
+                outputs = list(function(requests))
+            if len(outputs) != len(requests):
+                raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
+            fed.append(FedBatch(outputs))
+        except (Exception, SystemExit) as error:
+            fed.append(FedBatch([None] * len(requests), user_traceback(error)))
+    return fed

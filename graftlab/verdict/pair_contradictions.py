@@ -1,0 +1,70 @@
+"""Pairs of the plan that contradict each other, or the taps' names: they may themselves be the mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+
+from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import group_of
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout
+from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
+from graftlab.matching.proposal import Pair
+from graftlab.plan.plan import GraftPlan
+from graftlab.verdict.added import records
+
+_MOST_SAID = 4
+
+
+def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
+    """What a verdict says of the plan's pairs, as far as these rows have them, in a sentence or none.
+
+    Where a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is right
+    then, and what reads the two is named in their place.
+    """
+    pairs: dict[tuple[str, str], Pair] = {}
+    rearranged: dict[str, dict[str, str]] = {}
+    for row in records(rows):
+        own = row["target_name"]
+        if own is None or row["matched_by"] is None:
+            continue
+        for pairing in plan.pairings("target", own, own_tags(row["tags"])):
+            if pairing.rule is not None and pairing.baseline_name and pairing.target_name:
+                pair = Pair(pairing.baseline_name, pairing.target_name, pairing.rule.parsed, pairing.rule.whole)
+                pairs[pair.baseline, pair.target] = pair
+                if pair.layout.steps and _keeps_shape(pair.layout, row["shape"]):
+                    rearranged.setdefault(pair.layout.text, {})[group_of(own)] = own
+    roles = other_roles(list(pairs.values()))
+    names = {name for name, _ in roles}
+    said = [text for _, text in roles]
+    said += [text for text in odd_layouts(list(pairs.values())) if text.partition(" ")[0] not in names]
+    said += other_parts(list(pairs.values()))
+    said += [
+        f"{own} is compared in the layout {text!r}, though it has one shape on both sides and no other tap is so"
+        for text, groups in rearranged.items()
+        for own in groups.values()
+        # What all of a model has in another order, as tokens before the batch, is its convention.
+        if len(groups) == 1 and own not in names
+    ]
+    if not said:
+        return []
+    left = len(said) - _MOST_SAID
+    more = f"; and {left} more" if left > 0 else ""
+    return [
+        f"The plan's pairs contradict their names or each other: {'; '.join(said[:_MOST_SAID])}{more}. They are "
+        "compared as the plan says. If the target mixes them up, what is computed from them is named below in their "
+        "place."
+    ]
+
+
+def _keeps_shape(layout: Layout, shape: Sequence[int] | None) -> bool:
+    """Whether a layout only changes the order of a tensor's elements."""
+    if shape is None or layout.leaves_out:
+        return False
+    try:
+        return tuple(layout.local(torch.empty(tuple(shape), device="meta")).shape) == tuple(shape)
+    except LayoutError:
+        return False

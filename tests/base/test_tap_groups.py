@@ -1,0 +1,43 @@
+"""Groups: the taps of one computation are one group, and its filter matches them and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from graftlab.base.tap_groups import filter_of, group_of, numbers_in
+from graftlab.filters.expressions import compile_filter
+
+
+def test_a_path_part_that_is_a_number_becomes_a_star() -> None:
+    assert group_of("layers.3.experts.11.up") == "layers.*.experts.*.up"
+    assert numbers_in("layers.3.experts.11.up") == (3, 11)
+
+
+@pytest.mark.parametrize("name", ["n1", "layers.n2", "q[0]", "2d", "conv2d.x"])
+def test_digits_within_a_part_stay(name: str) -> None:
+    assert group_of(name) == name
+
+
+def test_a_gradient_is_in_another_group_than_its_value() -> None:
+    assert group_of("layers.3.q", {"kind": "grad"}) == "layers.*.q@grad"
+    assert group_of("layers.3.q", {"kind": "value"}) == "layers.*.q"
+
+
+def test_the_filter_of_a_group_matches_its_taps_alone() -> None:
+    text = filter_of([("layers.3.q", None), ("norm", None), ("a+b", None)])
+    assert text is not None
+    matches = compile_filter(text).matches
+    assert all(matches({"name": name}) for name in ("layers.0.q", "layers.17.q", "norm", "a+b"))
+    assert not any(matches({"name": name}) for name in ("layers.0.q2", "layersX0Xq", "x.norm", "norm.1", "aab"))
+    assert not matches({"name": "norm", "kind": "grad"})
+
+
+def test_the_filter_of_a_gradients_group_leaves_values_alone() -> None:
+    text = filter_of([("norm", "grad")])
+    assert text is not None
+    assert compile_filter(text).matches({"name": "norm", "kind": "grad"})
+    assert not compile_filter(text).matches({"name": "norm"})
+
+
+def test_no_names_make_no_filter() -> None:
+    assert filter_of([]) is None

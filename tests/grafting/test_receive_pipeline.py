@@ -1,0 +1,412 @@
+"""From one receipt to the row and the tensor that goes on: every way in which it can end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import graftlab as gl
+from graftlab.base.world import Place
+from graftlab.diffs.measure import measure
+from graftlab.exchange.contract import Contribution, Receipt
+from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.receive_pipeline import ReceivePipeline, TapCall, TapResult, row_of
+from graftlab.grafting.tensors import SentExtras
+from graftlab.layouts import Layout, RankLayout
+from graftlab.plan.plan import Action, GraftPlan
+from graftlab.rows.schema import STATISTICS, Row
+from graftlab.transforms import GraftTransformInput, Outcome, TransformSpec
+
+TARGET = Place("target", 0, 1, 2)
+COMPARE, GRAFT = Action("b2t"), Action("b2t", graft=True)
+KEEP, GRAFT_AND_KEEP = Action("b2t", keep=True), Action("b2t", graft=True, keep=True)
+PATH = "graftlab.transforms.align_by_request"
+
+
+def of_all_taps(transform: Callable[..., Any] | TransformSpec) -> TransformSpec:
+    return replace(TransformSpec.draft(transform), where="True")
+
+
+def call(own: torch.Tensor, action: Action = COMPARE, place: Place = TARGET) -> TapCall:
+    tags = {"name": "h", "step": 4, "side": place.side, "rank": place.rank, "recompute_status": "original", "layer": 3}
+    return TapCall(2, 4, 9, tags, action, place, plan_version=5, occurrence=1, tensor=own)
+
+
+def receipt(*sent: Any, **more: Any) -> Receipt:
+    """What each of the ranks sent, in rank order; None for one that sent nothing."""
+    tensors = [(rank, torch.as_tensor(value)) for rank, value in enumerate(sent) if value is not None]
+    return Receipt([Contribution(rank, tensor, None) for rank, tensor in tensors], **more)
+
+
+class Receiver:
+    """ReceivePipeline, with what they keep and what they tell the user."""
+
+    def __init__(self, transform: Callable[..., Any] | TransformSpec | None = None, budget: int = 1 << 20) -> None:
+        self.kept = KeptPairs(budget)
+        self.told: list[tuple[str, str]] = []
+        self.pipeline = ReceivePipeline(self.kept, lambda name, what: self.told.append((name, what)))
+        self.is_given = transform is not None
+        self.pipeline.adopt(GraftPlan(transform=[] if transform is None else [of_all_taps(transform)]))
+
+    def take(self, call: TapCall, came: Receipt, **more: Any) -> TapResult:
+        if self.is_given:
+            call = call._replace(action=replace(call.action, transform=0))
+        return self.pipeline.take(call, None, came, **more)
+
+
+def first(graft_input: GraftTransformInput) -> torch.Tensor:
+    return graft_input.received_list[0]
+
+
+def taken(own: torch.Tensor, came: Receipt, action: Action = COMPARE, **more: Any) -> tuple[TapResult, Row]:
+    handler = Receiver(**more)
+    made = call(own, action)
+    result = handler.take(made, came)
+    handler.pipeline.log_grafts()
+    return result, row_of(made, result, 0.5)
+
+
+# ---- compared and grafted -------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_measures_and_touches_nothing() -> None:
+    own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+    result, row = taken(own, receipt(theirs))
+    assert (row.status, result.result, own.tolist()) == ("compared", None, [1.0, 2.0])
+    assert {name: getattr(row, name) for name in STATISTICS} == asdict(measure(theirs, own))
+    assert (row.senders, row.note, row.error) == ([0], None, None)
+
+
+def test_a_row_says_which_tap_where_and_when() -> None:
+    _, row = taken(torch.ones(2, 3, dtype=torch.float16), receipt(torch.ones(2, 3)))
+    assert (row.run, row.step, row.order, row.name, row.plan_version, row.occurrence) == (2, 4, 9, "h", 5, 1)
+    assert (row.direction, row.side, row.rank, row.seconds) == ("b2t", "target", 0, 0.5)
+    assert (row.shape, row.dtype, row.tags["layer"]) == ([2, 3], "float16", 3)
+
+
+def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before() -> None:
+    own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+    before = asdict(measure(theirs, own.clone()))
+    result, row = taken(own, receipt(theirs), GRAFT)
+    assert (row.status, own.tolist()) == ("grafted", [1.0, 4.0])
+    assert result.result is own
+    assert {name: getattr(row, name) for name in STATISTICS} == before
+
+
+def test_a_graft_of_what_is_replaced_leaves_the_tensor_alone() -> None:
+    own = torch.tensor([1.0, 2.0])
+    result = Receiver().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)
+    assert own.tolist() == [1.0, 2.0]
+    assert result.result is not own
+    assert result.result is not None
+    assert result.result.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(("direction", "rel_l2"), [("b2t", 1.0), ("t2b", 0.5)])
+def test_the_difference_is_relative_to_the_baseline_whoever_receives(direction: Any, rel_l2: float) -> None:
+    place = TARGET if direction == "b2t" else Place("baseline", 0, 1, 1)
+    made = call(torch.tensor([2.0]), Action(direction), place)
+    result = Receiver().take(made, receipt(torch.tensor([1.0])))
+    row = row_of(made, result, 0.0)
+    assert (row.direction, row.side, row.rel_l2) == (direction, place.side, rel_l2)
+
+
+def test_what_the_transform_made_is_converted_and_the_row_says_so() -> None:
+    own = torch.zeros(2)
+    _, row = taken(own, receipt(torch.tensor([1, 2])), GRAFT, transform=first)
+    assert (row.status, row.cast, row.dtype) == ("grafted", "int64 -> float32", "float32")
+    assert own.tolist() == [1.0, 2.0]
+
+
+def test_the_row_says_which_transform_made_what_was_measured() -> None:
+    handler = Receiver()
+    handler.pipeline.adopt(GraftPlan(b2t="True", transform=[("layer == 3", first), ("True", PATH)]))
+    rows = [
+        row_of(made, handler.take(made, receipt(torch.ones(2))), 0.0)
+        for made in (call(torch.ones(2), Action("b2t", transform=which)) for which in (0, 1, None))
+    ]
+    assert [row.transform for row in rows] == ["first", PATH, None]
+    assert [row.status for row in rows] == ["compared"] * 3
+
+
+def test_shards_are_joined_and_the_row_says_how() -> None:
+    own = torch.zeros(4)
+    _, row = taken(own, receipt(torch.ones(2), torch.full((2,), 3.0)), GRAFT)
+    assert own.tolist() == [1.0, 1.0, 3.0, 3.0]
+    assert row.senders == [0, 1]
+    assert row.aligned_by is not None
+
+
+def test_rows_that_are_paired_are_counted() -> None:
+    def two_rows(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.received_list[0], rows=(torch.tensor([0, 2]),), rows_unmatched=1)
+
+    _, row = taken(torch.zeros(3, 2), receipt(torch.ones(3, 2)), transform=two_rows)
+    assert (row.status, row.rows_matched, row.rows_unmatched, row.numel) == ("compared", 2, 1, 4)
+
+
+# ---- nothing to measure ---------------------------------------------------------------------------------------------
+
+
+def unmeasured(row: Row) -> bool:
+    return all(getattr(row, name) is None for name in STATISTICS)
+
+
+@pytest.mark.parametrize(("timed_out", "status"), [(False, "missing"), (True, "timeout")])
+def test_where_nothing_came_the_row_says_why(timed_out: bool, status: str) -> None:
+    own = torch.ones(2)
+    came = receipt(absent={0: "baseline[0] died", 1: "baseline[1] is late"}, timed_out=timed_out)
+    result, row = taken(own, came, GRAFT_AND_KEEP)
+    assert (row.status, row.error) == (status, "baseline[0] died; baseline[1] is late")
+    assert (row.senders, row.note, row.shape, own.tolist()) == ([], None, [2], [1.0, 1.0])
+    assert result.result is None
+    assert unmeasured(row)
+
+
+def test_who_did_not_send_is_noted_where_others_did() -> None:
+    came = receipt(None, torch.ones(2), absent={0: "baseline[0] died"})
+    _, row = taken(torch.ones(2), came, transform=first)
+    assert (row.status, row.senders, row.note, row.error) == ("compared", [1], "baseline[0] died", None)
+
+
+def test_extras_that_cannot_be_loaded_fail_the_tap(caplog: pytest.LogCaptureFixture) -> None:
+    own = torch.zeros(2)
+    came = receipt(torch.ones(2), unreadable={0: "the extras of baseline[0] cannot be loaded here"})
+    with caplog.at_level(logging.ERROR):
+        result, row = taken(own, came, GRAFT)
+    assert (row.status, row.senders, result.result, own.tolist()) == ("failed", [0], None, [0.0, 0.0])
+    assert row.error == "the extras of baseline[0] cannot be loaded here"
+    assert "target[0]: tap 'h' failed: the extras of" in caplog.text
+    assert unmeasured(row)
+
+
+def test_where_the_senders_have_none_of_the_rows_it_is_missing_and_nothing_is_measured() -> None:
+    def none_of_them(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.target, rows=(torch.tensor([], dtype=torch.int64),), rows_unmatched=3)
+
+    handler = Receiver(none_of_them)
+    made = call(torch.zeros(3), GRAFT_AND_KEEP)
+    row = row_of(made, handler.take(made, receipt(torch.ones(3))), 0.0)
+    assert (row.status, row.rows_matched, row.rows_unmatched) == ("missing", 0, 3)
+    assert row.error == "the senders have none of the rows of this batch"
+    assert unmeasured(row), "a difference of zero would read as agreement"
+    assert not handler.kept.tags(failed=True)
+
+
+# ---- transforms that fail -------------------------------------------------------------------------------------------
+
+
+def raises(graft_input: GraftTransformInput) -> torch.Tensor:
+    raise ValueError("the wrong layout")
+
+
+def leaves(graft_input: GraftTransformInput) -> torch.Tensor:
+    raise SystemExit(3)
+
+
+def misshapen(graft_input: GraftTransformInput) -> torch.Tensor:
+    return graft_input.target[:1]
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (raises, "ValueError: the wrong layout"),
+        (leaves, "SystemExit: 3"),
+        (misshapen, "TransformError: the transform returned shape [1]"),
+    ],
+)
+def test_a_transform_that_fails_leaves_the_tensor_and_the_row_says_how(
+    transform: Callable[..., Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = torch.ones(2)
+    came = receipt(None, torch.zeros(2), absent={0: "baseline[0] died"})
+    with caplog.at_level(logging.ERROR):
+        result, row = taken(own, came, GRAFT, transform=transform)
+    assert (row.status, result.result, own.tolist()) == ("failed", None, [1.0, 1.0])
+    assert row.error is not None
+    assert row.error.startswith(says)
+    assert (row.senders, row.note) == ([1], "baseline[0] died")
+    assert "target[0]: the transform failed at tap 'h'" in caplog.text
+    assert unmeasured(row)
+
+
+def test_the_traceback_begins_at_the_users_own_line() -> None:
+    _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=raises)
+    assert row.error is not None
+    _, _, traceback = row.error.partition("\n\n")
+    assert os.path.dirname(gl.__file__) not in traceback
+    assert 'raise ValueError("the wrong layout")' in traceback
+
+
+def test_an_interrupt_is_not_a_failure_of_the_transform() -> None:
+    def interrupted(graft_input: GraftTransformInput) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        taken(torch.ones(2), receipt(torch.zeros(2)), transform=interrupted)
+
+
+def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(spec: TransformSpec) -> None:
+        raise gl.TransformError("no module named 'mine'")
+
+    monkeypatch.setattr(TransformSpec, "load", cannot)
+    _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=TransformSpec("path", "mine.f"))
+    assert (row.status, row.transform) == ("failed", "mine.f")
+    assert "the plan's transform mine.f cannot be loaded on this rank: no module named 'mine'" in str(row.error)
+
+
+# ---- keep, notes and the log ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", [KEEP, GRAFT_AND_KEEP], ids=["compared", "grafted"])
+def test_both_values_are_kept_as_they_were_before_the_graft(action: Action) -> None:
+    handler = Receiver()
+    handler.take(call(torch.tensor([1.0]), action), receipt(torch.tensor([2.0])))
+    pair = handler.kept.find("h", {"layer": 3, "step": 4})
+    assert pair is not None
+    assert pair.baseline is not None
+    assert pair.target is not None
+    assert (pair.baseline.tolist(), pair.target.tolist()) == ([2.0], [1.0])
+
+
+def test_nothing_is_kept_that_the_plan_does_not_keep() -> None:
+    handler = Receiver()
+    handler.take(call(torch.tensor([1.0]), GRAFT), receipt(torch.tensor([2.0])))
+    assert not handler.kept.tags(failed=True)
+
+
+def test_what_a_failed_transform_was_given_is_kept_to_try_another_on() -> None:
+    handler = Receiver(raises)
+    handler.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
+    assert not handler.kept.tags()
+    pair = handler.kept.find("h", {}, failed=True)
+    assert pair is not None
+    assert pair.graft_input.received_list[0].tolist() == [2.0]
+
+
+def test_a_row_has_every_note_there_is() -> None:
+    """Who did not send, why nothing was kept, and why the tensor itself could not be written."""
+    own = torch.zeros(1).expand(2)
+    came = receipt(None, torch.tensor([1.0, 2.0]), absent={0: "baseline[0] died"})
+    handler = Receiver(first, budget=4)
+    made = call(own, GRAFT_AND_KEEP)
+    result = handler.take(made, came)
+    note = str(row_of(made, result, 0.0).note)
+    assert note.startswith("baseline[0] died; not kept: ")
+    assert "; the tensor is expanded or overlaps itself" in note
+    assert handler.told == [("h", note.rpartition("; ")[2])]
+    assert result.result is not None
+    assert result.result.tolist() == [1.0, 2.0]
+
+
+def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        taken(torch.tensor([1.0, 3.0]), receipt(torch.tensor([2.0, torch.nan])))
+        assert not caplog.records
+        taken(torch.tensor([1.0, 3.0]), receipt(torch.tensor([2.0, torch.nan])), GRAFT)
+    (line,) = caplog.messages
+    before, after = line.split(" overridden by ")
+    assert before == "target[0] grafted b2t at tap 'h' step 4: float32[2] cpu (mean=1 std=0 min=1 max=1)"
+    assert after.startswith("float32[2] cpu (mean=2 std=0 min=2 max=2 nonfinite=1) from ranks [0]; rel_diff=2.000e-01")
+
+
+def test_the_log_is_not_written_where_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    described: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "graftlab.grafting.receive_pipeline._described", lambda *given: described.append(given[0]) or ""
+    )
+    with caplog.at_level(logging.WARNING, logger="graftlab"):
+        taken(torch.ones(2), receipt(torch.zeros(2)), GRAFT)
+    assert not described
+
+
+def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter(range(1000, 2000))
+    clock = SimpleNamespace(time=lambda: next(moments) + 0.25)
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline.time", clock)
+    handler = Receiver()
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        for _ in range(100):
+            handler.take(call(torch.ones(2), GRAFT), receipt(torch.zeros(2)))
+        assert 0 < len(caplog.records) < 100
+        handler.pipeline.log_grafts()
+    assert [(record.created, record.msecs) for record in caplog.records] == [(1000.25 + n, 250.0) for n in range(100)]
+
+
+# ---- what the transform is given ------------------------------------------------------------------------------------
+
+
+def test_the_transform_knows_who_receives_and_who_sent() -> None:
+    def checks(given: GraftTransformInput) -> torch.Tensor:
+        assert (given.senders, given.received_extras_list, given.target_extras) == ([1], [{"scale": 2.0}], "mine")
+        assert (given.direction, given.recv_rank, given.recv_world_size, given.send_world_size) == ("b2t", 0, 1, 2)
+        assert (given.tags["name"], given.tags["step"], given.tags["layer"]) == ("h", 4, 3)
+        assert not given.target.requires_grad
+        return given.received_list[0]
+
+    came = Receipt([Contribution(1, torch.ones(2), {"scale": 2.0})], absent={0: "baseline[0] died"})
+    made = call(torch.zeros(2, requires_grad=True), Action("b2t", transform=0))
+    result = Receiver(checks).pipeline.take(made, "mine", came)
+    assert (result.status, result.error) == ("compared", None)
+
+
+@pytest.mark.parametrize("kind", ["alike", "dtype", "shards", "one silent", "said layout", "sent extras", "inference"])
+def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = {
+        "said layout": SentExtras("its own", RankLayout(Layout(), (4,))),
+        "sent extras": SentExtras("its own"),
+    }.get(kind)
+
+    def comes_of(action: Action, place: Place) -> str:
+        count = place.other_world_size
+        sent = [torch.arange(4.0, dtype=torch.float64 if kind == "dtype" else None) + 10 * at for at in range(count)]
+        if kind == "shards":
+            sent = [each[: 4 // count] for each in sent]
+        absent = {0: "baseline[0] died"} if kind == "one silent" else {}
+        contributions = [Contribution(at, each, carried) for at, each in enumerate(sent) if at not in absent]
+        with torch.inference_mode(kind == "inference"):
+            own = torch.full((4,), 2.0)
+        handler, made = Receiver(), call(own, action, place)
+        result = handler.take(made, Receipt(contributions, absent=absent))
+        kept = [pair.value.tolist() for _, pair in handler.kept._pairs if pair.value is not None]
+        row = row_of(made, result, 0.0)._replace(error=result.error and result.error.partition("\n")[0])
+        return repr((row, own.tolist(), kept, result.result is None))
+
+    cases = [
+        (action, Place("target", rank, world_size, senders))
+        for action in (COMPARE, GRAFT, KEEP, GRAFT_AND_KEEP)
+        for senders, world_size, rank in ((1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1), (1, 2, 1), (3, 2, 1))
+    ]
+    found = [comes_of(*case) for case in cases]
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline._sent_as_it_is", lambda call, receipt: None)
+    assert found == [comes_of(*case) for case in cases]
+
+
+@pytest.mark.parametrize("layout", ["a b -> b a", "same"])
+def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> None:
+    def sees(given: GraftTransformInput) -> torch.Tensor:
+        assert (given.pair is None) == (layout == "same")
+        assert given.whole == "received"
+        assert given.tags.items() >= {"baseline_name": "b.x", "target_name": "t.x", "layer": 3}.items()
+        return given.target
+
+    plan = GraftPlan(pairs=[("b.x", "t.x", layout)])
+    (pairing,) = plan.pairings("target", "t.x", {"layer": 3})
+    made = call(torch.ones(2, 2), Action("b2t", transform=0))._replace(pairing=pairing)
+    result = Receiver(sees).pipeline.take(made, None, receipt(torch.ones(2, 2)))
+    assert (result.status, result.error) == ("compared", None)

@@ -1,0 +1,137 @@
+"""The English of the package: phrases that a native speaker would seldom write stay out, and test names stay short."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "graftlab"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Each of these avoids a noun or a verb that says it better: "the caller" for "whoever calls", "differs" for "is other".
+PHRASES = (
+    "whoever",
+    "goes on",
+    "go on",
+    "of which",
+    "so many",
+    "somebody",
+    "nobody",
+    "no more",
+    "is other",
+    "are other",
+    "comes to",
+    "as far as",
+    "says so",
+    "say so",
+    "of its own",
+    "another one",
+    "that is there",
+    "are there",
+    "is there",
+    "is told",
+    "are told",
+    "tells so",
+)
+_PHRASE = re.compile(r"\b(?:" + "|".join(PHRASES).replace(" ", r"\s+") + r")\b", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+# Per 1,000 words. Eight well-written Python projects have 0.0 to 0.4.
+LIMIT = 0.5
+LONGEST_NAME = 80
+
+# A place that a failure can name, and the text that stands there.
+Text = tuple[str, str]
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def documented_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                yield first.value
+
+
+def docstrings() -> Iterator[Text]:
+    for path in sources():
+        for node in documented_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value)
+
+
+def messages() -> Iterator[Text]:
+    """Every string of more than one word that is no docstring, parts of f-strings included."""
+    for path in sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {id(node) for node in documented_nodes(tree)}
+        for node in ast.walk(tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+            if is_text and " " in node.value.strip():
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+
+
+def comments() -> Iterator[Text]:
+    """Every block of comment lines as one text: a phrase may be broken over two lines."""
+    for path in sources():
+        block: list[str] = []
+        began = 0
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.COMMENT:
+                    began = began if block else token.start[0]
+                    block.append(token.string.lstrip("# "))
+                elif token.type != tokenize.NL and block:
+                    yield f"{path.relative_to(ROOT)}:{began}", "\n".join(block)
+                    block = []
+
+
+def pages() -> Iterator[Text]:
+    for path in PAGES:
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            if cell["cell_type"] == "markdown":
+                yield f"{path.relative_to(ROOT)}, cell {number}", "".join(cell["source"])
+
+
+def phrases_in(texts: list[Text]) -> list[str]:
+    return [f"{place}: {found.group()!r}" for place, text in texts for found in _PHRASE.finditer(text)]
+
+
+@pytest.mark.parametrize("kind", [docstrings, messages, comments, pages], ids=lambda kind: kind.__name__)
+def test_english_is_ordinary(kind: object) -> None:
+    assert callable(kind)
+    texts = list(kind())
+    words = sum(len(_WORD.findall(text)) for _, text in texts)
+    found = phrases_in(texts)
+    assert words > 1000
+    assert 1000 * len(found) / words <= LIMIT, "\n".join(found)
+
+
+def test_phrases_are_found_over_line_ends_and_in_parts_of_messages() -> None:
+    assert phrases_in([("here", "the rank\nthat is\nthere")]) == ["here: 'that is\\nthere'"]
+    assert phrases_in([("here", "Whoever called")]) == ["here: 'Whoever'"]
+    assert phrases_in([("here", "whoeverness, of whichever, nobodys")]) == []
+
+
+def test_test_names_are_short_and_ordinary() -> None:
+    names = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if len(name) > LONGEST_NAME or _PHRASE.search(name.replace("_", " "))
+    ]
+    assert not names, "\n".join(names)
