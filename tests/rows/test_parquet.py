@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import duckdb
 import numpy as np
 import pandas as pd
+import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -228,8 +228,10 @@ def test_a_run_folder_opens_in_another_tool(tmp_path: Path) -> None:
     made.append(lines(0, 25))
     move_all(made)
     made.close()
-    [found] = duckdb.sql(f"SELECT count(*), max(rel_l2), min(tags->>'layer') FROM '{tmp_path}/*.parquet'").fetchall()
-    assert found == (25, max(row(order).rel_l2 or 0 for order in range(25)), "0")
+    found = polars.read_parquet(tmp_path / "*.parquet")
+    assert found["order"].to_list() == list(range(25))
+    assert found["rel_l2"].to_list() == [row(order).rel_l2 for order in range(25)]
+    assert found["tags"].str.json_path_match("$.layer").to_list() == [str(order % 5) for order in range(25)]
 
 
 # ---- a process that was killed --------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ for order in range(10**9):
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_writer_that_is_killed_at_any_moment_has_lost_no_row(tmp_path: Path) -> None:
-    for round_ in range(3):
+    for round_ in range(2):
         folder = tmp_path / str(round_)
         folder.mkdir()
         command = [sys.executable, "-c", _KILLED, str(folder)]
