@@ -1,4 +1,4 @@
-"""A verdict: without grafts, with every tap grafted, the baseline against itself, the swaps, and what it comes to."""
+"""A verdict from its runs: without grafts, with every tap grafted, each side against itself, and the swaps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _of_functions(session: SessionCore, request: VerdictRequest) -> VerdictReque
 
 
 def _of_jobs(request: VerdictRequest) -> VerdictRequest:
-    """The request itself. Raises :class:`SessionError` where it gives code, which jobs do not take."""
+    """The request itself. Raises :class:`SessionError` if it has code, which jobs do not take."""
     if any(each is not None for each in (request.baseline, request.target, request.exact)) or any(request.arguments):
         raise SessionError(
             "verdict: these ranks are jobs that another launcher started, and cannot be given code to run: baseline=, "
@@ -134,7 +134,7 @@ def judge_rows(
 
 
 class _Judgement:
-    """One verdict on its way, from its runs to what they came to."""
+    """One verdict in progress, from its runs to its findings."""
 
     def __init__(self, runs: VerdictRuns) -> None:
         self.session = runs.session
@@ -152,7 +152,7 @@ class _Judgement:
         returned = self._runs.returned
         grafted = self._runs.both("what each tap adds", RunFilters(b2t="True"))
         returned_grafted = self._runs.returned
-        # In a swap a side that waits for such a tap could hold up one that waits for it.
+        # In a swap a side that waits for such a tap could block a side that waits for it.
         self._lonely = lonely_filter(pd.concat([compared, grafted]))
         rows = grafted[grafted["status"].isin(MEASURED)]
         self._zero = 0 if grafted.empty else int(grafted["step"].min())
@@ -184,7 +184,7 @@ class _Judgement:
         inputs += even
         following = consequences(frame, [group for group in named if group not in even], threshold)
         named = [group for group in named if group not in (*even, *following)]
-        # Before anything is cleared the target has run often enough to differ from itself.
+        # Before nothing is named, the target runs often enough to show whether it differs from itself.
         clears = not (named or not_repeated)
         explain = request.explain and bool(named)
         target_not_repeated = self._runs.target_against_itself() if explain or clears else []
@@ -211,19 +211,19 @@ class _Judgement:
                 rank = place_in_blame(where)
                 last = outputs[where]["place"]
                 groups = [g for g in named if _judged_at(g) == rank and _first_over(frame, g, threshold) <= last]
-                # A gradient is judged with the baseline's values, which go before it.
+                # The effect of a gradient is measured with the baseline's values, which are computed before it.
                 settled = [*(group for group in named if _judged_at(group) < rank), *following, *even]
                 if groups:
                     found = self._causes(groups, settled, where, outputs[where], names, rows, selves, threshold)
                     if found.total <= threshold:
                         name, tags = outputs[where]["name"], outputs[where]["tags"]
-                        # Other layers are of its group, too.
+                        # The group may contain other layers.
                         is_output = (frame["name"] == name) & frame["tags"].map(tags.__eq__).astype(bool)
                         found = found.with_earlier(frame.loc[is_output & (frame["error_ratio"] > threshold), "step"])
                     causes[where] = found
             remarks += self._unexplained(named, causes)
             if changed := self._runs.baseline_changed():
-                # Whatever the swaps came to was measured against something else.
+                # The swaps were measured against a baseline that has changed.
                 remarks, causes, explained = [_changed(changed)], {}, False
         if of_jobs is not None and named:
             remarks += of_jobs.of_named
@@ -261,7 +261,7 @@ class _Judgement:
         return [group_of(name, added.tags) for name in self._paired(added)]
 
     def _paired(self, added: AddedRounding) -> list[str]:
-        """What filters call a tap of the baseline's run against itself: one name for each pair it is in."""
+        """The names that filters see for a tap of the baseline's run against itself: one for each of its pairs."""
         return [pairing.name for pairing in self._before.pairings("baseline", added.name, own_tags(added.tags))]
 
     def _pool(self, rows: Iterable[AddedRounding]) -> dict[str, Floor]:
@@ -270,7 +270,7 @@ class _Judgement:
     def _pool_taps(
         self, moved: Iterable[AddedRounding], exact: Iterable[AddedRounding]
     ) -> dict[tuple[str, str | None], Floor]:
-        """Floors of single taps, by the name that filters know and by kind; ``exact`` are those of the twin."""
+        """The floors of single taps, by the name that filters see and by kind; ``exact`` are those of the twin."""
         floors, distances = (
             pool(
                 ((name, kind_of(each.tags)), each.rel_l2, each.rel_max, each.squares)
@@ -292,7 +292,7 @@ class _Judgement:
         return AccumulatedFloors(taps, returned, constant)
 
     def _last_baseline_tap(self, selves: Sequence[SelfGraft]) -> str | None:
-        """The last tap of the baseline's forward pass, as filters call it."""
+        """The name that filters see for the last tap of the baseline's forward pass."""
         values = [added for each in selves[:1] for added in each.outputs if kind_of(added.tags) is None]
         return self._paired(values[-1])[0] if values else None
 
@@ -317,7 +317,7 @@ class _Judgement:
                         f"are {known}"
                     )
             elif len(chosen):
-                # What was chosen hides what it was chosen by: most mistakes in logits leave the token.
+                # A chosen token hides the logits: most mistakes in them do not change it.
                 rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
                 chosen = rounded if len(rounded) else chosen
             if len(chosen):
@@ -331,7 +331,7 @@ class _Judgement:
     def _names_by_group(
         self, rows: pd.DataFrame, selves: Sequence[SelfGraft]
     ) -> dict[str, set[tuple[str, str | None]]]:
-        """Under which names the taps of each group are known on either side; what filters see."""
+        """The names that filters see for the taps of each group, on either side."""
         names: dict[str, set[tuple[str, str | None]]] = {}
         for name, tags in zip(rows["name"], rows["tags"], strict=True):
             group = group_of(name, tags)
@@ -359,12 +359,12 @@ class _Judgement:
         later = f"kind in {_computed_after(where)!r}"
         orders, known = self._orders(rows, selves), set(rows["name"])
         wanted = [each.last.get(where) for each in selves]
-        # The baseline's own name for it: the pair is kept there.
+        # The baseline's name for it, because the pair is kept there.
         name = [row.name for row in selves[0].outputs if where in self._groups(row)][-1]
 
         def effect(kept: frozenset[str]) -> float:
             taken = {name for group in (*settled, *groups) if group not in kept for name in names[group]}
-            # What is computed after the output is for the next step, which begins from the baseline's state.
+            # Values computed after the output are for the next step, which begins from the baseline's state.
             from_baseline = " or ".join(filter(None, (filter_of(sorted(taken, key=str)), later)))
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
@@ -378,14 +378,14 @@ class _Judgement:
             if len(waited):
                 self._not_swapped.update(dict.fromkeys(waited["name"]))
                 return math.nan
-            # Before the output tap both sides hold one state, so each side's value is that side's code's.
+            # Before the output tap both sides hold the same state, so each side's value is the result of its code.
             side = 0 if where in groups and where not in kept else 1
             return times(self._distance(wanted, name, output["step"], where, side), floor)
 
         return find_causes(groups, effect, threshold)
 
     def _orders(self, rows: pd.DataFrame, selves: Sequence[SelfGraft]) -> tuple[Order, Order]:
-        """When the baseline, and when the target, first reaches each tap."""
+        """The order in which the baseline, and the target, first reach each tap."""
         ours: Order = {}
         for place, added in enumerate(selves[0].added):
             for name in self._paired(added):
@@ -405,7 +405,7 @@ class _Judgement:
     # ---- the mechanism ------------------------------------------------------------------------------------------
 
     def _hints(self, frame: pd.DataFrame, culprits: Sequence[str]) -> dict[str, str]:
-        """What the tensors of each culprit tell, at the tap that adds the most."""
+        """A hint for each culprit, from the pair at the tap that adds the most."""
         worst = {}
         for group in culprits:
             rows = frame[frame["group"] == group]
@@ -434,7 +434,7 @@ class _Judgement:
         return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
 
     def _unexplained(self, named: Sequence[str], causes: Mapping[str, Causes]) -> list[str]:
-        # The update of a weight, and what it is made from, has no part in the output of this step.
+        # An optimizer's update does not affect the output of this step.
         left = [
             g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())
         ]
@@ -442,22 +442,22 @@ class _Judgement:
         said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
         if self._not_swapped:
             taps = ", ".join(list(self._not_swapped)[:4])
-            said.append(f"Code could not be swapped at {taps}: there each side waited for the other.")
+            said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
         return said
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
-    """The step and the place in it where the group first adds more than rounding."""
+    """The step, and the order in it, at which the group first adds more than rounding."""
     over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
     return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
-    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    """The kinds of taps that a step reaches after values, or gradients, such as those of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
 
 
-# An activation follows its inputs, of which a gated one has two.
+# An activation follows its inputs: a gated one has two.
 _INPUTS_SHOWN = 3
 
 
@@ -474,14 +474,14 @@ _JUDGED_LAST = place_in_blame("@grad")
 
 
 def _judged_at(group: str) -> int:
-    """With which output's groups the effects of a group are measured: an input's at the last value."""
+    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
     return max(place_in_blame(group), place_in_blame(""))
 
 
 def _changed(taps: Sequence[str]) -> str:
     return (
-        f"After its code was swapped the baseline no longer showed what it had shown before, at {', '.join(taps[:3])}: "
-        "what the swaps came to is left out."
+        f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
+        "so the swaps are left out."
     )
 
 
@@ -495,21 +495,21 @@ def _unseen(
         n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
     ]
     if lost:
-        said.append(f"{', '.join(lost[:4])} were measured without grafts, and not with them.")
+        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
     if skipped:
-        said.append(f"{', '.join(skipped[:4])} show no tensor, on the baseline, that could be compared.")
+        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
     not_recorded = sum(each.not_recorded for each in selves)
     if not_recorded:
         said.append(
-            f"the floor of {not_recorded} taps, for which the ranks' memory did not suffice; the largest floor of the "
-            "others stands for theirs (launch with a larger keep_budget)."
+            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
+            "others is used for them (launch with a larger keep_budget)."
         )
     return said
 
 
 def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
-    """The taps whose floor is without the distance of a twin that was given."""
+    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
     if not has_twin:
         return []
     shown = {added.name for each in selves for added in each.exact}
@@ -517,21 +517,19 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     if not left:
         return []
     if not shown:
-        return ["what exact= gives: it shows none of the baseline's taps, so that the floor is as without it."]
+        return ["exact=, which shows none of the baseline's taps: the floor is the same as without it."]
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
     return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """Taps that could not be grafted, before one that is named: what is other there goes on with the model."""
+    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
     groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    return [
-        f"what came through {groups}, where nothing could be grafted. Taps after it may have inherited what is named."
-    ]
+    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]
 
 
 def labelled(
@@ -542,7 +540,7 @@ def labelled(
     threshold: float,
     even: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """The frame of a verdict with the columns ``label`` and ``alone``. Of the groups of ``even`` nothing is held."""
+    """Add the columns ``label`` and ``alone`` to a verdict's frame. Groups of ``even`` are labelled clean."""
     labels = {
         **dict.fromkeys(named, "culprit"),
         **dict.fromkeys(following, "inherited"),

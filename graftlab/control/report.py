@@ -1,7 +1,7 @@
-"""A session as one page to attach to an issue: what was run, what it came to, and where to look.
+"""A session as one page to attach to an issue: what was run, the conclusions, and the worst taps.
 
-The page needs nothing but a browser, and its own policy forbids it to load anything. Values of tensors are only in it
-where they are asked for; errors and notes are the words of the code that was run.
+The page is one file, and its content security policy forbids it to load anything. It shows values of tensors only on
+request; messages of errors and notes are included unchanged.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None
 
 
 class DigestOfRows:
-    """What the newest run of a folder comes to, read from it once."""
+    """The newest run of a folder, summed up by tap in one reading."""
 
     def __init__(self, folder: Path) -> None:
         rows = (row for rows in batches(folder) for row in (rows.values() if isinstance(rows, Parsed) else rows))
@@ -129,7 +129,7 @@ def _written(path: str | Path, parts: Sequence[str], found: SoFar) -> Path:
 
 
 def _page(parts: Sequence[str], state: dict[str, Any]) -> str:
-    # What closes a script element must not stand in it.
+    # A closing tag in the data would end the script element.
     data = json.dumps(state, separators=(",", ":")).replace("<", "\\u003c")
     script = explorer.SCRIPT.read_text(encoding="utf-8")
     return (
@@ -150,7 +150,7 @@ def _conclusion(found: SoFar, verdict: Verdict | None) -> str:
     lines = [explorer.headline(found), *found.sentences[1:]]
     said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
-        return _section("Conclusion", f"{said}<p>No verdict was asked for.</p>")
+        return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
     return _section("Conclusion", said) + _section("Newest verdict", words)
 
@@ -205,7 +205,7 @@ def _plan(plan: GraftPlan) -> str:
 
 
 def _code(runs: Sequence[Run]) -> str:
-    """Each piece of code once, at the run that ran it first."""
+    """Each piece of code once, under the first run that ran it."""
     first: dict[tuple[str, str | CodeType], int] = {}
     for run in runs:
         for where, code in state_of(run).code.items():
@@ -238,7 +238,7 @@ def _environment(session: SessionCore) -> str:
 
 
 def _pictures(session: SessionCore) -> str:
-    """Of the pairs that are kept: asked for, because one sees values in them."""
+    """Heatmaps of the kept pairs; on request only, because they show values."""
     plot = SessionPlots(session)
     kept = {(str(tags["name"]), tuple(_own(tags).items())): None for tags in session.kept()}
     shown = []

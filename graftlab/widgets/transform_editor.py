@@ -263,7 +263,7 @@ class TransformEditor(Panel):
     def _run(self, task: DraftTask) -> None:
         spec = spec_of(task.draft, self._names, self._versions.versions)
         if spec is None and not task.published:
-            raise SessionError("the default transform needs no trying: the rows show what it makes of each tap")
+            raise SessionError("the default transform is not tried as a draft: the rows show its result at each tap")
         if (task.tried and spec is not None and not self._went_well(task, spec)) or not task.published:
             return
         if spec == self.session.plan.transform:
