@@ -14,8 +14,8 @@ from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import describe_session, make_run_folder
 from graftlab.errors import LaunchError, PlanError, SessionError
-from graftlab.jobs.host import listen_as
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
@@ -159,9 +159,11 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
-    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
-    sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
+    listen_at = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
+    session, server = open_session_server(
+        Session, options, plan or GraftPlan(), where, Rendezvous(where), append=append, listen_at=listen_at
+    )
+    sys.stdout.write(f"start each job with these variables, and its own command:\n{server.invitation}\n")
     return session
 
 

@@ -83,7 +83,7 @@ class LoadedRun(pd.DataFrame):
         Raises :class:`SessionError` if no step has every tap grafted.
         """
         from graftlab.control.judge import judge_rows
-        from graftlab.verdict.given import shown_data
+        from graftlab.verdict.model_data import data_of_run
 
         chosen: Any = self if run is None else self[self["run"] == run]
         of_step = chosen if step is None else chosen[chosen["step"] == step]
@@ -101,7 +101,7 @@ class LoadedRun(pd.DataFrame):
         before = _last_step(of_run, "compared")
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
-        shown = shown_data(of_run, compared, grafted)
+        shown = data_of_run(of_run, compared, grafted)
         others = of_run[of_run["step"].isin(_whole_steps(of_run, "grafted").index.get_level_values(1))]
         others = others[others["step"] != step]
         sizes = sizes_of(self.folder, number)
@@ -123,7 +123,7 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
 def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
     """The steps in which every measured row has this status, by run and step, with their numbers of rows."""
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     computed = without_data(rows[rows["status"].isin(MEASURED)])
     wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
@@ -134,7 +134,7 @@ def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
 
 def _what_to_do(rows: pd.DataFrame) -> str:
     from graftlab.verdict.added import unseen_of
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     if not len(rows):
         return "It has no rows"

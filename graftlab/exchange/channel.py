@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from typing import Protocol
 
 from graftlab.errors import MessageError
 
@@ -24,10 +25,38 @@ _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
 _PIECE = 1 << 16
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
 
-class Channel:
+class Channel(Protocol):
+    """One end of a connection to another process, by :class:`SocketChannel` or :class:`.tcp.TcpChannel`.
+
+    Any thread may send; one thread at a time may receive.
+    """
+
+    closed: bool
+    """Whether this end is closed, or has received everything that the other end sent before it closed."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there may be something to :meth:`receive`."""
+        ...
+
+    def send(self, payload: bytes, /) -> None:
+        """Send one frame without waiting. A frame to an end that is gone is dropped."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the system has all that was sent; False if ``timeout`` seconds pass first."""
+        ...
+
+    def receive(self) -> list[bytes]:
+        """Return every whole frame that has arrived, without waiting."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SocketChannel:
     """One end of a connection. Any thread may send; one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -21,12 +21,12 @@ from graftlab.exchange.channel import Channel
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, Frame, PublishFrame, StatusFrame, decode, encode
 from graftlab.exchange.interrupts import interruptible
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
-from graftlab.exchange.tcp import FrameWithPayload, RemoteChannel
+from graftlab.exchange.tcp import FrameWithPayload, TcpChannel
 from graftlab.exchange.waiter_threads import WaiterThreads
 
 logger = logging.getLogger(__name__)
 
-Link = tuple[Channel, Arena] | tuple[RemoteChannel, None]
+Link = tuple[Channel, Arena | None]
 """The link to another rank: a channel and that rank's segment, or a channel alone where they share no memory."""
 
 
@@ -45,7 +45,7 @@ class Peer:
     """Another rank of the graft world, as this rank knows it."""
 
     place: Place
-    channel: Channel | RemoteChannel
+    channel: Channel
     # None for a rank that shares no memory with this one.
     arena: Arena | None
     page: StatusPage | RemoteStatusPage
@@ -237,7 +237,7 @@ class Peers:
             self._handlers[type(frame)](peer, frame)
         if peer.channel.closed:
             # Without a goodbye, a connection to another machine may have ended by the network's failure too.
-            unsure = isinstance(peer.channel, RemoteChannel) and not peer.channel.said_goodbye
+            unsure = isinstance(peer.channel, TcpChannel) and not peer.channel.said_goodbye
             self._lose(peer, descriptor, "died, or the network connection to it failed" if unsure else "died")
 
     def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:

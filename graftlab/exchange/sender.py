@@ -29,7 +29,7 @@ from graftlab.exchange.frames import (
 )
 from graftlab.exchange.peers import Peer, Peers, Wait
 from graftlab.exchange.pinned import PinnedMemory, PinnedStaging
-from graftlab.exchange.tcp import RemoteChannel
+from graftlab.exchange.tcp import TcpChannel
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Sender(Generic[Memo]):
         if isinstance(location, int):
             attached = self._pinned.view(location) if staging is self._pinned else self._arena.view(location, nbytes)
         for peer in receivers:
-            if isinstance(peer.channel, RemoteChannel):
+            if isinstance(peer.channel, TcpChannel):
                 peer.sent += 1
                 peer.channel.send(frame, attached)
             else:

@@ -57,7 +57,7 @@ class FrameWithPayload(bytes):
     payload: Sequence[memoryview] = ()
 
 
-class RemoteChannel:
+class TcpChannel:
     """A connection to one other process, with the methods of :class:`.channel.Channel`. Any thread may send."""
 
     def __init__(self, router: RouterSocket, name: bytes, endpoint: str = "") -> None:
@@ -116,8 +116,8 @@ class RouterSocket:
         self.over = threading.Event()
         self._keys = keys
         self._lock = threading.RLock()
-        self._channels: dict[bytes, RemoteChannel] = {}
-        self._by_descriptor: dict[int, RemoteChannel] = {}
+        self._channels: dict[bytes, TcpChannel] = {}
+        self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
         self._to_close: set[int] = set()
         self._context = zmq.Context()
@@ -188,31 +188,31 @@ class RouterSocket:
 
     # ---- connections --------------------------------------------------------------------------------------------
 
-    def connect(self, name: bytes, address: str, port: int) -> RemoteChannel:
+    def connect(self, name: bytes, address: str, port: int) -> TcpChannel:
         """Begin to connect to the process of this name; the channel's ``linked`` becomes True on success."""
         with self._lock:
             # ZeroMQ aborts the process if a socket has two connections of one name, and a failed one may linger.
             self._attempts += 1
             label = name + b" %d" % self._attempts
-            channel = RemoteChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
+            channel = TcpChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
             self._channels[label] = channel
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, label)
             self._socket.connect(channel.endpoint)
             self._write(channel, _HELLO, None)
             return channel
 
-    def forget(self, channel: RemoteChannel) -> None:
+    def forget(self, channel: TcpChannel) -> None:
         """Drop a connection that failed, so that another can be tried."""
         with self._lock:
             self._note_end(channel)
             self._channels.pop(channel.name, None)
 
-    def channels(self) -> list[RemoteChannel]:
+    def channels(self) -> list[TcpChannel]:
         """Return all channels, both those made here and those that other processes have opened."""
         with self._lock:
             return list(self._channels.values())
 
-    def channel_from(self, name: bytes) -> RemoteChannel | None:
+    def channel_from(self, name: bytes) -> TcpChannel | None:
         """Return the channel that the process of this name has opened, or None."""
         with self._lock:
             return self._channels.get(name)
@@ -223,12 +223,12 @@ class RouterSocket:
             if not self.over.is_set():
                 os.eventfd_write(self._wake, 1)
 
-    def send(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def send(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         with self._lock:
             if not (channel.closed or channel.ended):
                 self._write(channel, payload, attached)
 
-    def _write(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def _write(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         socket = self._socket
         try:
             socket.send(channel.name, zmq.SNDMORE | zmq.DONTWAIT)
@@ -248,7 +248,7 @@ class RouterSocket:
         if _readable(socket):
             os.eventfd_write(self._wake, 1)
 
-    def receive(self, channel: RemoteChannel) -> list[bytes]:
+    def receive(self, channel: TcpChannel) -> list[bytes]:
         with self._lock:
             self.pump()
             frames = list(channel.arrived)
@@ -260,7 +260,7 @@ class RouterSocket:
                 os.eventfd_write(self._wake, 1)
             return frames
 
-    def collect(self) -> list[tuple[RemoteChannel, list[bytes]]]:
+    def collect(self) -> list[tuple[TcpChannel, list[bytes]]]:
         """Receive from all channels that have frames or have ended, at once.
 
         With a thousand channels, asking each of them takes far longer than reading.
@@ -293,7 +293,7 @@ class RouterSocket:
             for channel in ended:
                 self._note_end(channel)
 
-    def _note_end(self, channel: RemoteChannel) -> None:
+    def _note_end(self, channel: TcpChannel) -> None:
         """Mark a channel as ended, once all its frames have been read."""
         known, channel.ended = channel.ended, True
         # Only once: a new connection to the same endpoint may have begun.
@@ -304,7 +304,7 @@ class RouterSocket:
                 self._socket.disconnect(channel.endpoint)
             self._socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
 
-    def _read_events(self) -> list[RemoteChannel]:
+    def _read_events(self) -> list[TcpChannel]:
         """Read the socket's events of its connections; return the channels that have ended."""
         ended = []
         while _readable(self._monitor):
@@ -331,7 +331,7 @@ class RouterSocket:
                 # The connection may end before its first frame arrives.
                 self._by_descriptor[descriptor] = channel
 
-    def _handle(self, parts: Sequence[zmq.Frame]) -> list[RemoteChannel]:
+    def _handle(self, parts: Sequence[zmq.Frame]) -> list[TcpChannel]:
         """Handle one message. Returns the channels that have ended."""
         name, body = parts[0].bytes, parts[1].bytes if len(parts) > 1 else b""
         channel = self._channels.get(name)
@@ -339,7 +339,7 @@ class RouterSocket:
             # The system reuses descriptors of ended connections, so note their ends before the new connection.
             ended = self._read_events()
             if channel is None:
-                channel = self._channels[name] = RemoteChannel(self, name)
+                channel = self._channels[name] = TcpChannel(self, name)
             channel.linked = True
             self._by_descriptor[parts[0].get(zmq.SRCFD)] = channel
             if body == _HELLO:
@@ -359,7 +359,7 @@ class RouterSocket:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def end(self, channel: RemoteChannel) -> None:
+    def end(self, channel: TcpChannel) -> None:
         with self._lock:
             self._channels.pop(channel.name, None)
             if channel.closed:

@@ -23,7 +23,7 @@ from graftlab.taps.untraced import outside_compiled_code
 
 
 @dataclass(frozen=True)
-class Offer:
+class WorldOffer:
     """Other peers to go on with, in a run of their own under this plan.
 
     ``on_moved`` is told that run as it begins; ``close`` is called where it never does.
@@ -52,7 +52,7 @@ class JobGrafter(Grafter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._offer: Offer | None = None
+        self._offer: WorldOffer | None = None
         # Not the grafter's own lock, which a thread that waits in a tap may hold.
         self._offering = threading.Lock()
         # What has been ordered, by the version of the plan under which it runs. An order, and the word to forget it,
@@ -91,7 +91,7 @@ class JobGrafter(Grafter):
         """The one in use; for whoever has ended the run."""
         return self._exchange
 
-    def offer(self, offer: Offer | None) -> None:
+    def offer(self, offer: WorldOffer | None) -> None:
         """Go on with these from the end of the step on; None takes back what was offered. Any thread."""
         with self._offering:
             before, self._offer = self._offer, offer

@@ -1,6 +1,6 @@
-"""The desk: the rank's second thread, which talks to the notebook while the model computes.
+"""The control thread of a rank, which talks to the notebook while the model computes on the main thread.
 
-It takes plans, hands on what is to be done, answers questions, and is the first to know that the notebook is gone.
+It receives plans, queues work for the main thread, answers questions, and notices when the notebook is gone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.debugging import stacks_of_other_threads
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Answer,
     AskKeptInput,
@@ -50,27 +50,27 @@ logger = logging.getLogger(__name__)
 MainThreadTask = RunRequest | PlanUpdate | Shutdown
 
 
-def nothing_failed(command: str) -> str:
-    """The answer of what keeps no failures."""
-    raise SessionError("this rank is a job of its own, which keeps no failures; a debugger works where it was started")
+def refuse_post_mortem(command: str) -> str:
+    """Raise :class:`SessionError`, for a rank that keeps no failures."""
+    raise SessionError("this rank is a job, which keeps no failures; start a debugger where the job was started")
 
 
 class ControlThread:
-    """What is for the main thread waits in ``tasks``. ``stop`` becomes readable when the rank shall end.
+    """Receives the notebook's messages; ``tasks`` queues those for the main thread.
 
-    ``interrupt`` is called with the number of a run that is not to go on, ``end`` once, when the notebook is gone, by
-    whatever death, or sends what cannot be read. ``fail`` is told what should not have happened on the desk's thread,
-    which ends with it; without ``fail`` that is an ``end`` too.
+    ``stop`` becomes readable on shutdown. ``interrupt`` is called with the number of a run to interrupt, and ``end``
+    once, when the connection to the notebook is lost or carries a message that cannot be read. ``fail`` is called with
+    an unexpected exception, which ends the thread; without ``fail``, ``end`` is called instead.
     """
 
     def __init__(
         self,
-        line: Line,
+        line: ControlConnection,
         grafter: Grafter,
         kept: KeptPairs,
         interrupt: Callable[[int], None],
         end: Callable[[], None],
-        post_mortem: Callable[[str], str] = nothing_failed,
+        post_mortem: Callable[[str], str] = refuse_post_mortem,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
         self.tasks: queue.SimpleQueue[MainThreadTask] = queue.SimpleQueue()
@@ -97,11 +97,11 @@ class ControlThread:
         self._answer.on(AskKeptMap, self._kept_map)
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
-        """Hand messages of this kind to somebody else, on the desk's thread."""
+        """Call this handler for messages of this kind, on the control thread."""
         self._handle.on(kind, handler)
 
     def on_question(self, kind: type[M], answer: Callable[[M], Answer]) -> None:
-        """Have somebody else answer questions of this kind, on the desk's thread."""
+        """Answer questions of this kind with this function, on the control thread."""
         self._answer.on(kind, answer)
 
     def open(self) -> None:
@@ -114,8 +114,8 @@ class ControlThread:
             if self._fail is not None:
                 self._fail(error)
                 return
-            # Nobody would hear the notebook any more.
-            logger.critical("the desk failed", exc_info=True)
+            # Without this thread the rank would ignore the notebook.
+            logger.critical("the control thread failed", exc_info=True)
             self._end()
 
     def _serve(self) -> None:
@@ -127,14 +127,14 @@ class ControlThread:
                 try:
                     self.take(frame)
                 except GraftError:
-                    # The notebook would wait for ever for what this was about; it hears of an end, and sees the log.
-                    logger.critical("this rank cannot read what the notebook sends", exc_info=True)
+                    # The notebook might wait forever for a reply. It notices the rank's end, and shows this log.
+                    logger.critical("this rank cannot read a message from the notebook", exc_info=True)
                     self._end()
                     return
         self._end()
 
     def take(self, frame: bytes) -> None:
-        """Do what one frame of the notebook says."""
+        """Handle one frame from the notebook."""
         self._handle(unpack_to_rank(frame))
 
     def _on_plan(self, update: PlanUpdate) -> None:
@@ -150,7 +150,7 @@ class ControlThread:
 
     def _on_query(self, query: Query) -> None:
         if isinstance(query.question, AskPostMortem):
-            # It evaluates what a person typed, which may take for ever; the desk is for everybody.
+            # It evaluates an expression that a user typed, which may never return; this thread has other work.
             threading.Thread(target=self._reply, args=(query,), name="graftlab-post-mortem", daemon=True).start()
         else:
             self._reply(query)
@@ -170,20 +170,20 @@ class ControlThread:
         return _packed(self._kept.find(question.name, question.tags, failed=True))
 
     def _kept_map(self, question: AskKeptMap) -> KeptValue:
-        # Reduced here, so that only what is drawn travels, however large the tensors are.
+        # Reduced here, so that only the pixels to draw travel, however large the tensors are.
         pair = self._kept.find(question.name, question.tags)
         return _packed(None if pair is None else difference_map(*_both(pair), dims=question.dims))
 
 
 def _both(pair: KeptPair) -> tuple[Any, Any]:
-    # A pair whose transform failed has only one of them, and is only found for AskKeptInput.
+    # A pair whose transform failed lacks one of them, and only AskKeptInput finds it.
     assert pair.baseline is not None
     assert pair.target is not None
     return pair.baseline, pair.target
 
 
 def packed(value: Any) -> bytes | None:
-    """What a rank has, for a notebook that may trust it."""
+    """Pickle a value for a notebook that trusts this rank; None stays None."""
     return None if value is None else shipping.pack_result(value)
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from graftlab.errors import SessionError
 
-# What would run on from where it failed, or wait for somebody at a terminal.
+# These would resume the failed code, or wait for input from a terminal.
 _REFUSED = frozenset(
     {"c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump", "run", "restart"}
     | {
@@ -32,13 +32,13 @@ _REFUSED = frozenset(
     | {"q", "quit", "exit", "EOF"}
 )
 _LONGEST = 20_000
-# Seconds for which a command waits for the one before.
+# Seconds that a command waits for the previous one.
 _PATIENCE = 2.0
 _ABOVE_USER_CODE = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("worker.py", "namespace.py"))
 
 
 class LastFailure:
-    """Keeps the exception that ended the last work, with all that its frames hold, until the next run."""
+    """Keeps the exception that ended the last run, with its frames, until the next run."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -52,31 +52,31 @@ class LastFailure:
         self._kept = error, debugger
 
     def forget(self) -> None:
-        """Let go of the frames, and of the tensors in them."""
+        """Release the frames, and the tensors in them."""
         self._kept = None
 
     def ask(self, command: str) -> str:
-        """What pdb says to ``w``, ``u``, ``d``, ``l``, ``ll``, ``a``, ``p EXPR``, ``pp EXPR``, or an expression.
+        """Return pdb's output for ``w``, ``u``, ``d``, ``l``, ``ll``, ``a``, ``p EXPR``, ``pp EXPR``, or an expression.
 
         Without a command: the exception, and where it was raised. Raises :class:`SessionError` where no failure is
-        kept, and for commands that would run on.
+        kept, and for commands that would resume the code.
         """
         if not self._asking.acquire(timeout=_PATIENCE):
-            raise SessionError("the command before this one is still running here; session.restart() ends it")
+            raise SessionError("the previous command is still running here; session.restart() ends it")
         try:
             text = self._answer(command.strip())
         finally:
             self._asking.release()
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}\n[and {len(text) - _LONGEST:,} characters more]"
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}\n[and {len(text) - _LONGEST:,} more characters]"
 
     def _answer(self, command: str) -> str:
         if self._kept is None:
-            raise SessionError("no failure is kept: nothing has failed on this rank in the newest run")
+            raise SessionError("no failure is kept: nothing failed on this rank in the newest run")
         error, debugger = self._kept
         word = command.partition(" ")[0]
         if word in _REFUSED:
             raise SessionError(
-                f"{word}: what has failed cannot run on; w, u, d, l, ll, a, p EXPR, pp EXPR and !STATEMENT look at it"
+                f"{word}: failed code cannot be resumed; use w, u, d, l, ll, a, p EXPR, pp EXPR, !STATEMENT"
             )
         debugger.stdout = out = io.StringIO()
         if not command:
@@ -86,7 +86,7 @@ class LastFailure:
 
 
 def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's own code on, where it reaches that."""
+    """Skip the frames above the user's own code; a traceback without any stays whole."""
     at = trace
     while at is not None:
         if at.tb_frame.f_code.co_filename not in _ABOVE_USER_CODE:
@@ -95,11 +95,11 @@ def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-# ---- stacks ------------------------------------------------------------------------------------------
+# ---- stacks ---------------------------------------------------------------------------------------------------------
 
 
 def stacks_of_other_threads() -> str:
-    """The stack of every thread but the one that asks, from the user's code on; ``idle`` where there is none of it."""
+    """Format the stacks of all threads but this one, from the user's code on; ``idle`` for a thread without any."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

@@ -13,7 +13,7 @@ from graftlab.errors import LaunchError
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """One rank's device (``"cpu"``, ``"cuda:1"``) and backend, and what the person should know about the choice."""
+    """One rank's device (``"cpu"``, ``"cuda:1"``) and backend, with notes for the user about the choice."""
 
     device: str
     backend: str
@@ -24,7 +24,7 @@ def assign_devices(places: list[Place], device: str | None, backend: str | None)
     """Give each place a device: ``"cpu"``, ``"cuda"`` (spread in turn), ``"cuda:N"`` (all on one) or None.
 
     None takes the GPUs if there are any. Where ranks of one side share a GPU their group falls back from nccl, which
-    refuses that, to gloo. Raises :class:`LaunchError` for a device or backend that is not there.
+    refuses that, to gloo. Raises :class:`LaunchError` for a device or backend that is not available.
     """
     gpus = torch.cuda.device_count()
     kind, _, index = (device or ("cuda" if gpus else "cpu")).partition(":")

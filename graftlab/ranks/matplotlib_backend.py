@@ -1,6 +1,7 @@
 """pyplot's backend on a rank: ``plt.show()`` sends the open figures to the notebook, and closes them.
 
-Chosen by ``MPLBACKEND`` where the notebook's own backend would be; ``matplotlib.use`` takes another one.
+A module apart, because it imports matplotlib: only a rank that uses pyplot loads it, by ``MPLBACKEND``, which a call
+of ``matplotlib.use`` overrides.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ FigureManager = FigureManagerBase
 
 
 def show(*_: Any, **__: Any) -> None:
-    """Send every open figure, in the order in which they were made, and close them."""
-    to = displays()
+    """Send every open figure, in the order of creation, and close them."""
+    display = displays()
     for figure in map(pyplot.figure, pyplot.get_fignums()):
-        if to is not None:
-            to(figure)
+        if display is not None:
+            display(figure)
         pyplot.close(figure)
 
 
 def show_all_but(result: Any) -> None:
-    """The same at a cell's end, where a notebook shows what is open; ``result`` is shown as the cell's value."""
+    """Show open figures at a cell's end, except ``result``, which is shown as the cell's value."""
     pyplot.close(result)
     show()

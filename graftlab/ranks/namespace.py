@@ -1,4 +1,4 @@
-"""The namespace in which a rank runs functions, expressions and cells: one, for as long as the rank lives."""
+"""The namespace in which a rank runs functions, expressions and cells, for as long as the rank lives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from graftlab.transforms import user_traceback
 
 
 class Namespace:
-    """Does what a run asks for. ``variables`` are those with which expressions and cells run."""
+    """Runs the work of a run. ``variables`` are the globals of expressions and cells."""
 
     def __init__(self) -> None:
-        # Cells run in a real __main__, so that dataclasses and pickle find what they define.
+        # Cells run in a real __main__, so that dataclasses and pickle find the classes defined there.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         self.variables = module.__dict__
@@ -34,7 +34,7 @@ class Namespace:
         self._handle.on(Execute, self._execute)
 
     def run(self, work: Work) -> Any:
-        """The value of the work; raises what the user's code raises."""
+        """Run it and return its value; raises what the user's code raises."""
         return self._handle(work)
 
     def _call(self, call: Call) -> Any:
@@ -43,11 +43,11 @@ class Namespace:
 
     def _evaluate(self, work: Evaluate) -> Any:
         install_source(work.filename, work.source)
-        # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
+        # Without dont_inherit this module's own __future__ imports would apply to the user's code.
         return eval(compile(work.source.strip(), work.filename, "eval", dont_inherit=True), self.variables)
 
     def _execute(self, work: Execute) -> Any:
-        """Execute a cell; like a notebook, its value is that of a last line that is an expression."""
+        """Execute a cell. As in a notebook, its value is that of its last line if that is an expression."""
         install_source(work.filename, work.source)
         tree = parse(work.source, work.filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -58,42 +58,42 @@ class Namespace:
         backend = sys.modules.get("graftlab.ranks.matplotlib_backend")
         if backend is not None:
             backend.show_all_but(value if isinstance(value, sys.modules["matplotlib.figure"].Figure) else None)
-        return unless_large(value)
+        return replace_large(value)
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What the notebook is told of an exception that ended a work."""
+    """Describe the exception that ended a run's work."""
     try:
         pickled: bytes | None = pickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]
     except Exception:
-        # The text is complete; the object only lets the notebook raise the same class.
+        # The text suffices; the object only lets the notebook raise the same class.
         pickled = None
-    message = _told_by(error)
+    message = _message_of(error)
     if isinstance(error, SystemExit):
-        message = f"the code called exit({error.code!r}); the rank goes on"
+        message = f"the code called exit({error.code!r}); the rank keeps running"
     return Failure(type(error).__name__, message, user_traceback(error), pickled)
 
 
-def _told_by(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as problem:
         return f"(its message cannot be shown: str() of it raised {type(problem).__name__})"
 
 
-# ---- a cell's last value --------------------------------------------------------------------------------
+# ---- a cell's last value --------------------------------------------------------------------------------------------
 
 LARGEST_SHOWN = 32 << 20
-"""Bytes up to which the last value of a cell is sent to the notebook."""
+"""Bytes of the largest last value of a cell that is sent to the notebook."""
 
-# What is nested more deeply, or is one of more parts, is not looked at.
+# Values nested more deeply, and parts beyond this number, are not measured.
 _DEPTH = 24
 _PARTS = 10_000
 
 
-def unless_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
-    """The value, or in the place of a large one what says how to get at it."""
+def replace_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
+    """Return the value, or in place of a large one a text that says how to fetch it."""
     size = _size(value, limit, 0, set())
     if size <= limit:
         return value
@@ -104,13 +104,13 @@ def unless_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
     return Unshipped(
         kind,
         f"<{what}: {many}, which stay on the rank. The last value of a cell is shown up to {limit >> 20} MiB; "
-        "`%graft run -o run EXPR` brings all of it, or what you need of it>",
-        "it is large, and was not asked for",
+        "`%graft run -o run EXPR` fetches all of it, or a part that you choose>",
+        "it is large, and was not requested",
     )
 
 
 def _size(value: Any, limit: int, depth: int, seen: set[int]) -> int:
-    """About how many bytes a value takes; where it is more than the limit, perhaps not all of them."""
+    """Estimate the bytes of a value; beyond the limit the estimate may be too low."""
     if depth > _DEPTH or id(value) in seen or isinstance(value, type):
         return 0
     if isinstance(value, (str, bytes, bytearray, memoryview)):
@@ -131,7 +131,7 @@ def _size(value: Any, limit: int, depth: int, seen: set[int]) -> int:
     else:
         parts = list(getattr(value, "__dict__", {}).values())
         count = 0
-    # A number in a container takes about so much.
+    # About the size of a number in a container.
     total = 8 * count
     for part in parts:
         if total > limit:

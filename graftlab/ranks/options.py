@@ -10,7 +10,7 @@ from graftlab.base.world import MAX_RANKS, Place
 from graftlab.errors import LaunchError
 from graftlab.plan.wire import WirePlan
 
-# Seconds; what waits use counts in more than milliseconds of 32 bits.
+# Seconds; poll() counts milliseconds in 32 bits.
 _LONGEST = 1e6
 
 StartMethod = Literal["forkserver", "spawn"]
@@ -20,7 +20,7 @@ StartMethod = Literal["forkserver", "spawn"]
 class LaunchOptions:
     """How to start the ranks; budgets are in bytes a rank, both timeouts in seconds.
 
-    Raises :class:`LaunchError` for what cannot be meant.
+    Raises :class:`LaunchError` for values out of range.
     """
 
     baseline: int
@@ -53,7 +53,7 @@ class LaunchOptions:
 
     @property
     def tap_limit(self) -> float:
-        """Seconds that a tap waits: less than a collective, which may be waiting for the rank with the tap."""
+        """Seconds that a tap waits: less than a collective, which may itself be waiting for this rank."""
         return self.timeout / 2 if self.tap_timeout is None else self.tap_timeout
 
 
@@ -64,11 +64,11 @@ def _require_seconds(name: str, given: object) -> None:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a rank is told before it begins.
+    """Everything that a rank receives when it starts.
 
-    ``store`` is the path of the file through which the ranks of a side find each other; empty where it has no name
-    and comes as a descriptor. ``multiprocessing`` is the start method that the notebook's process uses; None where it
-    has not chosen one.
+    ``store`` is the path of the rendezvous store of its side's process group; empty where that is a file without a
+    name, which is passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where
+    it has not chosen one.
     """
 
     place: Place

@@ -1,6 +1,6 @@
-"""Imported first by the forkserver alone: torch is imported in nine tenths of the time without garbage collections.
+"""Imported first, by the forkserver alone: turns off garbage collection, which is a tenth of the time to import torch.
 
-What is imported is there to stay. :mod:`graftlab.ranks.preload_last`, which is imported last, turns them on again.
+Imported objects stay anyway. :mod:`graftlab.ranks.preload_last`, which is imported last, turns it on again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import signal
 from typing import Any
 
 VARIABLE = "GRAFTLAB_FORKSERVER_OF"
-"""Set for the forkserver: the process that starts it, and that one's folder for temporary files."""
+"""The environment variable of the forkserver: the process that starts it, and the temporary folder of that process."""
 
 on_interrupt: Any = signal.SIG_DFL
-"""What an interrupt did before. Ignored meanwhile: the stop button would end this process, and the next launch meet it
-while it dies."""
+"""The handler of interrupts before. They are ignored during the imports, or the stop button would end this process,
+and the next launch might still find it."""
 
 if VARIABLE in os.environ:
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)

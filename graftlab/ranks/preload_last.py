@@ -1,8 +1,7 @@
-"""Run by the forkserver alone, which outlives a notebook that was killed: removes what that could not.
+"""Imported last, by the forkserver alone, which outlives a killed notebook: removes the temporary folder of that.
 
-multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process ends
-as it should. The forkserver imports this last, so it also keeps all that was imported before from being looked through
-by the garbage collectors of the ranks.
+multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process exits
+normally. This module also hides all earlier imports from the garbage collectors of the ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import signal
 
 from graftlab.ranks.preload_first import VARIABLE, on_interrupt
 
-# Milliseconds in which a process that has hung up is gone; one that only ends its forkserver stays.
+# Milliseconds until a notebook that closed its connection has ended; one that only stopped its forkserver stays.
 _PATIENCE = 1000
 
 
 def remove_after(pid: int, folder: str) -> None:
-    """When this process ends, remove the folder of the process with this number, if that is gone."""
+    """When this process ends, remove the folder of the process ``pid``, if that has ended too."""
     try:
         notebook = os.pidfd_open(pid)
     except (AttributeError, OSError):  # another system
@@ -29,7 +28,7 @@ def remove_after(pid: int, folder: str) -> None:
     own = os.getpid()
 
     def remove() -> None:
-        # Ranks are forks of this process, and their end says nothing.
+        # Ranks are forks of this process, and their ends do not matter here.
         if os.getpid() != own:
             return
         poller = select.poll()
@@ -43,9 +42,9 @@ def remove_after(pid: int, folder: str) -> None:
 
 if VARIABLE in os.environ:
     gc.enable()
-    # Or each rank would copy the memory that torch's own objects lie in, to count their references.
+    # Otherwise the collectors of the ranks would write to the memory of torch's objects, and so copy it.
     gc.freeze()
-    # multiprocessing ignores it from here on, and gives it back to each rank.
+    # From here on multiprocessing ignores interrupts, and restores this handler in each rank.
     signal.signal(signal.SIGINT, on_interrupt)
     _pid, _, _folder = os.environ.pop(VARIABLE).partition(os.pathsep)
     remove_after(int(_pid), _folder)

@@ -20,7 +20,7 @@ from graftlab.ranks.options import RankSpec
 
 
 def set_up_process(spec: RankSpec, store: str) -> None:
-    """Make this process what the notebook is: same folder, import path and environment; and join the side's group."""
+    """Take over the notebook's folder, import path and environment, and join the side's process group."""
     place = spec.place
     os.environ.clear()
     os.environ.update(spec.environ)
@@ -32,7 +32,7 @@ def set_up_process(spec: RankSpec, store: str) -> None:
     )
     sys.path[:] = spec.sys_path
     os.chdir(spec.cwd)
-    # The forkserver has put its own in place, which cannot start what a cell defines: a data loader's workers, say.
+    # The forkserver's own method cannot start functions that a cell defines, such as a data loader's workers.
     multiprocessing.set_start_method(spec.multiprocessing, force=True)
     torch.set_num_threads(spec.threads)
     device = torch.device(spec.device)
@@ -54,7 +54,7 @@ def set_up_process(spec: RankSpec, store: str) -> None:
 
 
 class _QuickFormatter(logging.Formatter):
-    """Formats date and time once a second: each graft logs a line, and its time would cost more than its rest."""
+    """Formats date and time once per second: each graft logs a line, most of whose cost would be its time."""
 
     _second = -1
     _shown = ""
@@ -66,15 +66,15 @@ class _QuickFormatter(logging.Formatter):
         return f"{self._shown},{int(record.msecs):03d}"
 
 
-# ---- its end ------------------------------------------------------------------------------------------
+# ---- its end --------------------------------------------------------------------------------------------------------
 
 
 def die_with_notebook(death_pipe: int) -> None:
-    """Have the system kill this process's group when the notebook's end of the death_pipe is closed, by whatever death.
+    """Have the system kill this process's group when the notebook's end of the death pipe is closed, for any reason.
 
-    The desk ends the process too, but needs the interpreter for it; code that hangs in C without letting go of it would
-    live on forever, and so would the programs that the process has started. What began a session of its own
-    (``start_new_session=True``, ``setsid``) is in another group, and stays.
+    The control thread ends the process too, but needs the interpreter, which code that hangs in C may hold forever; and
+    the programs that the process has started would live on. Programs with their own session
+    (``start_new_session=True``, ``setsid``) are in another group, and stay.
     """
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         fcntl.fcntl(death_pipe, fcntl.F_SETOWN, -os.getpgrp())
@@ -83,6 +83,6 @@ def die_with_notebook(death_pipe: int) -> None:
 
 
 def end_programs_of(pid: int) -> None:
-    """Kill the programs of a process that led a group and has ended; those of a session of their own stay."""
+    """Kill the programs of a group leader that has ended; programs with their own session stay."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

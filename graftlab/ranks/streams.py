@@ -14,17 +14,17 @@ from typing import Any, NoReturn, TextIO
 
 from graftlab.errors import SessionError
 
-# A progress bar may never end its line, so a line of this length is sent unfinished.
+# A line that has reached this length is sent unfinished, as a progress bar may never end its line.
 _LONGEST = 1 << 16
-# So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
+# The notebook shows at most this much per second: more than a reader can follow, and sending more delays the model.
 _LINES_A_SECOND = 10_000
 _CHARACTERS_A_SECOND = 1 << 21
-# Seconds between two states of a progress bar that are shown.
+# Seconds between two displayed states of a progress bar.
 _LIVE_INTERVAL = 0.2
 
 
 def redirect_to(log: str) -> None:
-    """Make this process's standard streams, and those of what it starts, write to ``log``; there is nothing to read."""
+    """Make the standard streams of this process and its programs write to ``log``; there is no input."""
     log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -32,17 +32,16 @@ def redirect_to(log: str) -> None:
     os.dup2(log_descriptor, 2)
     os.close(log_descriptor)
     os.close(nothing)
-    # stdio of a forked process may be anything its parent had; these are the descriptors above.
+    # A forked process has its parent's stream objects; these use the descriptors above.
     refuse_input()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 class LabelledStream(io.TextIOBase):
-    """Writes through to ``log``, and passes only whole lines, a thread's at a time, to ``send``.
+    """Writes through to ``log``, and passes only whole lines of one thread at a time to ``send``.
 
-    Lines that a progress bar writes over and over go to ``show_live`` as they stand, some times a second, and to
-    ``send`` when they are done.
+    Lines that a progress bar rewrites go to ``show_live`` a few times per second, and to ``send`` when they are final.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LabelledStream(io.TextIOBase):
         self._lock = threading.RLock()
         self._unfinished: dict[int, str] = {}
         self._second, self._lines, self._characters = 0, 0, 0
-        self._has_said_so = False
+        self._has_reported_limit = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -96,7 +95,7 @@ class LabelledStream(io.TextIOBase):
             live = self._live[thread] = LiveLines()
             text = self._unfinished.pop(thread, "") + text
         elif live.is_over and not is_live(text) and text != "\n":
-            # No bar goes on after this one, so what follows is a line like any other.
+            # The bar has ended, so this is an ordinary line.
             self._end_live(thread)
             self._take(text)
             return
@@ -115,7 +114,7 @@ class LabelledStream(io.TextIOBase):
             self._show(live.text + "\n")
 
     def _to_log(self, text: str = "") -> None:
-        # The disk may be full, or user code may have closed the descriptor: nothing that a model should end for.
+        # The disk may be full, or user code may have closed the descriptor: no reason to stop a model.
         with contextlib.suppress(OSError, ValueError):
             self._log.write(text) if text else self._log.flush()
 
@@ -127,12 +126,12 @@ class LabelledStream(io.TextIOBase):
             self._lines += text.count("\n")
             self._characters += len(text)
             if self._lines > _LINES_A_SECOND or self._characters > _CHARACTERS_A_SECOND:
-                if self._has_said_so:
+                if self._has_reported_limit:
                     return
-                self._has_said_so = True
+                self._has_reported_limit = True
                 text = (
-                    f"[graftlab: this prints more than {_LINES_A_SECOND} lines or {_CHARACTERS_A_SECOND >> 20} MiB "
-                    f"a second; what is beyond that is in its log only]\n"
+                    f"[graftlab: printed more than {_LINES_A_SECOND} lines or {_CHARACTERS_A_SECOND >> 20} MiB "
+                    f"per second; the rest is only in the log of this rank]\n"
                 )
         self._send(text)
 
@@ -140,7 +139,7 @@ class LabelledStream(io.TextIOBase):
         self._to_log()
 
     def flush_lines(self) -> None:
-        """Send unfinished lines too: whoever began them has ended."""
+        """Send unfinished lines too, at the end of a run."""
         with self._lock:
             for thread in list(self._live):
                 self._end_live(thread)
@@ -154,25 +153,25 @@ class LabelledStream(io.TextIOBase):
 
 _PARTS = re.compile(r"\r|\n|\x1b\[A|\x1b\[[0-9;?]*[A-Za-z]|[^\r\n\x1b]+|\x1b")
 _UP = "\x1b[A"
-# A bar within bars takes a line each; what has been pushed up further than this is done.
+# Nested bars take a line each; lines pushed up further than this are final.
 _MOST_LINES = 8
 _WIDEST = 1000
 
 
 def is_live(text: str) -> bool:
-    """Whether this goes back in its line, or to the one before, which text that only goes on does not."""
+    """Whether the text moves back in its line, or to the previous one."""
     return "\r" in text.replace("\r\n", "\n") or _UP in text
 
 
 class LiveLines:
-    """A few lines of a terminal, of which a bar writes one again and again, and nested bars one each."""
+    """A few lines of a terminal, which progress bars rewrite in place, each bar its own."""
 
     def __init__(self) -> None:
         self._lines = [""]
         self._row = self._column = 0
 
     def write(self, text: str) -> str:
-        """Take in what is written; returns the lines that nothing will be written over any more, with their ends."""
+        """Write the text; returns the lines that have become final, with their line ends."""
         done = ""
         for part in _PARTS.findall(text.replace("\r\n", "\n")):
             if part == "\r":
@@ -194,31 +193,31 @@ class LiveLines:
 
     @property
     def is_over(self) -> bool:
-        """Whether it stands at the beginning of an empty line below all others: a bar may have ended its line."""
+        """Whether the cursor is in an empty last line, as after a bar that has ended its line."""
         return self._row == len(self._lines) - 1 and self._column == 0 and not self._lines[-1] and self._row > 0
 
     @property
     def text(self) -> str:
-        """The lines as they stand."""
+        """The current lines."""
         return "\n".join(line.rstrip() for line in self._lines).rstrip("\n")
 
 
-# ---- stdin ----------------------------------------------------------------------------------------------------
+# ---- stdin ----------------------------------------------------------------------------------------------------------
 
 _INPUT = (
-    "nobody can answer input() on a rank, which has no terminal; pass what it needs as an argument "
+    "input() cannot be answered on a rank, which has no terminal; pass the value as an argument "
     "(session.run(f, f, args=(...,))), or set a variable there with a %%graft cell"
 )
 _DEBUGGER = (
-    "nobody can answer a debugger on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
-    "looks into the frames of what failed there, as this has now, `%graft stacks` (session.stacks()) shows where each "
-    "rank is, and `%%graft target[0]` runs a cell on one rank"
+    "a debugger cannot be used on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
+    "inspects the frames of the last failure there, such as this one, `%graft stacks` (session.stacks()) shows where "
+    "each rank is, and `%%graft target[0]` runs a cell on one rank"
 )
 _DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "IPython.core.debugger"})
 
 
 class RefusedInput(io.TextIOBase):
-    """``sys.stdin`` of a rank. Whatever would read from it raises :class:`SessionError`; it is no terminal."""
+    """``sys.stdin`` of a rank, where each read raises :class:`SessionError`; it is not a terminal."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -102,7 +102,7 @@ def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
         judge(session, VerdictRequest())
     under_way(session, ranks)
     ranks[1].rank.alive = False
-    with pytest.raises(SessionError, match=r"target\[0\] is not there"):
+    with pytest.raises(SessionError, match=r"target\[0\] is missing"):
         judge(session, VerdictRequest())
     ranks[0].rank.alive = False
     with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are missing, and a verdict needs"):

@@ -651,7 +651,7 @@ def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Ses
         session.run(fails, fails)
     failures = caught.value.failures
     assert list(failures) == ["baseline[0]", "target[0]", "target[1]"]
-    assert failures["baseline[0]"] == "the code called exit(4); the rank goes on"
+    assert failures["baseline[0]"] == "the code called exit(4); the rank keeps running"
     assert failures["target[1]"] == "'shard 1'"
     for part in ("baseline[0] raised SystemExit", "target[0] raised KeyError", "target[1] raised KeyError"):
         assert part in str(caught.value)

@@ -21,7 +21,7 @@ from kit.values import assert_values
 
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.exchange.waiter_threads import _Waiter
 from graftlab.ranks import forkserver
@@ -135,14 +135,14 @@ def test_a_segment_that_cannot_be_made_leaves_no_open_descriptor(monkeypatch: py
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = (Channel(end) for end in socket.socketpair())
+def ends() -> Iterator[tuple[SocketChannel, SocketChannel]]:
+    one, other = (SocketChannel(end) for end in socket.socketpair())
     yield one, other
     one.close()
     other.close()
 
 
-def receive(channel: Channel, count: int) -> list[bytes]:
+def receive(channel: SocketChannel, count: int) -> list[bytes]:
     """So many frames, or all until the end of the stream."""
     frames: list[bytes] = []
 
@@ -163,7 +163,7 @@ sizes = st.lists(st.sampled_from([0, 1, 7, 65535, 65536, 65537, 1 << 20, (1 << 2
 
 @given(sizes)
 def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
+    one, other = (SocketChannel(end) for end in socket.socketpair())
     frames = [os.urandom(length) for length in lengths]
     for frame in frames:
         one.send(frame)
@@ -172,7 +172,7 @@ def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
     other.close()
 
 
-def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> None:
+def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     frames = [os.urandom(1 << 20) for _ in range(32)] + [str(number).encode() for number in range(20_000)]
 
@@ -187,7 +187,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> No
 
 
 @pytest.mark.slow
-def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
+def test_frames_of_several_threads_are_not_torn(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     with eager_threads():
         done = [
@@ -207,7 +207,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     stream = b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
     pieces = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     raw, end = socket.socketpair()
-    channel = Channel(end)
+    channel = SocketChannel(end)
     received: list[bytes] = []
     for start, stop in zip([0, *pieces], pieces, strict=False):
         raw.sendall(stream[start:stop])
@@ -225,7 +225,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     channel.close()
 
 
-def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Channel, Channel]) -> None:
+def test_what_was_sent_before_the_end_still_arrives(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(b"last words")
     one.close()
@@ -233,7 +233,7 @@ def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Channel, Channel
     assert other.closed
 
 
-def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[Channel, Channel]) -> None:
+def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     other.close()
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[Channel, Channel
 
 
 @pytest.mark.parametrize("who", ["sender", "reader"])
-def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[Channel, Channel]) -> None:
+def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(bytes(32 << 20))
     poller = select.poll()
@@ -259,7 +259,7 @@ def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[Ch
     assert one.drain(DEADLINE)
 
 
-def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[Channel, Channel]) -> None:
+def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     other.send(b"unread")
     one.close()

@@ -20,7 +20,7 @@ from kit.support import wait_until
 
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
 from graftlab.exchange.keys import derive_keys, new_token
-from graftlab.exchange.tcp import FrameWithPayload, RemoteChannel, RouterSocket
+from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
         post.close()
 
 
-def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[RemoteChannel, RemoteChannel]:
+def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
     """Both ends of a connection; the second post has made it."""
     first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
@@ -47,7 +47,7 @@ def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[RemoteChannel, Rem
     return theirs, ours
 
 
-def heard(channel: RemoteChannel, count: int) -> list[bytes]:
+def heard(channel: TcpChannel, count: int) -> list[bytes]:
     frames: list[bytes] = []
 
     def enough() -> bool:
@@ -228,7 +228,7 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
     frame = PublishFrame(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
     channel = world.baseline.channels[0]
-    assert isinstance(channel, RemoteChannel)
+    assert isinstance(channel, TcpChannel)
     channel.send(encode(frame), memoryview(attached) if attached else None)
     receipt = world.target.receive(key())
     receipt.release()

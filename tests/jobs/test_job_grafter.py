@@ -16,7 +16,7 @@ from graftlab.base.tags import TagItems
 from graftlab.base.world import RunInfo
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.job_grafter import JobGrafter, Offer
+from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 
@@ -49,10 +49,10 @@ class Job:
         return float(taken[0])
 
     def offer(self, mailbox: Mailbox, run: RunInfo) -> list[str]:
-        """Offer to go on in another world; the list tells when that is closed instead."""
+        """WorldOffer to go on in another world; the list tells when that is closed instead."""
         closed: list[str] = []
         self.grafter.offer(
-            Offer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))
+            WorldOffer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))
         )
         self.mailbox = mailbox
         return closed

@@ -13,10 +13,10 @@ from typing import Any
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import StatusPage
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.devices import DeviceAssignment
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import ToRank, unpack_to_rank
 from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.schema import Row
@@ -55,13 +55,21 @@ class TalkingRank:
         log.write_text(f"the last words of {place.label}\n")
         self.process = _Process()
         self.rank = RankProcess(
-            place, DeviceAssignment("cpu", "gloo"), self.process, Channel(ours), bell, death_pipe, segment, log, log
+            place,
+            DeviceAssignment("cpu", "gloo"),
+            self.process,
+            SocketChannel(ours),
+            bell,
+            death_pipe,
+            segment,
+            log,
+            log,
         )
         os.close(segment)
         self.rank.pid = os.getpid()
-        self.channel = Channel(theirs)
+        self.channel = SocketChannel(theirs)
         self.bell = their_bell
-        self.line = Line(self.channel, their_bell)
+        self.line = ControlConnection(self.channel, their_bell)
         self.signals: list[int] = []
         self.rank.end_programs = lambda: None  # type: ignore[method-assign]
         self.rank.signal = self.signals.append  # type: ignore[method-assign]

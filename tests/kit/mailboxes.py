@@ -19,13 +19,13 @@ import torch.multiprocessing
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import Channel, SocketChannel
 from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.status_page import StatusPage
-from graftlab.exchange.tcp import RemoteChannel, RouterSocket
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -80,7 +80,7 @@ class Mailbox:
         place: Place,
         exchange: Exchange[Any],
         page: StatusPage,
-        channels: Sequence[Channel | RemoteChannel],
+        channels: Sequence[Channel],
         put: Put = as_it_is,
         gpu: Any = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Mailbox:
         for channel in self.channels:
             channel.close()
         for channel in self.channels:
-            if isinstance(channel, RemoteChannel):
+            if isinstance(channel, TcpChannel):
                 channel._router.close()
 
 
@@ -257,17 +257,17 @@ def make_mailbox(
     place: Place,
     segments: list[int],
     size: int,
-    links: Mapping[int, socket.socket | RemoteChannel],
+    links: Mapping[int, socket.socket | TcpChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
-    channels = {rank: Channel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
+    channels = {rank: SocketChannel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
     arenas = {
         rank: Arena(descriptor, size, writable=rank == place.world_rank)
         for rank, descriptor in enumerate(segments)
-        if not isinstance(channels.get(rank), RemoteChannel)
+        if not isinstance(channels.get(rank), TcpChannel)
     }
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
@@ -300,7 +300,7 @@ TOKEN = new_token()
 _MARK = b"all before this has been delivered"
 
 
-def _take_mark(channel: RemoteChannel) -> bool:
+def _take_mark(channel: TcpChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
     channel._router.pump()
     channel._router.wake()
@@ -319,7 +319,7 @@ def make_posts(count: int) -> list[RouterSocket]:
     return [make_post(rank) for rank in range(count)]
 
 
-Remote = dict[int, RemoteChannel]
+Remote = dict[int, TcpChannel]
 
 
 def connect_all(posts: list[RouterSocket]) -> dict[int, Remote]:

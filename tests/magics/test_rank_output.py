@@ -109,7 +109,7 @@ def test_a_failure_is_looked_into_at_a_prompt_and_with_single_commands(notebook:
     assert reply.stdout.startswith("ValueError: no such scale: 6\n")
     assert "q: the end\n6\n" in reply.stdout
     assert "fails(3)" in reply.stdout
-    assert reply.stdout.count("cannot run on") == 2, "an empty answer repeats the command before"
+    assert reply.stdout.count("cannot be resumed") == 2, "an empty answer repeats the command before"
     assert typed(notebook, "%graft debug target[1] d").error == ""
     assert typed(notebook, "%graft debug target[1] p factor, scale").stdout == "(3, 6)\n"
     missing = notebook.run("%graft debug target p 1")

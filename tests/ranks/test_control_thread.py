@@ -1,4 +1,4 @@
-"""The desk takes plans and jobs, answers questions while the model computes, and tells when the notebook is gone."""
+"""The control thread receives plans and tasks, answers questions during a run, and reports a lost notebook."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kit.deadline import DEADLINE
 
 from graftlab.base import shipping
 from graftlab.base.world import RunInfo
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.control_thread import ControlThread
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     AskKeptInput,
     AskKeptMap,
@@ -49,19 +49,19 @@ BASELINE, TARGET = torch.arange(12.0).view(3, 4), torch.zeros(3, 4)
 
 
 class Notebook:
-    """The other end of the desk's line, and what the desk has told the rest of its rank."""
+    """The other end of the connection, and a record of the calls that the control thread made."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         bell, self.bell = socket.socketpair()
-        self.channel = Channel(ours)
+        self.channel = SocketChannel(ours)
         self.offered: list[GraftPlan] = []
         self.interrupted: list[int] = []
         self.ended = threading.Event()
         self.kept = KeptPairs()
         self.numbers = 0
         grafter: Any = SimpleNamespace(offer_plan=self.offered.append)
-        line = Line(Channel(theirs), bell)
+        line = ControlConnection(SocketChannel(theirs), bell)
         self.control = ControlThread(line, grafter, self.kept, self.interrupted.append, self.ended.set)
         self.control.open()
 
@@ -69,7 +69,7 @@ class Notebook:
         self.channel.send(pack(message))
 
     def ask(self, question: Any) -> Any:
-        """The answer; whatever was sent before is then done."""
+        """Return the answer; all earlier messages have been handled then."""
         self.numbers += 1
         self.send(Query(self.numbers, question))
         poller = select.poll()
@@ -96,7 +96,7 @@ def notebook() -> Iterator[Notebook]:
     assert made.ended.wait(DEADLINE)
 
 
-def test_plans_are_offered_and_jobs_wait_in_order_for_the_main_thread(notebook: Notebook) -> None:
+def test_plans_are_offered_and_tasks_wait_in_order_for_the_main_thread(notebook: Notebook) -> None:
     request = RunRequest(RunInfo(0, 0, (0, 1)), to_wire(PLAN), Evaluate("1", "<graft cell 1>"))
     notebook.send(PlanUpdate(to_wire(PLAN)))
     notebook.send(request)
@@ -106,14 +106,14 @@ def test_plans_are_offered_and_jobs_wait_in_order_for_the_main_thread(notebook: 
     assert tasks == [PlanUpdate(to_wire(PLAN)), request]
 
 
-def test_an_interrupt_is_told_at_once_and_not_left_for_the_main_thread(notebook: Notebook) -> None:
+def test_an_interrupt_is_handled_at_once_and_not_queued(notebook: Notebook) -> None:
     notebook.send(Interrupt(7))
     notebook.ask(AskKeptTags(False))
     assert notebook.interrupted == [7]
     assert notebook.control.tasks.empty()
 
 
-def test_a_shutdown_wakes_whoever_waits_for_a_job_or_for_the_others(notebook: Notebook) -> None:
+def test_a_shutdown_wakes_waits_for_tasks_and_for_other_ranks(notebook: Notebook) -> None:
     poller = select.poll()
     poller.register(notebook.control.stop, select.POLLIN)
     assert not poller.poll(0)
@@ -123,7 +123,7 @@ def test_a_shutdown_wakes_whoever_waits_for_a_job_or_for_the_others(notebook: No
     assert poller.poll(0)
 
 
-def test_where_the_threads_are_is_told_from_the_users_code_on(notebook: Notebook) -> None:
+def test_stacks_begin_at_the_users_code(notebook: Notebook) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def a_users_function() -> None:
@@ -142,7 +142,7 @@ def test_where_the_threads_are_is_told_from_the_users_code_on(notebook: Notebook
     assert "graftlab-control" not in answer.text
 
 
-def test_what_is_kept_is_listed_by_its_plain_tags(notebook: Notebook) -> None:
+def test_kept_pairs_are_listed_by_their_plain_tags(notebook: Notebook) -> None:
     notebook.keep("x", step=0, layer=1 << 70, dtype=torch.bfloat16)
     notebook.keep("y", None, step=1)
     assert notebook.ask(AskKeptTags(False)).tags == [
@@ -151,7 +151,7 @@ def test_what_is_kept_is_listed_by_its_plain_tags(notebook: Notebook) -> None:
     assert [tags["name"] for tags in notebook.ask(AskKeptTags(True)).tags] == ["x", "y"]
 
 
-def test_a_kept_pair_is_sent_whole_or_reduced_and_only_where_it_fits(notebook: Notebook) -> None:
+def test_a_kept_pair_is_sent_whole_or_reduced_if_its_tags_match(notebook: Notebook) -> None:
     notebook.keep("x", layer=3)
     notebook.keep("failed", None)
     baseline, target = shipping.unpack_result(notebook.ask(AskKeptPair("x", {"layer": 3})).packed)
@@ -167,7 +167,7 @@ def test_a_kept_pair_is_sent_whole_or_reduced_and_only_where_it_fits(notebook: N
     assert kept.value is None
 
 
-def test_a_question_that_cannot_be_answered_is_refused_and_the_next_one_answered(notebook: Notebook) -> None:
+def test_an_unanswerable_question_is_refused_and_the_next_one_answered(notebook: Notebook) -> None:
     notebook.keep("x")
     refused = notebook.ask(AskKeptMap("x", {}, (0, 7)))
     assert isinstance(refused, Refusal)
@@ -175,7 +175,7 @@ def test_a_question_that_cannot_be_answered_is_refused_and_the_next_one_answered
     assert notebook.ask(AskKeptTags(False)).tags == [{"name": "x"}]
 
 
-def test_the_end_of_the_notebook_is_told_once(notebook: Notebook) -> None:
+def test_the_end_of_the_notebook_is_reported_once(notebook: Notebook) -> None:
     notebook.channel.close()
     assert notebook.ended.wait(DEADLINE)
 
@@ -185,12 +185,12 @@ def test_the_end_of_the_notebook_is_told_once(notebook: Notebook) -> None:
     [b"garbage", pack(PlanUpdate(to_wire(PLAN)))[:-1], pack(Reply(1, KeptValue(None)))],
     ids=["garbage", "cut short", "for the notebook"],
 )
-def test_what_cannot_be_read_is_the_end_with_the_reason_in_the_log(
+def test_an_unreadable_message_ends_the_rank_with_the_reason_in_its_log(
     frame: bytes, notebook: Notebook, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL, "graftlab"):
         notebook.channel.send(frame)
         assert notebook.ended.wait(DEADLINE)
-    assert "cannot read what the notebook sends" in caplog.text
+    assert "cannot read a message from the notebook" in caplog.text
     assert "MessageError" in caplog.text
     assert notebook.offered == []

@@ -49,6 +49,6 @@ def test_ranks_are_spread_over_gpus_and_those_of_a_side_that_share_one_get_gloo(
 
 @pytest.mark.parametrize("gpus", [0, 2], indirect=True)
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "tpu"])
-def test_a_device_that_is_not_there_is_refused(gpus: None, device: str) -> None:
+def test_an_unavailable_device_is_refused(gpus: None, device: str) -> None:
     with pytest.raises(LaunchError, match=f"device='{device}'"):
         assign_devices(PLACES, device, None)

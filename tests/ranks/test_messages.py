@@ -1,4 +1,4 @@
-"""Every message arrives as it was sent, only where it belongs, and what is none is refused by name."""
+"""Every message arrives as it was sent, and only in its direction; anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ FROM_RANK = [
 
 
 def parts_of(message: Any) -> set[type]:
-    """The types of a message and of the messages in it."""
+    """The types of a message and of the messages that it contains."""
     inner = [
         value for value in map(message.__getattribute__, message.__struct_fields__) if isinstance(value, msgspec.Struct)
     ]
     return {type(message)}.union(*map(parts_of, inner))
 
 
-def test_the_samples_here_are_of_every_message_there_is() -> None:
+def test_there_is_a_sample_of_every_message() -> None:
     concrete = {
         kind
         for kind in vars(messages).values()
@@ -156,14 +156,14 @@ def test_the_samples_here_are_of_every_message_there_is() -> None:
 
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
-def test_what_the_notebook_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+def test_messages_to_a_rank_arrive_equal_and_are_refused_from_one(message: Any) -> None:
     assert unpack_to_rank(pack(message)) == message
     with pytest.raises(MessageError, match=type(message).__name__):
         unpack_from_rank(pack(message))
 
 
 @pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
-def test_what_a_rank_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+def test_messages_from_a_rank_arrive_equal_and_are_refused_by_one(message: Any) -> None:
     assert unpack_from_rank(pack(message)) == message
     with pytest.raises(MessageError, match=type(message).__name__):
         unpack_to_rank(pack(message))
@@ -191,11 +191,11 @@ def test_an_unknown_message_is_refused_by_name(unpack: Any) -> None:
         ({"type": "PlanAdopted", "version": "3", "step": 1}, r"Expected `int`, got `str` - at `\$.version`"),
         ({"type": "PlanAdopted", "version": 3}, "missing required field `step`"),
         ({"type": "PlanAdopted", "version": 3, "step": 1, "more": 1}, "unknown field `more`"),
-        ({"type": "TapSeen", "tags": {"layer": [3]}}, "tag 'layer' has no plain value but a list"),
+        ({"type": "TapSeen", "tags": {"layer": [3]}}, "tag 'layer' has a value that is not plain: a list"),
         ({"type": "Reply", "number": 1, "answer": {"type": "Hello", "pid": 3}}, "Invalid value 'Hello'"),
         (
             {"type": "Reply", "number": 1, "answer": {"type": "KeptTags", "tags": [{"a": {}}]}},
-            "tag 'a' has no plain value",
+            "tag 'a' has a value that is not plain",
         ),
     ],
 )
@@ -212,14 +212,14 @@ def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
 
 
 @given(st.sampled_from(TO_RANK), st.integers(0, 10_000), st.integers(0, 255))
-def test_a_damaged_message_is_refused_or_is_one(message: Any, at: int, byte: int) -> None:
+def test_a_damaged_message_is_refused_or_valid(message: Any, at: int, byte: int) -> None:
     frame = bytearray(pack(message))
     frame[at % len(frame)] = byte
     with contextlib.suppress(MessageError):
         assert type(unpack_to_rank(bytes(frame))) in get_args(ToRank)
 
 
-def test_a_frame_that_is_a_pickle_is_not_opened(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_frame_is_not_loaded(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "was run",)
@@ -234,7 +234,7 @@ def test_a_frame_that_is_a_pickle_is_not_opened(tmp_path: Path) -> None:
 # ---- dispatch -------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_goes_to_its_handler_with_whatever_the_dispatch_is_called_with() -> None:
+def test_dispatch_passes_its_arguments_to_the_handler() -> None:
     handle = Dispatch[[str], str]()
     handle.on(Hello, lambda hello, label: f"{label} is {hello.pid}")
     handle.on(Output, lambda output, label: f"{label} says {output.text}")
@@ -242,8 +242,8 @@ def test_a_message_goes_to_its_handler_with_whatever_the_dispatch_is_called_with
     assert handle(Hello(7), "baseline[0]") == "baseline[0] is 7"
 
 
-def test_a_message_without_a_handler_is_an_error_that_names_it_and_those_that_have_one() -> None:
+def test_a_message_without_a_handler_is_an_error_that_lists_the_handled_ones() -> None:
     handle = Dispatch[[], None]()
     handle.on(Hello, lambda hello: None)
-    with pytest.raises(MessageError, match="Shutdown is not handled here; what is: Hello"):
+    with pytest.raises(MessageError, match="Shutdown has no handler here; these have: Hello"):
         handle(Shutdown())

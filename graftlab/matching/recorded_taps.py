@@ -1,0 +1,121 @@
+"""What is matched: a tap or a parameter of one side, with its sketch and, where there is room, its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graftlab.base.tags import identity, name_with
+from graftlab.matching.sketch import Sketch, Values, flat_values, sketch_of
+from graftlab.matching.strides import Lookup
+from graftlab.taps.calls import ambient
+
+Fetch = Callable[[str], "Tensor | None"]
+"""Brings the value of one side's tap with this name; None where it cannot."""
+
+BUDGET = 1 << 30
+"""Bytes of values that a recorder keeps, unless told otherwise."""
+
+
+@dataclass
+class RecordedTap:
+    """What one tap of one side showed: a sketch, and the tensor itself where the budget allowed.
+
+    ``kind`` is the class of the module, as far as it is known; ``order`` counts the taps of its side as they ran.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: int
+    sketch: Sketch = field(repr=False)
+    value: Tensor | None = field(default=None, repr=False)
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, value: Tensor, *, kind: str = "", order: int = 0, keep: bool = True) -> RecordedTap:
+        """From a tensor, which is not copied."""
+        dense = value.detach()
+        kept = dense if keep else None
+        return cls(name, kind, tuple(value.shape), value.dtype, order, sketch_of(dense), kept)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sketch.numel * self.dtype.itemsize
+
+    @cached_property
+    def flat(self) -> Values | None:
+        """The values in float64, flat; None where they were not kept."""
+        return None if self.value is None else flat_values(self.value)
+
+    @cached_property
+    def lookup(self) -> Lookup:
+        """Where which value stands: all of them, or only the extremes where the others were not kept."""
+        return Lookup.of_sketch(self.sketch) if self.flat is None else Lookup(self.flat)
+
+    def forget(self) -> None:
+        """Give back what was worked out from the values, and not the values."""
+        self.__dict__.pop("flat", None)
+        self.__dict__.pop("lookup", None)
+
+
+class SketchRecorder:
+    """Takes what taps show and keeps it for matching: copies up to ``budget`` bytes, beyond it sketches alone.
+
+    It has a grafter's ``tap``, so that :func:`graftlab.taps.calls.handled_by` can put it in a rank's place. ``kinds``
+    maps names to classes of modules. A name that comes again is told apart by its tags, or else counted: ``name#1``.
+    """
+
+    def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:
+        self._kinds = dict(kinds or {})
+        self._left = budget
+        self._taps: dict[str, RecordedTap] = {}
+        self.skipped: dict[str, str] = {}
+
+    @property
+    def taps(self) -> list[RecordedTap]:
+        return list(self._taps.values())
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        """See :func:`graftlab.tap`; what is shown is left as it is."""
+        shown = value() if callable(value) and not isinstance(value, Tensor) else value
+        if not isinstance(shown, Tensor) or not shown.numel():
+            self.skipped[name] = "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, no tensor"
+            return value
+        given = {**dict(ambient.get()), **tags}
+        full = name_with(name, dict(identity({**given, "name": name}).tags))
+        count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0
+        full = f"{full}#{count}" if count else full
+        size = shown.numel() * shown.element_size()
+        keep = size <= self._left
+        # A copy: what was shown may be written over before the run is at its end.
+        seen = shown.detach().clone() if keep else shown
+        recorded = RecordedTap.of(full, seen, kind=self._kinds.get(name, ""), order=len(self._taps), keep=keep)
+        recorded.tags = given
+        self._left -= size if keep else 0
+        self._taps[full] = recorded
+        return value
+
+
+def relative_l2(expected: Values, found: Values) -> float:
+    """``||expected - found|| / ||expected||`` over the finite pairs; inf where only one of a pair is finite."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(found)):
+        return float("inf")
+    if not finite.all():
+        expected, found = expected[finite], found[finite]
+    # Not np.linalg.norm, whose threads stand in each other's way on arrays as small as most of these.
+    norm = math.sqrt(float(np.einsum("i,i", expected, expected)))
+    apart = expected - found
+    difference = math.sqrt(float(np.einsum("i,i", apart, apart)))
+    if norm == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / norm

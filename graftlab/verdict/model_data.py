@@ -1,0 +1,143 @@
+"""Data first: whether both sides were given the same inputs, weights and settings, before anybody blames their code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.wording import spans
+
+_WHAT = {"input": "inputs", "param": "weights", "optimizer": "optimizer's settings"}
+_MOST_SHOWN = 6
+
+
+def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of weights and settings as they were given: those of the first step, for later ones were computed."""
+    if not len(frame):
+        return frame
+    chosen: pd.DataFrame = frame[_is_data(frame) & (frame["step"] == frame["step"].min())]
+    return chosen
+
+
+def without_data(frame: pd.DataFrame) -> pd.DataFrame:
+    """All other rows."""
+    if not len(frame):
+        return frame
+    return frame[~_is_data(frame)]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What rows of one run tell of the inputs, weights and settings that both sides had, as rows of one step.
+
+    Weights that were grafted are the same from then on, so of these the rows are those of the run's first step;
+    ``grafted_from`` is the step in which that began.
+    """
+
+    rows: pd.DataFrame
+    grafted_from: int | None
+
+
+def data_of_run(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame) -> RunData:
+    """What the rows of a run tell beside those of two of its steps: one in which no tap was grafted, and one in which
+    every tap was. There may be no row of the former. Rows of steps after the latter do not count.
+    """
+    first = compared if len(compared) else grafted
+    measured = run[run["status"].isin(MEASURED) & (run["step"] <= grafted["step"].max())]
+    data = measured[_is_data(measured)]
+    written = data.loc[data["status"] == "grafted", "step"]
+    weights = data[data["step"] == data["step"].min()] if len(written) else first[_is_data(first)]
+    rows = pd.concat([weights, without_data(first)]).assign(step=0)
+    return RunData(rows, int(written.min()) if len(written) else None)
+
+
+def _is_data(frame: pd.DataFrame) -> pd.Series[bool]:
+    return pd.Series(np.fromiter(map(is_data, frame["tags"]), bool, len(frame)), index=frame.index)
+
+
+def input_names(frame: pd.DataFrame) -> list[str]:
+    """The taps that show what the model was given: those of kind ``input``, and integers before all computation.
+
+    Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
+    ``frame`` is in execution order.
+    """
+    found: dict[str, None] = {}
+    leads = True
+    for row in records(without_data(frame)):
+        leads = leads and roundoff(coarser_dtype(row)) == 0
+        if kind_of(row["tags"]) == "input" or (leads and row["status"] in MEASURED):
+            found[row["name"]] = None
+    return list(found)
+
+
+def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None) -> list[str]:
+    """A sentence for each kind of data that the two sides were given differently, in a run without grafts.
+
+    Weights of another dtype may be rounded: they differ above ``threshold`` times what one rounding comes to.
+
+    Inputs of later steps may follow from what was computed before, as a decode's tokens do. So only those count that
+    differ in ``grafted`` too, the rows of a run in which every tap had the baseline's values.
+    """
+    names = set(input_names(compared))
+    first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
+    inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
+    later = [] if grafted is None else _later_inputs(grafted, names)
+    rows = [
+        *(("input", row) for row in (*records(inputs), *later)),
+        *((_kind(row), row) for row in records(data_rows(compared))),
+    ]
+    differing: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for kind, row in rows:
+        if row["status"] in MEASURED and _differs(row, threshold):
+            group = group_of(row["name"])
+            differing.setdefault(kind, {}).setdefault(group, []).append(row)
+    return [
+        f"The {_WHAT[kind]} differ already: {_listed(groups)}. What the code does with them is judged below."
+        for kind, groups in differing.items()
+    ]
+
+
+def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
+    """Inputs after the first step, with their step, counted from 0, as ``later``."""
+    if not len(grafted):
+        return []
+    first = grafted["step"].min()
+    rows = grafted[(grafted["step"] > first) & grafted["name"].isin(names) & ~_is_data(grafted)]
+    return [
+        {**row, "later": int(row["step"] - first)} for row in records(rows) if kind_of(row["tags"]) in (None, "input")
+    ]
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return str(row["tags"]["kind"])
+
+
+def _differs(row: Mapping[str, Any], threshold: float) -> bool:
+    if row["nonfinite_differ"]:
+        return True
+    distance = row["rel_l2"]
+    return distance is not None and distance > threshold * roundoff(coarser_dtype(row))
+
+
+def _listed(groups: Mapping[str, list[dict[str, Any]]]) -> str:
+    parts = []
+    for group, rows in list(groups.items())[:_MOST_SHOWN]:
+        layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
+        where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+        steps = sorted({row.get("later", 0) for row in rows})
+        if 0 not in steps:
+            where += f" in step{'s' if len(steps) > 1 else ''} {spans(steps)}"
+        if any(row["nonfinite_differ"] for row in rows):
+            size = "not finite on one side"
+        else:
+            size = f"rel_l2 {max(row['rel_l2'] for row in rows):.2g}"
+        parts.append(f"{group}{where} ({size})")
+    left = len(groups) - _MOST_SHOWN
+    return ", ".join(parts) + (f" and {left} more" if left > 0 else "")

@@ -1,0 +1,101 @@
+"""Gradients that differ by the number of ranks alone, and even out, are no fault; anything else about them is."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+
+from graftlab.diffs.measure import measure
+from graftlab.rows.schema import STATISTICS, Row, statistics_of
+from graftlab.verdict.added import added_frame, named_groups
+from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
+
+NAMED = ["out@grad", "up.weight@param_grad"]
+BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
+
+
+def rows_of(grad: list[float], weights: list[float]) -> pd.DataFrame:
+    """Two ranks on which the gradients of ``out`` and of a weight are so many times the baseline's; values differ."""
+    made = []
+    for name, tags, factors in (
+        ("act", {}, [1.3, 1.3]),
+        ("out", {"kind": "grad"}, grad),
+        ("up.weight", {"kind": "param_grad"}, weights),
+    ):
+        for rank, factor in enumerate(factors):
+            statistics = measure(BASELINES, BASELINES * factor)
+            row = Row(
+                run=1,
+                step=0,
+                order=len(made) // 2,
+                name=name,
+                tags=tags,
+                direction="b2t",
+                side="target",
+                rank=rank,
+                status="grafted",
+                senders=[0],
+                dtype="float32",
+            )
+            held = dict(zip(STATISTICS, statistics_of(statistics), strict=True))
+            made.append({**row._asdict(), **held})
+    return pd.DataFrame(made)
+
+
+def evens_out(
+    grad: list[float], weights: list[float], baseline: int, target: int, ungrafted: tuple[float, float] = (1.0, 1.0)
+) -> GradientScaling:
+    """``ungrafted`` is how many times the baseline's the weight's gradients are where nothing is grafted."""
+    grafted = rows_of(grad, weights)
+    frame = added_frame(grafted, {}, compared=rows_of(grad, list(ungrafted)), constant=1e-5)
+    return gradient_scaling(frame, grafted, named_groups(frame, 5.0), baseline, target, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("grad", "weights", "sizes"),
+    [([2.0, 2.0], [0.5, 0.5], (1, 2)), ([2.004, 1.996], [0.501, 0.5], (1, 2)), ([0.5, 0.5], [2.0, 2.0], (4, 2))],
+)
+def test_the_factor_that_the_numbers_of_ranks_explain_evens_out(
+    grad: list[float], weights: list[float], sizes: tuple[int, int]
+) -> None:
+    assert list(evens_out(grad, weights, *sizes).groups) == NAMED
+
+
+@pytest.mark.parametrize(
+    ("grad", "weights", "sizes"),
+    [
+        # Nobody averages; averaged twice; another scale; on one rank alone.
+        ([2.0, 2.0], [1.0, 1.0], (1, 2)),
+        ([2.0, 2.0], [0.25, 0.25], (1, 2)),
+        ([3.0, 3.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 1.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [0.5, 1.0], (1, 2)),
+        ([1.0, 1.0], [0.5, 0.5], (1, 2)),
+        # As far from the baseline's, and not by that factor.
+        ([0.0, 0.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [1.5, 1.5], (1, 2)),
+        ([-2.0, -2.0], [0.5, 0.5], (1, 2)),
+        ([2.0, 2.0], [float("nan"), 0.5], (1, 2)),
+    ],
+)
+def test_any_other_difference_stays_named(grad: list[float], weights: list[float], sizes: tuple[int, int]) -> None:
+    assert evens_out(grad, weights, *sizes).groups == ()
+
+
+def test_a_loss_that_is_scaled_and_unscaled_evens_out_where_the_weights_gradients_agree() -> None:
+    evened = evens_out([1024.0, 1024.0], [1 / 1024, 1 / 1024], 2, 2)
+    assert list(evened.groups) == NAMED
+    assert "values are 1024 times the baseline's; made from the baseline's" in evened.told
+    # One per cent is within what the factors may be off, and not within rounding.
+    for others in ((1.005, 1.005), (1.0, 1.005), (float("nan"), 1.0)):
+        assert evens_out([1024.0, 1024.0], [1.005 / 1024, 1.005 / 1024], 2, 2, others).groups == ()
+
+
+def test_it_is_told_with_the_factors() -> None:
+    said = evens_out([0.5, 0.5], [2.0, 2.0], 4, 2).told
+    assert (
+        "2 ranks gradients are 1/2 times the baseline's; made from the baseline's, the gradients of weights are 2 times"
+        in said
+    )
+    assert said.endswith("is not named (out@grad, up.weight@param_grad).")

@@ -1,0 +1,60 @@
+"""Grafts into copies, which nothing of the model reads, are told by what comes after them."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+
+from graftlab.base.tap_groups import group_of
+from graftlab.verdict.added import unread_grafts, unread_grafts_text
+
+
+def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
+    """Taps in execution order: a name, its error without grafts, and what is left of it when all others are grafted."""
+    lines = [
+        {"name": name, "group": group_of(name), "step": 0, "order": order, "rank": rank}
+        | {"error": error, "added": added, "error_ratio": error * 1e6, "ratio": added * 1e6}
+        for order, (name, error, added) in enumerate(taps)
+    ]
+    return pd.DataFrame(lines)
+
+
+@pytest.mark.parametrize(
+    ("taps", "groups"),
+    [
+        # The fault is at l.0; the graft of a copy leaves the next taps as they were.
+        ([("x", 0, 0), ("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2), ("out", 0.3, 0.3)], ["l.*"]),
+        # The graft is taken: what comes after has no error any more, or another one.
+        ([("x", 0, 0), ("l.0", 0.1, 0.1), ("l.1", 0.2, 0), ("out", 0.3, 0)], []),
+        ([("l.0", 0.1, 0.1), ("l.1", 0.2, 0.15), ("out", 0.3, 0.3)], []),
+        # Two branches: what the first is read by comes later.
+        ([("q", 0.1, 0.1), ("k", 0.2, 0.2), ("attn", 0.3, 0)], []),
+        # Nothing after it is named, so nothing can be inherited.
+        ([("l.0", 0.1, 0.1), ("aside", 0, 0)], []),
+        # What cannot be measured tells nothing.
+        ([("l.0", 0.1, 0.1), ("l.1", math.nan, math.nan), ("out", 0.3, 0.3)], []),
+        ([], []),
+    ],
+)
+def test_a_graft_after_which_every_error_stays_did_not_reach_the_model(
+    taps: list[tuple[str, float, float]], groups: list[str]
+) -> None:
+    made = frame(*taps) if taps else frame(("x", 0, 0)).iloc[:0]
+    assert unread_grafts(made, 5.0) == groups
+    if taps:
+        assert unread_grafts(pd.concat([made, frame(*taps, rank=1)]), 5.0) == groups
+
+
+def test_gradients_go_the_other_way_and_are_left_out() -> None:
+    made = frame(("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2))
+    made["group"] += "@grad"
+    assert unread_grafts(made, 5.0) == []
+
+
+def test_the_sentence_names_the_first_groups_and_says_what_to_write() -> None:
+    assert unread_grafts_text([]) == []
+    (said,) = unread_grafts_text(["a", "b", "c", "d"])
+    assert said.startswith("what a, b, c and 1 more passes on: grafting it changed no tap after it.")
+    assert said.endswith("Write h = gl.tap(name, h).")
