@@ -117,7 +117,7 @@ def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, t
     if not keep:
         return "Set session.edit(keep=...) to a filter that matches the tap, and run again"
     if any(compile_filter(keep).matches(tap) for tap in meant):
-        why = "matches the tap, but no pair has been kept since that plan is in force; run again"
+        why = "matches the tap, but no pair has been kept since that plan took effect; run again"
     else:
         why = "does not match the tap; widen it with session.edit(keep=...), and run again"
     return f"The plan's keep filter, {keep}, {why}"

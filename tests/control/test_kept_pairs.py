@@ -22,7 +22,7 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
             "layer == 3",
             "h",
             {"layer": 3, "step": 9},
-            "matches the tap, but no pair has been kept since that plan is in force",
+            "matches the tap, but no pair has been kept since that plan took effect",
         ),
         ("True", "hh", {}, "No tap seen so far is called 'hh'; did you mean 'h'?"),
         ("True", "zzz", {}, "No tap seen so far is called 'zzz'"),
@@ -91,7 +91,7 @@ def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl
         session.tensors("other")
     session.edit(keep="True")
     with pytest.raises(
-        gl.SessionError, match="matches the tap, but no pair has been kept since that plan is in force; run again"
+        gl.SessionError, match="matches the tap, but no pair has been kept since that plan took effect; run again"
     ):
         session.tensors("other")
 
