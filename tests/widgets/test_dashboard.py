@@ -179,7 +179,7 @@ def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: Bo
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
     assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
-    assert "This pair is of step" not in board.shown("pair")
+    assert "This pair is from step" not in board.shown("pair")
     session.edit(keep=None)
     later = session.run(own, own)
     board.settle()
