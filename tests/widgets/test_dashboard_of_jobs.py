@@ -82,7 +82,7 @@ def board(jobs: Jobs, simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> It
     made.close()
 
 
-def test_a_side_that_was_started_again_shows_its_generation_in_its_line(jobs: Jobs, board: Screen) -> None:
+def test_a_restarted_side_shows_its_generation_in_its_line(jobs: Jobs, board: Screen) -> None:
     def shown() -> list[tuple[str, str]]:
         """What stands for each rank, and its state."""
         board.panel.refresh()
