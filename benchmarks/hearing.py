@@ -15,8 +15,8 @@ from benchmarks.rows import a_row
 from graftlab.base.world import Place
 from graftlab.control.hub import Hub
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
-from graftlab.ranks.devices import Seat
+from graftlab.exchange.channel import SocketChannel
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import FromRank, pack_row
 from graftlab.rows.store import RowStore
@@ -62,7 +62,9 @@ class Hearing:
         for number in range(ranks):
             (here, there), (bell, far_bell) = socket.socketpair(), socket.socketpair()
             place = Place("target", number, 1, ranks)
-            handle = RankHandle(place, Seat("cpu", "gloo"), Channel(here), bell, self._segment, folder / "no.log")
+            handle = RankHandle(
+                place, DeviceAssignment("cpu", "gloo"), SocketChannel(here), bell, self._segment, folder / "no.log"
+            )
             self._handles.append(handle)
             self._ends.append((there, far_bell))
         self._store = RowStore(folder)

@@ -8,9 +8,9 @@ import time
 
 from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.jobs.relay import HOST, Relay
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
+from graftlab.jobs.proxy import SERVER_NAME, Ends, Proxy
 
 
 def measure_remote(setup: Setup) -> list[Line]:
@@ -54,14 +54,14 @@ class _Server:
     def __init__(self, setup: Setup, ranks: int, rows: int) -> None:
         self.hearing = Hearing(setup, ranks, rows)
         self.token = new_token()
-        self._post = Post(keys_of(self.token), HOST, "127.0.0.1")
-        self.port = self._post.port
-        self._relay = Relay(self._post, self._greet)
+        router = RouterSocket(derive_keys(self.token), SERVER_NAME, "127.0.0.1")
+        self.port = router.port
+        self._proxy = Proxy(router, self._accept)
 
-    def _greet(self, far: RemoteChannel, number: bytes) -> None:
+    def _accept(self, far: TcpChannel, number: bytes) -> Ends:
         far.send(b"in")
-        self._relay.join(far, *self.hearing.take_line(int(number)))
+        return self.hearing.take_line(int(number))
 
     def close(self) -> None:
-        self._relay.close()
+        self._proxy.close()
         self.hearing.close()

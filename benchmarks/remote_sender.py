@@ -9,7 +9,7 @@ import time
 
 import zmq
 
-from graftlab.exchange.keys import keys_of
+from graftlab.exchange.keys import derive_keys
 
 # Rows that one rank sends within the time for which its rows are gathered into one message.
 _AT_ONCE = 8
@@ -17,7 +17,7 @@ _LIMIT = 120.0
 
 
 def _connect(port: int, count: int, token: str) -> list[zmq.Socket[bytes]]:
-    keys, context, made = keys_of(token), zmq.Context(), []
+    keys, context, made = derive_keys(token), zmq.Context(), []
     context.set(zmq.MAX_SOCKETS, count + 16)
     for number in range(count):
         socket = context.socket(zmq.DEALER)

@@ -16,9 +16,9 @@ from benchmarks.lines import Line, Setup, Spread, quantity
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.exchange.tcp import RouterSocket
 
 _SIZES = ((64 << 10, 300), (4 << 20, 60), (64 << 20, 10))
 _LIMIT = 300.0
@@ -69,15 +69,15 @@ def _be_a_rank(rank: int, folder: str, token: str, sizes: list[tuple[int, int]],
     dist.destroy_process_group()
 
 
-def _exchange(rank: int, token: str) -> tuple[RankExchange[None], Post]:
-    post = Post(keys_of(token), b"rank %d" % rank, "127.0.0.1")
+def _exchange(rank: int, token: str) -> tuple[RankExchange[None], RouterSocket]:
+    post = RouterSocket(derive_keys(token), b"rank %d" % rank, "127.0.0.1")
     ports: list[int] = [0, 0]
     dist.all_gather_object(ports, post.port)
     channel = post.connect(b"rank 0", "127.0.0.1", ports[0]) if rank else None
     while channel is None or not channel.linked:
         post.pump()
         channel = channel or post.channel_from(b"rank 1")
-    post.rouse()
+    post.wake()
     arena = Arena(*create_segment(), writable=True)
     place = Place("target" if rank else "baseline", 0, 1, 1)
     return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post

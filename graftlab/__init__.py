@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from graftlab.control.loaded_run import load_run
     from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
-    from graftlab.jobs.joining import attach
+    from graftlab.jobs.attach import attach
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
@@ -66,7 +66,7 @@ except PackageNotFoundError:
 _LAZY = {
     "Recording": "graftlab.recordings.recording",
     "record": "graftlab.recordings.recorder",
-    "attach": "graftlab.jobs.joining",
+    "attach": "graftlab.jobs.attach",
     "GraftConfig": "graftlab.config",
     "GraftPlan": "graftlab.plan.plan",
     "GraftTransformInput": "graftlab.transforms",

@@ -28,27 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         "folder", nargs="?", type=Path, help="where they lie (default: $GRAFTLAB_HOME or ~/.graftlab, runs)"
     )
     runs.set_defaults(run=_runs)
-    from graftlab.jobs import script
+    from graftlab.jobs import attach_command
 
     summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
     attach = commands.add_parser("attach", help=summary, description=summary)
-    script.add_arguments(attach)
-    attach.set_defaults(run=script.run)
-    from graftlab.jobs import terminal
-    from graftlab.jobs.joining import forget_first_tap
+    attach_command.add_arguments(attach)
+    attach.set_defaults(run=attach_command.run)
+    from graftlab.jobs import status_commands
+    from graftlab.jobs.attach import forget_first_tap
 
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and the taps that are furthest apart"),
         ("watch", "the same, again and again"),
         ("stacks", "show where the threads of each rank are in the code"),
     ):
-        terminal.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
+        status_commands.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
     summary = "make a join token, for jobs on several machines, in a new file that nobody else can read"
     token = commands.add_parser("token", help=summary, description=summary)
     token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not be there yet")
     token.set_defaults(run=_token)
     arguments = parser.parse_args(argv)
-    if arguments.run is not script.run:
+    if arguments.run is not attach_command.run:
         # Where the environment asks for it, it means jobs, not this command.
         forget_first_tap()
     code: int = arguments.run(arguments)

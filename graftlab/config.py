@@ -236,13 +236,13 @@ class GraftConfig:
             raise ConfigError(
                 f"no filter could ever match a tap: {named} are all blank; compare_filter=True compares all"
             )
-        _ = self.meeting
+        _ = self.rendezvous
         if self.endpoint is not None:
             self.port_range()
         return self
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         """The folder in which the processes of both sides meet on this machine.
 
         Raises :class:`ConfigError` where none is named.

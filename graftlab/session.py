@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,21 +10,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
 from graftlab.config import Endpoint, GraftConfig
-from graftlab.control.core import SessionCore, internals_of, launch_as
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
-from graftlab.control.run_folder import make_run_folder
-from graftlab.errors import LaunchError, PlanError
-from graftlab.jobs.host import listen_as
-from graftlab.jobs.meeting import Meeting
+from graftlab.control.run_folder import describe_session, make_run_folder
+from graftlab.errors import LaunchError, PlanError, SessionError
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.recordings.recorded import Recorded
+from graftlab.rows.store import RowStore
 from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
-    from graftlab.control.checking import Check
-    from graftlab.control.compiling import CompiledComparison
+    from graftlab.control.compiled_comparison import CompiledComparison
     from graftlab.control.replay import Replay
+    from graftlab.control.replica_check import ReplicaCheck
     from graftlab.control.session_plots import SessionPlots
     from graftlab.control.verdicts import Verdict
     from graftlab.matching.proposal import Proposal
@@ -84,10 +87,24 @@ def launch(
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    session = launch_as(Session, options, plan or GraftPlan(), made, append=append)
+    session = _start(options, plan or GraftPlan(), made, append=append)
     sides = {"baseline": baseline, "target": target}
     internals_of(session).default_callees = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
     return session
+
+
+def _start(options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool) -> Session:
+    try:
+        rows = RowStore(folder, append=append)
+    except (SessionError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    try:
+        describe_session(folder, (options.baseline, options.target), rows.first_run)
+        return Session(options, launch_ranks(options, folder, plan), plan, rows, folder)
+    except BaseException:
+        with contextlib.suppress(SessionError):
+            rows.close()
+        raise
 
 
 def _ranks_of(side: int | Recorded) -> int:
@@ -142,9 +159,11 @@ def listen(
         tap_timeout=tap_timeout,
     )
     where = make_run_folder(folder)
-    gate = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
-    session, host = listen_as(Session, options, plan or GraftPlan(), where, Meeting(where), append=append, gate=gate)
-    sys.stdout.write(f"start each job with these variables, and its own command:\n{host.invitation}\n")
+    listen_at = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
+    session, server = open_session_server(
+        Session, options, plan or GraftPlan(), where, Rendezvous(where), append=append, listen_at=listen_at
+    )
+    sys.stdout.write(f"start each job with these variables, and its own command:\n{server.invitation}\n")
     return session
 
 
@@ -262,22 +281,13 @@ class Session(SessionCore):
         >>> session.verdict(forward, forward, args=(x,)).text
         'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
-        from graftlab.control.judging import judge
+        from graftlab.control.judge import judge
+        from graftlab.control.verdict_request import VerdictRequest
 
-        self._verdict = judge(
-            self,
-            baseline,
-            target,
-            output=output,
-            floor=floor,
-            exact=exact,
-            threshold=threshold,
-            explain=explain,
-            args=args,
-            kwargs=kwargs,
-            steps=steps,
-            graft_weights=graft_weights,
+        request = VerdictRequest(
+            baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
+        self._verdict = judge(self, request)
         return self._verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:
@@ -354,7 +364,7 @@ class Session(SessionCore):
         >>> plan = session.edit(pairs=None)
         """
         self._require_workers("run code on")
-        from graftlab.control.matching_runs import match
+        from graftlab.control.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
 
@@ -385,7 +395,7 @@ class Session(SessionCore):
         No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
         """
         self._require_workers("run code on")
-        from graftlab.control.compiling import compare_compiled
+        from graftlab.control.compiled_comparison import compare_compiled
 
         return compare_compiled(self, function, args, kwargs, options, threshold)
 
@@ -398,7 +408,7 @@ class Session(SessionCore):
         mesh: Mapping[str, int] | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Check:
+    ) -> ReplicaCheck:
         """What the ranks of one side should agree on and do not; no other side is needed.
 
         ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. It finds copies
@@ -419,7 +429,7 @@ class Session(SessionCore):
         graftlab.errors.SessionError: check: the target has one rank, which has nobody to agree with; launch ...
         """
         self._require_workers("run code on")
-        from graftlab.control.checking import check
+        from graftlab.control.replica_check import check
 
         return check(self, baseline, target, layouts=layouts, mesh=mesh, args=args, kwargs=kwargs)
 

@@ -49,7 +49,7 @@ ROOMS = [
 # (importer, imported): why this one may go against the order.
 EXCEPTIONS = {
     ("graftlab.transforms.spec", "graftlab"): "the namespace of a transform's source has `gl` in it",
-    ("graftlab.ranks.workplace", "graftlab"): "the namespace in which cells run has `gl` in it",
+    ("graftlab.ranks.namespace", "graftlab"): "the namespace in which cells run has `gl` in it",
     ("graftlab.demo", "graftlab"): "the demo is a user of the package",
 }
 

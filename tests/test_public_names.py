@@ -20,8 +20,8 @@ from kit.in_process import talking_ranks
 from kit.support import reset
 
 import graftlab as gl
-from graftlab.control.checking import Check
 from graftlab.control.replay import Replay
+from graftlab.control.replica_check import ReplicaCheck
 from graftlab.control.verdicts import Verdict
 from graftlab.grafting.trial import Trial
 from graftlab.ranks.options import LaunchOptions
@@ -105,7 +105,7 @@ def listed_under(heading: str) -> list[str]:
     ("heading", "expected"),
     [
         ("A replay", attributes(Replay) | set(Replay.__dataclass_fields__)),
-        ("A check of one side's ranks", attributes(Check) | set(Check.__dataclass_fields__)),
+        ("A check of one side's ranks", attributes(ReplicaCheck) | set(ReplicaCheck.__dataclass_fields__)),
         ("A verdict", attributes(Verdict) | set(Verdict.__dataclass_fields__)),
         ("A trial of a transform", attributes(Trial) | set(Trial.__dataclass_fields__)),
     ],

@@ -50,6 +50,14 @@ def marked_up(markup: str) -> str:
     return _cell("td", markup, "")
 
 
+def rest_of(count: int, of: str, see: str) -> list[str]:
+    """The line below a table of which ``count`` lines are left out: none, or how many and where they are."""
+    if count <= 0:
+        return []
+    text = f"and {count:,} {of} more: <code>{html.escape(see)}</code>"
+    return [f'<tr><td colspan="9" style="{_LEFT}">{text}</td></tr>']
+
+
 def _cell(tag: str, markup: str, kind: str) -> str:
     style = _RIGHT if "number" in kind.split() else _LEFT
     return f'<{tag} class="{kind}" style="{style}">{markup}</{tag}>'

@@ -18,7 +18,7 @@ import torch
 
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, TagError
-from graftlab.jobs.joining import attach
+from graftlab.jobs.attach import attach
 from graftlab.taps import calls
 from graftlab.taps.watch import Watch, watch
 from graftlab.transforms.inputs import GraftTransformInput as GraftTransformInput

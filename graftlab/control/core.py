@@ -5,37 +5,33 @@ Each thing that a session does has a file of its own beside this one; the core j
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 
 from graftlab.base.html import bundle
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.control import open_sessions
+from graftlab.control.closing import close_at_exit, forget, uninterrupted
 from graftlab.control.hub import Hub
 from graftlab.control.joined_jobs import JoinedJobs
-from graftlab.control.keeping import how_to_keep
-from graftlab.control.kept_pairs import PairsOnRanks
+from graftlab.control.kept_pairs import PairsOnRanks, keep_advice
+from graftlab.control.message_router import MessageRouter
 from graftlab.control.plans import Plans
 from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, titled_table
-from graftlab.control.reports import Reports
 from graftlab.control.run import Run, state_of
-from graftlab.control.run_folder import describe_session
 from graftlab.control.run_state import OnFailure
 from graftlab.control.runs import Runs
-from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.uninterrupted import uninterrupted
-from graftlab.control.works import Works, arguments, code_of, grafts_in_vain
-from graftlab.errors import LaunchError, SessionClosedError, SessionError, TransformError
+from graftlab.control.tap_catalog import TapCatalog
+from graftlab.control.work import WorkFactory, arguments, code_of, warn_of_grafts_into_recordings
+from graftlab.errors import SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.overlap import refuse_overlap
 from graftlab.plan.plan import GraftPlan, PlanEdit, filters_of, takes_plan_edit
@@ -45,7 +41,6 @@ from graftlab.ranks.messages import Question, Work
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.remote_functions import Callee
 from graftlab.ranks.trial_process import try_in_process
-from graftlab.rows.digest import Digest
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.store import RowStore
 from graftlab.transforms import TransformSpec
@@ -60,14 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-S = TypeVar("S", bound="SessionCore")
-
-
 @dataclass
 class SessionInternals:
     """What the package needs of a session and a user does not; see :func:`internals_of`."""
 
-    reports: Reports
+    reports: MessageRouter
     jobs: JoinedJobs
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
     """What a side runs where a run gives it nothing: a side that is a recording is replayed."""
@@ -93,22 +85,22 @@ class SessionCore:
         self._closed = False
         self._ending = threading.Lock()
         self._has_ended = False
-        self._works = Works()
+        self._works = WorkFactory()
         self._plans = Plans(self._ranks)
         self._queries = Queries(options.timeout)
         self._runs = Runs(self._ranks, rows, self._plans.all, self._queries.stack_of)
-        self._taps = SeenTaps()
+        self._taps = TapCatalog()
         self._pairs = PairsOnRanks(
-            self._ranks, self._ask, lambda name, tags: how_to_keep(self.plan, self.taps, name, tags)
+            self._ranks, self._ask, lambda name, tags: keep_advice(self.plan, self.taps, name, tags)
         )
-        reports = Reports(rows, self._runs, self._plans, self._taps, self._queries)
+        reports = MessageRouter(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, reports)
         jobs = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
         self._internals = SessionInternals(reports, jobs)
-        open_sessions.add(self)
+        close_at_exit(self)
         self._plans.publish(plan)
         for rank in self._ranks:
-            for note in rank.seat.notes:
+            for note in rank.assignment.notes:
                 logger.warning("%s: %s", rank.label, note)
 
     # ---- runs ---------------------------------------------------------------------------------------------------
@@ -175,7 +167,7 @@ class SessionCore:
             side: code_of(callee) for side, callee in given.items() if callee is not None
         }
         run, plan = self._begin(works, on_failure, code, changes)
-        state_of(run).remarks += grafts_in_vain(given, plan)
+        state_of(run).remarks += warn_of_grafts_into_recordings(given, plan)
         return run, plan
 
     def execute(self, source: str, on: str = "both", on_failure: OnFailure = "stop") -> Run:
@@ -256,16 +248,6 @@ class SessionCore:
         return LiveTaps(self._rows)
 
     @property
-    def digest(self) -> Digest:
-        """What the rows come to, run by run and tap by tap, without a frame; for whoever shows them.
-
-        >>> session.digest.catch_up()
-        >>> session.digest.run(run.number).statuses["compared"]
-        2
-        """
-        return self._runs.digest
-
-    @property
     def row_count(self) -> int:
         """How many rows have arrived.
 
@@ -334,7 +316,7 @@ class SessionCore:
         process = self._ranks[-1]
         if name is not None:
             process, kept = self._pairs.packed_input(name, rank, tags)
-        return try_in_process(drafts, self.plan, kept, process.seat.device, limit)
+        return try_in_process(drafts, self.plan, kept, process.assignment.device, limit)
 
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
@@ -507,7 +489,7 @@ class SessionCore:
                 self._closed = True
                 self._runs.close("the session was closed")
             self._end_ranks()
-            open_sessions.remove(self)
+            forget(self)
             self._has_ended = True
             self._rows.close()
 
@@ -594,24 +576,6 @@ class SessionCore:
     def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         self._require_open()
         return self._queries.ask(rank, question, expected)
-
-
-def launch_as(kind: type[S], options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool = False) -> S:
-    """Start ranks and return a session of them. Raises :class:`LaunchError`.
-
-    With ``append`` the folder may have the rows of an earlier session.
-    """
-    try:
-        rows = RowStore(folder, append=append)
-    except (SessionError, OSError) as error:
-        raise LaunchError(str(error)) from error
-    try:
-        describe_session(folder, (options.baseline, options.target), rows.first_run)
-        return kind(options, launch_ranks(options, folder, plan), plan, rows, folder)
-    except BaseException:
-        with contextlib.suppress(SessionError):
-            rows.close()
-        raise
 
 
 def internals_of(session: SessionCore) -> SessionInternals:

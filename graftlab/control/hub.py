@@ -29,7 +29,7 @@ _SHORT_REST = 2
 _MANY_ROWS = 16
 
 
-class Listener(Protocol):
+class MessageSink(Protocol):
     """Called on the hub's thread; must not wait for anything."""
 
     def on_rows(self, lines: Sequence[bytes]) -> None:
@@ -44,9 +44,9 @@ class Listener(Protocol):
 class Hub:
     """Reads until :meth:`stop`."""
 
-    def __init__(self, ranks: Sequence[RankHandle], listener: Listener) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], sink: MessageSink) -> None:
         self._ranks = {rank.channel.fileno(): rank for rank in ranks}
-        self._listener = listener
+        self._sink = sink
         self._added: deque[RankHandle] = deque()
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
@@ -66,10 +66,10 @@ class Hub:
             self._thread.join(5.0)
 
     def _listen(self) -> None:
-        poller, bells = select.poll(), _Bells(self._wake_read)
+        poller, bells = select.poll(), _WakeSockets(self._wake_read)
         for each in self._ranks.values():
             poller.register(each.channel.fileno(), select.POLLIN)
-            bells.add(each.bell)
+            bells.add(each.wake_socket)
         poller.register(self._wake_read, select.POLLIN)
         stopping = False
         while not stopping:
@@ -82,7 +82,7 @@ class Hub:
                     added = self._added.popleft()
                     self._ranks[added.channel.fileno()] = added
                     poller.register(added.channel.fileno(), select.POLLIN)
-                    bells.add(added.bell)
+                    bells.add(added.wake_socket)
             for descriptor in list(self._ranks) if stopping else ready:
                 rank = self._ranks.get(descriptor)
                 if rank is None:
@@ -90,11 +90,11 @@ class Hub:
                 rows += self._read(rank)
                 if rank.channel.closed:
                     poller.unregister(descriptor)
-                    bells.remove(rank.bell)
+                    bells.remove(rank.wake_socket)
                     del self._ranks[descriptor]
                     rank.alive = False
-                    rank.end_what_it_started()
-                    self._tell(rank, self._listener.on_gone, rank)
+                    rank.end_programs()
+                    self._tell(rank, self._sink.on_gone, rank)
             if rows and not stopping:
                 bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
         os.close(self._wake_read)
@@ -118,11 +118,11 @@ class Hub:
                 continue
             # Order matters: a run is over only when its rows are in.
             if rows:
-                self._tell(rank, self._listener.on_rows, rows)
+                self._tell(rank, self._sink.on_rows, rows)
                 rows = []
-            self._tell(rank, self._listener.on_message, message, rank)
+            self._tell(rank, self._sink.on_message, message, rank)
         if rows:
-            self._tell(rank, self._listener.on_rows, rows)
+            self._tell(rank, self._sink.on_rows, rows)
         return came
 
     def _tell(self, rank: RankHandle, listen: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -132,7 +132,7 @@ class Hub:
             logger.exception("graftlab could not handle what %s sent", rank.label)
 
 
-class _Bells:
+class _WakeSockets:
     """What ends a rest: a rank that sent more than rows, has more rows than its socket holds, or is gone."""
 
     def __init__(self, wake: int) -> None:

@@ -10,8 +10,8 @@ import pandas as pd
 
 from graftlab.base.world import RunInfo
 from graftlab.control.hub import Hub
-from graftlab.control.kept_pairs import Ask
 from graftlab.control.plans import Plans
+from graftlab.control.queries import AskRank
 from graftlab.control.runs import Runs
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -31,7 +31,7 @@ class JoinedJobs:
         hub: Hub,
         lock: threading.RLock,
         rows: RowStore,
-        ask: Ask,
+        ask: AskRank,
     ) -> None:
         self._ranks = ranks
         self._runs = runs

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from difflib import get_close_matches
+from typing import Any
 
-from graftlab.base.tags import plain
+from graftlab.base.tags import PLACE_TAGS, plain
 from graftlab.control.pickles import open_value, require_trusted
-from graftlab.control.queries import A
+from graftlab.control.queries import AskRank
 from graftlab.errors import SessionError
+from graftlab.filters.expressions import compile_filter
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     AskKeptInput,
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
-    Kept,
     KeptTags,
+    KeptValue,
     Pickled,
-    Question,
 )
-
-
-class Ask(Protocol):
-    """See :meth:`graftlab.control.queries.Queries.ask`."""
-
-    def __call__(self, rank: RankHandle, question: Question, expected: type[A], /) -> A: ...
 
 
 class PairsOnRanks:
@@ -38,7 +34,7 @@ class PairsOnRanks:
     def __init__(
         self,
         ranks: Sequence[RankHandle],
-        ask: Ask,
+        ask: AskRank,
         advise: Callable[[str, Mapping[str, Any]], str] = lambda name, tags: "",
     ) -> None:
         self._ranks = ranks
@@ -85,7 +81,7 @@ class PairsOnRanks:
             later = [process for process, step in gone.items() if step > steps[asked[0]]]
             asked = sorted(later, key=lambda process: -gone[process]) + asked
         for process in asked or [each for each in self._receivers() if rank in (None, each.place.rank)]:
-            packed = self._ask(process, question, Kept).packed
+            packed = self._ask(process, question, KeptValue).packed
             if packed is not None:
                 return process, packed
         kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
@@ -103,3 +99,25 @@ class PairsOnRanks:
 
 def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
     return {tag: plain(value) for tag, value in tags.items()}
+
+
+def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, tags: Mapping[str, Any]) -> str:
+    """A sentence for whoever asked for a pair of this tap with these tags; ``taps`` are those seen so far."""
+    names = list(dict.fromkeys(str(tap["name"]) for tap in taps))
+    if names and name not in names:
+        close = get_close_matches(name, names, n=1)
+        return f"No tap seen so far is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    # Where and when a tap was first seen says nothing of the pair that is asked for.
+    wanted = {tag: plain(value) for tag, value in tags.items() if tag not in PLACE_TAGS}
+    meant = [tap for tap in taps if tap["name"] == name and all(plain(tap.get(k)) == v for k, v in wanted.items())]
+    if names and not meant:
+        having = ", ".join(f"{tag}={value!r}" for tag, value in wanted.items())
+        return f"No tap {name!r} seen so far has {having}"
+    keep = (plan.keep or "").strip()
+    if not keep:
+        return "Set session.edit(keep=...) to a filter that matches the tap, and run again"
+    if any(compile_filter(keep).matches(tap) for tap in meant):
+        why = "matches the tap, but no step under that plan has brought a pair; run again"
+    else:
+        why = "does not match the tap; widen it with session.edit(keep=...), and run again"
+    return f"The plan's keep filter, {keep}, {why}"

@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.control.run_folder import sizes_of
 from graftlab.errors import SessionError
 from graftlab.rows import loading
+from graftlab.rows.rendering import RowsFrame, bounded_repr
 from graftlab.rows.schema import MEASURED
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class LoadedRun(pd.DataFrame):
     def _constructor(self) -> Callable[..., pd.DataFrame]:
         return pd.DataFrame
 
+    def __repr__(self) -> str:
+        return bounded_repr(self)
+
+    def _repr_html_(self) -> str | None:
+        return RowsFrame(self)._repr_html_()
+
     def report(self, path: str | Path = "report.html", *, verdict: Verdict | None = None) -> Path:
         """Write what the newest run in the folder came to as one page; returns its path.
 
@@ -75,7 +82,7 @@ class LoadedRun(pd.DataFrame):
 
         Raises :class:`SessionError` where no step has every tap grafted.
         """
-        from graftlab.control.judging import judge_rows
+        from graftlab.control.judge import judge_rows
         from graftlab.verdict.given import shown_data
 
         chosen: Any = self if run is None else self[self["run"] == run]

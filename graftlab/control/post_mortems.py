@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graftlab.control.kept_pairs import Ask
+from graftlab.control.queries import AskRank
 from graftlab.errors import SessionError
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import AskPostMortem, PostMortem
@@ -12,7 +12,7 @@ from graftlab.ranks.messages import AskPostMortem, PostMortem
 ENDS = ("q", "quit", "exit")
 
 
-def post_mortem(ranks: Sequence[RankHandle], on: str, command: str, ask: Ask) -> str:
+def post_mortem(ranks: Sequence[RankHandle], on: str, command: str, ask: AskRank) -> str:
     """What a debugger says on this one rank."""
     if len(ranks) != 1:
         labels = ", ".join(rank.label for rank in ranks)

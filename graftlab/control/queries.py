@@ -1,4 +1,4 @@
-"""Queries to a rank, which its desk answers while its model computes."""
+"""Queries to a rank, which its control thread answers while its model computes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import itertools
 import queue
 import signal
 import time
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from graftlab.errors import SessionError
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refused, Reply, Stacks, pack
+from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal, Reply, Stacks, pack
 
 A = TypeVar("A", bound=Answer)
 
 # How long a rank may take to answer a question that needs no waiting.
 _ANSWER_TIMEOUT = 5.0
+
+
+class AskRank(Protocol):
+    """The type of :meth:`Queries.ask`."""
+
+    def __call__(self, rank: RankHandle, question: Question, expected: type[A], /) -> A: ...
 
 
 class Queries:
@@ -27,7 +33,7 @@ class Queries:
         self._answers: dict[int, tuple[RankHandle, queue.SimpleQueue[Answer]]] = {}
 
     def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
-        """The answer of the rank's desk, which is of the type ``expected``.
+        """The answer of the rank's control thread, which is of the type ``expected``.
 
         Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
         """
@@ -42,10 +48,10 @@ class Queries:
             rank.channel.send(pack(Query(number, question)))
             answer = waiting.get(timeout=limit)
         except queue.Empty:
-            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.whereabouts()})") from None
+            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.status()})") from None
         finally:
             del self._answers[number]
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             raise SessionError(f"{rank.label}: {answer.error}")
         if not isinstance(answer, expected):
             asked = type(question).__name__
@@ -61,7 +67,7 @@ class Queries:
         """Nobody waits for the answer of a rank that has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
-                waiting.put(Refused(f"it {rank.how_it_ended()} before it answered"))
+                waiting.put(Refusal(f"it {rank.how_it_ended()} before it answered"))
 
     def stack_of(self, rank: RankHandle) -> str:
         """Where the rank's threads are in the code, even if one of them never releases the interpreter."""
@@ -70,7 +76,7 @@ class Queries:
         except SessionError as error:
             if rank.stacks_file is None:
                 return f"{error}; `py-spy dump --pid {rank.pid}` shows it, whatever holds the interpreter"
-            # The desk never gets to run, so some C code holds the interpreter. The signal handler does not need it.
+            # The control thread cannot run, so some C code holds the interpreter. The signal handler does not need it.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _ANSWER_TIMEOUT

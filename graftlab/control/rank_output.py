@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graftlab.base.live import LiveText, publisher
-from graftlab.ranks.messages import LiveOutput, Output, Shown
+from graftlab.ranks.messages import DisplayData, LiveOutput, Output
 
-Piece = Output | LiveOutput | Shown
+Piece = Output | LiveOutput | DisplayData
 
 # Of a rank that this notebook did not start, nothing that a browser would run.
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
@@ -27,7 +27,7 @@ class RankOutput:
         for label, trusted, piece in pieces:
             if isinstance(piece, Output):
                 self._write("".join(f"{label} | {line}\n" for line in piece.text.splitlines()))
-            elif isinstance(piece, Shown):
+            elif isinstance(piece, DisplayData):
                 self._display(label, piece.data if trusted else _harmless(piece.data))
         for (label, stream), text in last.items():
             place = self._bars.setdefault((label, stream), LiveText())

@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.base.html import cell, table
 from graftlab.base.text import shortened
 from graftlab.ranks.handle import RankHandle
+from graftlab.rows.rendering import bounded_repr
 
 
 class RanksFrame(pd.DataFrame):
@@ -19,6 +20,9 @@ class RanksFrame(pd.DataFrame):
     @property
     def _constructor(self) -> Any:
         return RanksFrame
+
+    def __repr__(self) -> str:
+        return bounded_repr(self)
 
     def _repr_html_(self) -> str:
         told = {name: ["" if value is pd.NA else str(value) for value in self[name]] for name in self.columns}
@@ -41,15 +45,15 @@ def ranks_frame(
     """
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         lines.append(
             {
                 "side": rank.place.side,
                 "rank": rank.place.rank,
                 "generation": rank.generation,
                 "pid": rank.pid,
-                "device": rank.seat.device,
-                "backend": rank.seat.backend,
+                "device": rank.assignment.device,
+                "backend": rank.assignment.backend,
                 "links": rank.links,
                 "state": "closed" if closed else _state(rank, look.state, failing, lost_groups),
                 "step": look.step if look.step >= 0 else pd.NA,
@@ -57,7 +61,7 @@ def ranks_frame(
                 "taps": look.taps,
                 "last_tap": look.tap,
                 "awaits": ", ".join(ranks[other].label for other in look.awaits),
-                "note": "; ".join(rank.seat.notes),
+                "note": "; ".join(rank.assignment.notes),
             }
         )
     return RanksFrame(lines).astype({"step": "Int64"})
@@ -69,7 +73,7 @@ def ranks_table(
     """The strip: most of what the frame says, in a line each."""
     lines = []
     for rank in ranks:
-        look = rank.whereabouts()
+        look = rank.status()
         if closed:
             state, kind = "closed", "quiet"
         else:
@@ -80,7 +84,7 @@ def ranks_table(
         cells = [
             cell(rank.label if rank.generation == 1 else f"{rank.label}, generation {rank.generation}"),
             cell(rank.pid),
-            cell(rank.seat.device),
+            cell(rank.assignment.device),
             cell(state, kind),
             cell(look.step if look.step >= 0 else "-", "number"),
             cell(look.plan_version, "number"),

@@ -43,7 +43,7 @@ _KEPT_BY_ATTRIBUTES = "kept by its attributes"
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRequest:
     """A recorded request that was not replayed, and why. ``index`` is its place among all that were read."""
 
     rid: str
@@ -57,7 +57,7 @@ class Replay:
 
     run: Run
     summary: pd.DataFrame
-    skipped: list[Skipped]
+    skipped: list[SkippedRequest]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -92,7 +92,9 @@ def replay(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"replay: {name} must be a whole number of at least 1, not {value!r}")
     chosen = _read(Path(path), trusted)[:limit]
-    skipped = [Skipped(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None]
+    skipped = [
+        SkippedRequest(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None
+    ]
     for each in skipped:
         logger.warning("replay of %s: request %d (%s) is skipped: %s", path, each.index, each.rid, each.reason)
     good = [(index, each.record) for index, each in enumerate(chosen) if each.lost is None]
@@ -117,14 +119,14 @@ def replay(
 
 
 @dataclass(frozen=True)
-class _Read:
+class _RequestAsRead:
     """A recorded request, and why it cannot be replayed, if it cannot."""
 
     record: RecordedRequest
     lost: str | None
 
 
-def _read(path: Path, trusted: bool) -> list[_Read]:
+def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
     """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
     if not path.is_dir():
         return _read_file(path, trusted)
@@ -139,7 +141,7 @@ def _read(path: Path, trusted: bool) -> list[_Read]:
     return [each for file in files for each in _read_file(file, trusted, names)]
 
 
-def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_Read]:
+def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_RequestAsRead]:
     """The requests of a file; of a crash's, without those that another of these files has too."""
     try:
         dump = load_dump(path, trusted)
@@ -149,11 +151,11 @@ def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_
         if not error.requests:
             raise
         logger.warning("%s; these are replayed", error)
-        return [_Read(record, _damage(record)) for record in error.requests]
+        return [_RequestAsRead(record, _damage(record)) for record in error.requests]
     lost = _lost(dump)
     marks = _marks(dump)
     return [
-        _Read(record, lost.get(index) or _damage(record))
+        _RequestAsRead(record, lost.get(index) or _damage(record))
         for index, record in enumerate(dump["requests"])
         if not names or Path(marks.get(index, "")).name not in names
     ]
@@ -191,7 +193,7 @@ def _rid(index: int, record: RecordedRequest) -> str:
     return record.rid or f"#{index}"
 
 
-def _reasons(skipped: Iterable[Skipped]) -> str:
+def _reasons(skipped: Iterable[SkippedRequest]) -> str:
     return "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
 
 
@@ -233,7 +235,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
     return lines
 
 
-def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[Skipped]) -> pd.DataFrame:
+def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[SkippedRequest]) -> pd.DataFrame:
     import pandas as pd
 
     lines = [

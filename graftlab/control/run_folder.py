@@ -47,7 +47,7 @@ def make_run_folder(folder: str | Path | None) -> Path:
     return path
 
 
-def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, meeting: Path | None = None) -> None:
+def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rendezvous: Path | None = None) -> None:
     """Note in the run folder what its rows do not say of its session.
 
     When it began, in which process, how many ranks the baseline and the target have from which run on, and where its
@@ -57,8 +57,8 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, meeti
     if before.get("ranks") == list(sizes) and isinstance(before.get("first_run"), int):
         first_run = before["first_run"]
     said: dict[str, Any] = {"started": time.time(), "kernel": os.getpid(), "ranks": sizes, "first_run": first_run}
-    if meeting is not None:
-        said["meeting"] = str(meeting)
+    if rendezvous is not None:
+        said["rendezvous"] = str(rendezvous)
     try:
         descriptor = os.open(folder / _DESCRIPTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w") as file:

@@ -140,7 +140,7 @@ class RunState:
     @property
     def steps(self) -> int:
         """How many steps every rank has ended."""
-        return max(0, min(rank.whereabouts().step for rank in self.ranks) - self.first_step)
+        return max(0, min(rank.status().step for rank in self.ranks) - self.first_step)
 
     def has_ended(self, rank: RankHandle) -> bool:
         """Whether this rank's part of the run is over."""
@@ -178,7 +178,7 @@ class RunState:
         return "; ".join(failed + [f"{rank.label}: {self._where_is(rank)}" for rank in self._unfinished()])
 
     def _where_is(self, rank: RankHandle) -> str:
-        whereabouts = rank.whereabouts()
+        whereabouts = rank.status()
         if whereabouts.state != "idle":
             return str(whereabouts)
         # Its request, or its report, is on the way.
@@ -248,7 +248,7 @@ class RunState:
         parts = [f"{', '.join(sorted(labels, key=list(ranks).index))} {what}" for what, labels in alike.items()]
         text = {label: failure if isinstance(failure, str) else failure.message for label, failure in failures.items()}
         if left := self._unfinished():
-            where = "; ".join(f"{rank.label}: {rank.whereabouts()}" for rank in left)
+            where = "; ".join(f"{rank.label}: {rank.status()}" for rank in left)
             parts.append(
                 f"still running, because it cannot be interrupted where it is: {where}. session.stacks() shows its "
                 f"stack, and session.restart() ends it"

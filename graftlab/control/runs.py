@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 
 from graftlab.base.world import RunInfo
-from graftlab.control.groups import Groups, collective_in
+from graftlab.control.process_groups import ProcessGroups, collective_in
 from graftlab.control.rank_output import Piece
 from graftlab.control.run import Run
 from graftlab.control.run_state import OnFailure, RunState
@@ -19,7 +19,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ class Runs:
         plans: Callable[[], Sequence[GraftPlan]],
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
-        self.groups = Groups(ranks)
-        self.digest = Digest(rows)
+        self.groups = ProcessGroups(ranks)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
@@ -114,7 +112,7 @@ class Runs:
 
     def assemble(self) -> RunInfo:
         """A run of all ranks, each of which does its own work. What some of them still do is of the run before."""
-        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in self._ranks))
+        self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in self._ranks))
         run = self._make(list(self._ranks), "continue")
         return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
 
@@ -146,7 +144,6 @@ class Runs:
             count=lambda: len(self._rows),
             unwritten=self._rows.unwritten,
             plans=self._plans,
-            digest=self.digest,
         )
         self._states.append(state)
         self._runs.append(run)
@@ -158,7 +155,7 @@ class Runs:
             return
         run = self._states[-1]
         for rank in run.ranks:
-            if rank.whereabouts().state in ("running", "waiting"):
+            if rank.status().state in ("running", "waiting"):
                 rank.signal(signal.SIGINT)
             else:
                 # It may be about to begin, when a signal would come too early.
@@ -170,7 +167,7 @@ class Runs:
 
     def reopen(self, ended: Sequence[RankHandle]) -> None:
         """Go on with new ranks in the place of those that ended, and with steps that none of those has begun."""
-        self._next_step = max(self._next_step, *(rank.whereabouts().step + 1 for rank in ended))
+        self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in ended))
         self.groups.renew()
         self._closing = None
 
@@ -193,7 +190,7 @@ class Runs:
         self._states[settled.run - self._first_run].note_settled(rank)
 
     def note_death(self, rank: RankHandle) -> None:
-        self._next_step = max(self._next_step, rank.whereabouts().step + 1)
+        self._next_step = max(self._next_step, rank.status().step + 1)
         for run in self._states:
             if rank in run.ranks and not run.done:
                 if self._closing is not None:
@@ -201,7 +198,7 @@ class Runs:
                 elif rank.was_ended:
                     run.note_death(rank, rank.how_it_ended())
                 else:
-                    tap = rank.whereabouts().tap
+                    tap = rank.status().tap
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
                     how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
                     run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(_LAST_LINES)}")

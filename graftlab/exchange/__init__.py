@@ -1,4 +1,4 @@
-"""The mailbox that carries tensors between the two sides: what it promises (:mod:`.contract`), and what keeps it.
+"""Carry tensors between the ranks of the two sides: the contract (:mod:`.contract`) and its implementation.
 
 Internal: it may change without notice; docs/api says what is public.
 """

@@ -1,7 +1,7 @@
 """A sender's shared memory: one anonymous segment that every receiver maps once.
 
-The segment has no name, so nothing can stay behind: the kernel frees it with the last process that holds it. It is
-as large as the machine's memory but only written pages take memory, and first fit reuses the low ones.
+The segment has no name, so the kernel frees it when the last process that maps it ends. Its size is that of the
+machine's memory, but only written pages take memory, and first fit reuses the low ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftlab.base.tensor_bytes import copyable
 ALIGNMENT = 64
 PAGE = 4096
 
-# Up to here the GIL is kept: letting it go costs more than the copy.
+# Up to this size the copy keeps the GIL, because releasing it costs more than the copy.
 _SMALL = 1 << 16
 _copy_small, _copy_large = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
 for _copy in (_copy_small, _copy_large):
@@ -31,7 +31,7 @@ for _copy in (_copy_small, _copy_large):
 
 
 def create_segment() -> tuple[int, int]:
-    """A new anonymous segment: its file descriptor and its size in bytes. Raises OSError when there can be none."""
+    """Create an anonymous segment; return its file descriptor and its size in bytes. Raises OSError."""
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("graftlab", os.MFD_CLOEXEC)
@@ -47,22 +47,22 @@ def create_segment() -> tuple[int, int]:
 
 
 class Arena:
-    """A mapping of a segment. The first page tells where its owner is (:mod:`.whereabouts`); the rest holds tensors."""
+    """A mapping of a segment: its owner's status page (:mod:`.status_page`) first, then tensors."""
 
     def __init__(self, descriptor: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=access)
-        # Receivers map read-only on purpose, and nothing here ever writes through such a window. Not catch_warnings:
-        # what it puts back may be what another thread has set for a while only.
+        # Receivers map the segment read-only, and no code writes through such a mapping. Not catch_warnings: it may
+        # restore a filter that another thread has set only temporarily.
         warnings.filterwarnings("ignore", message=".*not writable", module=__name__)
         self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self._seen_as: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[torch.dtype, torch.Tensor] = {}
         self._address = self._bytes.data_ptr()
 
     def store(self, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
-        """Copy the tensor's bytes to ``offset``, row by row; from a GPU too."""
-        if tensor.is_cpu and type(tensor) is torch.Tensor and _lies_as_it_is(tensor):
-            # Torch's own copy needs a window, and takes twice as long for a hundred KiB.
+        """Copy the tensor's elements to ``offset`` in row-major order, from the CPU or a GPU."""
+        if tensor.is_cpu and type(tensor) is torch.Tensor and _is_plain_and_contiguous(tensor):
+            # torch's own copy needs a view of the segment, and takes twice as long for a hundred KiB.
             copy = _copy_small if nbytes <= _SMALL else _copy_large
             copy(self._address + offset, tensor.data_ptr(), nbytes)
             return
@@ -70,42 +70,42 @@ class Arena:
         self.window(offset, nbytes, source.dtype, tuple(source.shape)).copy_(source)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes at ``offset`` as they lie there."""
+        """Return the bytes at ``offset``, without a copy."""
         return memoryview(self.map)[offset : offset + nbytes]
 
     def window(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The bytes at ``offset`` seen as a contiguous tensor, without a copy."""
+        """Return the bytes at ``offset`` as a contiguous tensor, without a copy."""
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         try:
-            segment = self._seen_as[dtype]
+            segment = self._views[dtype]
         except KeyError:
-            # A tensor made in inference mode could not be written outside of it, and this one outlives the tap.
+            # A tensor made in inference mode cannot be written outside it, and this view outlives the tap.
             with torch.inference_mode(False):
-                segment = self._seen_as[dtype] = self._bytes.view(dtype)
-        # Offsets are multiples of ALIGNMENT, so of any dtype's size too. One call: each one of torch's takes as long as
-        # the copy of a small tensor.
+                segment = self._views[dtype] = self._bytes.view(dtype)
+        # Offsets are multiples of ALIGNMENT, and so of any dtype's size. One call, because each torch call takes as
+        # long as the copy of a small tensor.
         strides, numel = _contiguous(shape)
         if numel * dtype.itemsize != nbytes:
-            raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {list(shape)}")
+            raise ValueError(f"{nbytes} bytes do not make a {dtype} tensor of shape {list(shape)}")
         return torch.as_strided(segment, shape, strides, offset // dtype.itemsize)
 
     def close(self) -> None:
-        """Let go of the memory. Windows that somebody still holds keep it for as long."""
-        self._seen_as.clear()
+        """Release the mapping. It stays mapped while a tensor that :meth:`window` returned exists."""
+        self._views.clear()
         del self._bytes
         with contextlib.suppress(BufferError):
             self.map.close()
 
 
-def _lies_as_it_is(tensor: torch.Tensor) -> bool:
-    """Whether its numbers stand in memory one after the other, with no bit that says to read them otherwise."""
+def _is_plain_and_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether its elements are contiguous in memory, without a pending negation or conjugation."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 @functools.lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The strides of a contiguous tensor of this shape, which has no extent of 0, and how many elements it has."""
+    """The strides of a contiguous tensor of this shape, which has no extent of 0, and its number of elements."""
     strides, numel = [], 1
     for extent in reversed(shape):
         strides.append(numel)
@@ -114,9 +114,9 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
 
 
 class Allocator:
-    """First fit over the data part of a segment; neighbouring holes are joined when memory is released.
+    """First fit over the data part of a segment, which begins at ``start``; merges adjacent holes on release.
 
-    The data begin at ``start``; the first page of the host's segments is taken.
+    The first page of a segment in the host's memory is the status page.
     """
 
     def __init__(self, size: int, start: int = PAGE) -> None:
@@ -125,7 +125,7 @@ class Allocator:
         self.bytes_in_use = 0
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a free stretch, or None when no hole is large enough."""
+        """Reserve ``nbytes`` and return their offset, or None when no hole is large enough."""
         need = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         for index, (offset, size) in enumerate(self._holes):
             if size < need:

@@ -1,8 +1,7 @@
 """Frames over a stream socket, with a send that never blocks.
 
-A socket holds a few hundred small frames; past that a blocking send would make a sender wait for a receiver that
-is busy computing. Here what does not fit is kept, and a thread sends it, which lives only as long as there is
-something to send.
+A socket buffers a few hundred small frames; after that a blocking send would make a sender wait for a receiver that is
+busy computing. Here the channel keeps the rest, and a thread sends it, which ends when nothing is left to send.
 """
 
 from __future__ import annotations
@@ -16,24 +15,53 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from typing import Protocol
 
 from graftlab.errors import MessageError
 
 _LENGTH = struct.Struct("<Q")
-# How much is read at once. A buffer of 128 KiB and more would be mapped anew for each read, which costs far more than
-# the reading of a small frame.
+# Bytes of one read. malloc would map a buffer of 128 KiB or more anew for each read, which costs far more than reading
+# a small frame.
 _CHUNK = 1 << 16
 _PIECE = 1 << 16
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
 
-class Channel:
+class Channel(Protocol):
+    """One end of a connection to another process, by :class:`SocketChannel` or :class:`.tcp.TcpChannel`.
+
+    Any thread may send; one thread at a time may receive.
+    """
+
+    closed: bool
+    """Whether this end is closed, or has received everything that the other end sent before it closed."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there may be something to :meth:`receive`."""
+        ...
+
+    def send(self, payload: bytes, /) -> None:
+        """Send one frame without waiting. A frame to an end that is gone is dropped."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the system has all that was sent; False if ``timeout`` seconds pass first."""
+        ...
+
+    def receive(self) -> list[bytes]:
+        """Return every whole frame that has arrived, without waiting."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SocketChannel:
     """One end of a connection. Any thread may send; one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        # A socket that came over another socket would be passed on to every program that this process starts.
+        # A socket received over another socket is inheritable, and every program that this process starts would get it.
         connection.set_inheritable(False)
         self._socket = connection
         self._sending = threading.Lock()
@@ -47,17 +75,17 @@ class Channel:
         return self._socket.fileno()
 
     def make_room(self, size: int) -> None:
-        """Have the socket hold so many bytes, as far as the system allows it, before a thread has to send them."""
+        """Have the socket buffer up to ``size`` bytes, if the system allows it, before a thread has to send them."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def send(self, payload: bytes) -> None:
-        """Send one frame, now or as soon as the other end reads. A frame for an end that is gone is dropped."""
+        """Send one frame, now or as soon as the other end reads. A frame is dropped when the other end is gone."""
         with self._sending:
             if self.closed:
                 return
             if len(payload) < _PIECE:
                 data = _LENGTH.pack(len(payload)) + payload
-                # The usual case, in which the socket takes all of it at once.
+                # Usually the socket takes the whole frame at once.
                 sent = 0 if self._waiting else self._try(data)
                 if sent < len(data):
                     self._offer(memoryview(data)[sent:])
@@ -66,14 +94,14 @@ class Channel:
                 self._offer(memoryview(payload))
 
     def send_bundle(self, bundle: bytes) -> None:
-        """Send frames as :meth:`receive_bundle` has given them, and as :func:`frames_in` has found them to be whole."""
+        """Send a bundle of whole frames, as :meth:`receive_bundle` returns it and :func:`frames_in` has checked it."""
         with self._sending:
             if not self.closed:
                 self._offer(memoryview(bundle))
 
     @property
     def backed_up(self) -> bool:
-        """Whether some of what was sent waits for the other end to read."""
+        """Whether frames wait here until the other end reads."""
         return bool(self._waiting)
 
     def _offer(self, data: memoryview) -> None:
@@ -95,13 +123,13 @@ class Channel:
         return data
 
     def _try(self, data: bytes | memoryview) -> int:
-        """Hand the socket what it takes of this, and return how many bytes it took."""
+        """Write as much of this as the socket takes, and return the number of bytes."""
         try:
             return self._socket.send(data)
         except BlockingIOError:
             return 0
         except OSError:
-            # The other end is gone; its reader, or ours, has seen or will see the end of the stream.
+            # The other end is gone; the reader at this end has seen or will see the end of the stream.
             self._waiting.clear()
             return len(data)
 
@@ -124,7 +152,7 @@ class Channel:
                     return
 
     def _next_piece(self) -> memoryview:
-        """What to send next. Small frames go together, because a socket charges each piece far more than its bytes."""
+        """Take the next piece to send. Small frames are joined, because each write costs far more than its bytes."""
         pieces = [self._waiting.popleft()]
         size = len(pieces[0])
         while self._waiting and size + len(self._waiting[0]) <= _PIECE:
@@ -133,7 +161,7 @@ class Channel:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything is handed to the socket; False when the time limit came first."""
+        """Wait until the socket has taken everything; False when the time limit ended the wait."""
         flusher = self._flusher
         if flusher is not None:
             flusher.join(timeout)
@@ -141,7 +169,7 @@ class Channel:
         return True
 
     def receive(self) -> list[bytes]:
-        """Every whole frame that is there, without waiting. At the end of the stream ``closed`` becomes True."""
+        """Return all whole frames that have arrived, without waiting. At the end of the stream sets ``closed``."""
         self._read()
         frames: list[bytes] = []
         start, end = 0, len(self._received)
@@ -157,7 +185,7 @@ class Channel:
         return frames
 
     def receive_bundle(self) -> bytes:
-        """The same frames, one behind the other, each with its length before it."""
+        """Return the same frames as one string of bytes, each with its length in front."""
         self._read()
         whole, end = 0, len(self._received)
         while end - whole >= _LENGTH.size:
@@ -188,7 +216,7 @@ class Channel:
         with self._sending:
             self.closed = True
             self._waiting.clear()
-            # A reader in another thread sees the end of the stream before the descriptor goes away.
+            # So that a reader in another thread sees the end of the stream before the descriptor is closed.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
@@ -196,24 +224,25 @@ class Channel:
     def _release_in_child(self) -> None:
         self.closed = True
         self._waiting = deque()
-        self._sending = threading.Lock()  # some thread of the parent may have held it
-        # Without a shutdown, which would end the parent's connection too.
+        self._sending = threading.Lock()  # a thread of the parent may have held it
+        # No shutdown, which would end the parent's connection too.
         self._socket.close()
 
 
 def frames_in(bundle: bytes) -> Iterator[tuple[int, int]]:
-    """Where each frame of a bundle begins and ends. Raises :class:`MessageError` where it breaks off."""
+    """Return the start and end of each frame of a bundle. Raises :class:`MessageError` for an incomplete frame."""
     end, number = 0, 0
     while end < len(bundle):
         start = end + _LENGTH.size
         if start > len(bundle) or (end := start + _LENGTH.unpack_from(bundle, end)[0]) > len(bundle):
-            raise MessageError(f"a bundle of {len(bundle)} bytes breaks off in its frame number {number}")
+            raise MessageError(f"frame {number} of a bundle of {len(bundle)} bytes is incomplete")
         yield start, end
         number += 1
 
 
 def _after_fork_in_child() -> None:
-    # The stream ends when the last process that holds it is gone: a data loader's workers must not outlive its rank.
+    # A stream ends only when every process that holds its descriptor has closed it, and a data loader's workers may
+    # outlive their rank.
     for channel in list(_channels):
         channel._release_in_child()
 

@@ -1,11 +1,11 @@
 """Staging on GPUs: tensors between ranks of one host through CUDA IPC, ordered by events on the streams.
 
-A sender copies a tensor into a chunk of GPU memory that every receiver has opened once, records an event behind the
-copy and goes on; a receiver makes its own stream wait for that event and reads the bytes where they are. Neither ever
-waits for the device. A location is free again when the receiver's GPU has passed an event behind the last read.
+A sender copies a tensor into a chunk of GPU memory that every receiver has opened once, records an event after the
+copy and continues. A receiver makes its own stream wait for that event and reads the bytes in place. Neither rank ever
+waits for the device. A location is free again when the receiver's GPU has passed an event after the last read.
 
-Only a first answer of the receivers proves that CUDA IPC works here. Until it has come, and where it says no, tensors
-go through the host's memory.
+Only the receivers' replies prove that CUDA IPC works here. Until they have arrived, and where they report a failure,
+tensors go through the host's memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from graftlab.exchange.arena import ALIGNMENT, Allocator
 from graftlab.exchange.frames import DeviceLocation
 
 CHUNK = 64 << 20
-"""Bytes of a chunk, unless a tensor needs a larger one or the budget ends."""
+"""Bytes of a chunk, unless a tensor needs more or the budget has less left."""
 
-# Drivers allow some thousands of events that processes share.
+# Drivers allow a few thousand interprocess events.
 _MOST_EVENTS = 1024
 
 
@@ -44,42 +44,42 @@ class Event(Protocol):
 
 
 class Gpu(Protocol):
-    """All that is asked of CUDA. Streams are the calling thread's current ones."""
+    """The operations of CUDA that an exchange uses. Streams are the calling thread's current ones."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on such a GPU and can be copied now."""
+        """Whether the tensor is on a GPU of this kind and can be copied now."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """New bytes on the device."""
+        """Allocate bytes on the device."""
 
     def share(self, chunk: torch.Tensor) -> bytes:
-        """What one other process needs to open the chunk; each needs its own."""
+        """Return a handle with which one other process can open the chunk; each process needs its own."""
 
     def open(self, shared: bytes) -> torch.Tensor:
-        """Another process's chunk."""
+        """Open another process's chunk."""
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Issue a copy on the device's stream."""
 
     def new_event(self, *, shared: bool) -> Event:
-        """An event; a shared one can be opened by other processes."""
+        """Make an event; other processes can open a shared one."""
 
     def share_event(self, event: Event) -> bytes:
-        """What any other process needs to open an event that was recorded."""
+        """Return a handle with which any other process can open an event that was recorded."""
 
     def open_event(self, shared: bytes, device: torch.device) -> Event:
-        """Another process's event."""
+        """Open another process's event."""
 
     def record(self, event: Event, device: torch.device) -> None:
-        """Put the event behind everything that was issued on the device's stream."""
+        """Record the event after everything issued so far on the device's stream."""
 
     def wait(self, event: Event, device: torch.device) -> None:
-        """Let everything that is issued on the device's stream from now on wait for the event."""
+        """Make everything issued from now on on the device's stream wait for the event."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """New bytes of the host's memory that its GPUs copy from and to by themselves.
+        """Allocate pinned memory of the host, which its GPUs access directly.
 
-        They are not given out again before the GPU has done with them. Raises RuntimeError where there are none.
+        The allocator reuses it only when the GPU has finished with it. Raises RuntimeError where pinning fails.
         """
 
 
@@ -87,11 +87,11 @@ class Cuda:
     """Implements :class:`Gpu` with torch."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        # What is captured into a graph happens later, so there is nothing to copy yet.
+        # Work captured into a graph runs later, so the tensor has no value to copy yet.
         return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        # Outlives the caller's inference mode, outside of which what was made in it cannot be written.
+        # The chunk outlives the caller's inference mode; a tensor made in it could not be written afterwards.
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -133,42 +133,43 @@ class Cuda:
 
 @dataclass
 class _Chunk:
-    """A piece of a sender's GPU memory, and the receivers (world ranks) that were told how to open it."""
+    """A chunk of a sender's GPU memory, and the receivers (world ranks) that were sent its handle."""
 
     bytes: torch.Tensor
     allocator: Allocator
-    told: set[int] = field(default_factory=set)
+    sent_to: set[int] = field(default_factory=set)
 
 
 class DeviceStaging:
-    """A rank's own chunks, at most ``budget`` bytes of them, which are kept for the tensors to come.
+    """A rank's own chunks, at most ``budget`` bytes, which are kept for later tensors.
 
-    ``tell(rank, chunk, shared)`` sends a receiver what opens a chunk; its answer must come to :meth:`answered`.
+    ``send(rank, chunk, shared)`` sends a receiver the handle of a chunk. Its reply must be passed to
+    :meth:`note_reply`.
     """
 
-    def __init__(self, gpu: Gpu, label: str, budget: int, tell: Callable[[int, int, bytes], None]) -> None:
+    def __init__(self, gpu: Gpu, label: str, budget: int, send: Callable[[int, int, bytes], None]) -> None:
         self._gpu = gpu
         self._label = label
         self._budget = budget
-        self._tell = tell
+        self._send = send
         self._chunks: list[_Chunk] = []
-        self._asked: set[int] = set()
+        self._sent_to: set[int] = set()
         self._proven: set[int] = set()
         self._events: list[tuple[Event, bytes]] = []
         self._idle: defaultdict[torch.device, list[int]] = defaultdict(list)
         self._latest: dict[torch.device, Event] = {}
         self._failure: str | None = None
         self._noted = False
-        # What was put here and has not been released; asked at each tap, whatever its device.
+        # Bytes put here and not yet released. Kept as a number, because every tap reads it.
         self.bytes_in_use = 0
 
     @property
-    def awaits_answers(self) -> bool:
-        """Whether some receiver has not said yet that it can open a chunk."""
-        return self._failure is None and not self._asked <= self._proven
+    def awaits_replies(self) -> bool:
+        """Whether some receiver has not yet confirmed that it can open a chunk."""
+        return self._failure is None and not self._sent_to <= self._proven
 
-    def answered(self, receiver: int, failure: str | None) -> None:
-        """A receiver has opened a chunk, or says why it cannot read one."""
+    def note_reply(self, receiver: int, failure: str | None) -> None:
+        """Record that a receiver has opened a chunk, or why it cannot read one."""
         if failure is None:
             self._proven.add(receiver)
         else:
@@ -182,10 +183,10 @@ class DeviceStaging:
             try:
                 location = self._put(tensor, nbytes, receivers)
             except Exception as error:
-                # Whatever went wrong, the way through host memory is left; a broken GPU will fail there again.
+                # Whatever went wrong, use the host's memory instead; a broken GPU will fail there again.
                 self._failure = f"{type(error).__name__}: {error}"
         if self._failure is not None:
-            self._note(f"it cannot be shared between the ranks ({self._failure})")
+            self._note(f"its memory cannot be shared between the ranks ({self._failure})")
         self._count()
         return location
 
@@ -207,10 +208,10 @@ class DeviceStaging:
         chunk = self._chunks[number]
         location = None
         try:
-            for rank in receivers - chunk.told:
-                chunk.told.add(rank)
-                self._asked.add(rank)
-                self._tell(rank, number, self._gpu.share(chunk.bytes))
+            for rank in receivers - chunk.sent_to:
+                chunk.sent_to.add(rank)
+                self._sent_to.add(rank)
+                self._send(rank, number, self._gpu.share(chunk.bytes))
             if receivers <= self._proven and (self._idle[device] or len(self._events) < _MOST_EVENTS):
                 event = self._copy(copyable(tensor), chunk.bytes, offset, nbytes)
                 location = DeviceLocation(number, offset, event, self._events[event][1])
@@ -220,25 +221,25 @@ class DeviceStaging:
         return location
 
     def _copy(self, source: torch.Tensor, chunk: torch.Tensor, offset: int, nbytes: int) -> int:
-        """Copy a tensor into a chunk and return the number of the event behind the copy."""
+        """Copy a tensor into a chunk and return the number of the event after the copy."""
         device = chunk.device
         fresh = not self._idle[device]
         number = len(self._events) if fresh else self._idle[device].pop()
         event = self._gpu.new_event(shared=True) if fresh else self._events[number][0]
         latest = self._latest.get(device)
         if latest is not None:
-            # These bytes may have been written from another stream for receivers that never looked.
+            # The earlier copy to these bytes may be on another stream, and no receiver may have waited for it.
             self._gpu.wait(latest, device)
         self._gpu.copy(source, _window(chunk, offset, nbytes, source.dtype, source.shape))
         self._gpu.record(event, device)
         self._latest[device] = event
         if fresh:
-            # An event belongs to the device where it was first recorded, and has no handle before that.
+            # An event gets its device, and so its handle, when it is first recorded.
             self._events.append((event, self._gpu.share_event(event)))
         return number
 
     def _find_room(self, device: torch.device, nbytes: int) -> tuple[int, int] | None:
-        """The number of a chunk on the device, made if need be, and an offset in it that is taken now."""
+        """Reserve memory in a chunk on the device, made if need be; return the chunk's number and the offset."""
         for number, chunk in enumerate(self._chunks):
             offset = chunk.allocator.take(nbytes) if chunk.bytes.device == device else None
             if offset is not None:
@@ -246,9 +247,7 @@ class DeviceStaging:
         need = -(-nbytes // ALIGNMENT) * ALIGNMENT
         size = min(max(CHUNK, need), self._budget - sum(chunk.bytes.numel() for chunk in self._chunks))
         if size < need:
-            self._note(
-                f"{nbytes} bytes do not fit into what the buffer budget of {self._budget >> 20} MiB leaves on {device}"
-            )
+            self._note(f"the buffer budget of {self._budget >> 20} MiB has no room for {nbytes} bytes on {device}")
             return None
         made = _Chunk(self._gpu.allocate(size, device), Allocator(size, start=0))
         self._chunks.append(made)
@@ -259,11 +258,11 @@ class DeviceStaging:
     def _note(self, why: str) -> None:
         if not self._noted:
             self._noted = True
-            warn(f"gl.tap on {self._label}: tensors go from the GPU through the host's memory, which is slower: {why}")
+            warn(f"gl.tap on {self._label}: GPU tensors go through the host's memory, which is slower: {why}")
 
 
 class DeviceReader:
-    """The chunks of all senders as one receiver sees them, and what its own streams may still be reading."""
+    """A receiver's view of all senders' chunks, and the reads that its own streams may not have finished."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -272,7 +271,7 @@ class DeviceReader:
         self.reading: deque[tuple[Event, Any]] = deque()
 
     def open(self, sender: int, chunk: int, shared: bytes) -> str | None:
-        """Open a sender's chunk. Returns why that cannot be, or None."""
+        """Open a sender's chunk. Returns the reason if that fails, and else None."""
         try:
             self._chunks[sender, chunk] = self._gpu.open(shared)
         except Exception as error:
@@ -291,10 +290,10 @@ class DeviceReader:
         *,
         alive: bool,
     ) -> torch.Tensor:
-        """The bytes at ``location`` as a tensor that may be used on its device's current stream, without a copy.
+        """Return the bytes at ``location`` as a tensor for its device's current stream, without a copy.
 
-        Raises RuntimeError when they cannot be had: the chunk could not be opened, or the sender is not ``alive`` and
-        its GPU did not come as far as the copy.
+        Raises RuntimeError when the chunk could not be opened, or when the sender is not ``alive`` and died before its
+        GPU had made the copy.
         """
         chunk = self._chunks[sender, location.chunk]
         if isinstance(chunk, str):
@@ -309,17 +308,17 @@ class DeviceReader:
         return _window(chunk, location.offset, nbytes, dtype, shape)
 
     def release(self, sender: int, location: DeviceLocation, item: Any) -> None:
-        """Nothing issued from now on reads there; ``item`` comes back from :meth:`read` when all before has run."""
+        """Note that nothing issued later reads there; :meth:`read` returns ``item`` when all earlier work has run."""
         event = self._gpu.new_event(shared=False)
         chunk = self._chunks[sender, location.chunk]
         assert isinstance(chunk, torch.Tensor)
-        # A GPU that has failed reads nothing any more; the user's next call reports the failure.
+        # A failed GPU reads nothing any longer; the user's next CUDA call reports the failure.
         with contextlib.suppress(RuntimeError):
             self._gpu.record(event, chunk.device)
         self.reading.append((event, item))
 
     def read(self, *, wait: bool) -> list[Any]:
-        """The items that no stream reads any more; with ``wait`` those that one still reads too, when it has."""
+        """Return the items that no stream reads any longer; with ``wait``, wait for all others and return them too."""
         done = []
         while self.reading:
             event, item = self.reading[0]
@@ -334,5 +333,5 @@ class DeviceReader:
 
 
 def _window(chunk: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    # Offsets are multiples of ALIGNMENT, so of any dtype's size too.
+    # Offsets are multiples of ALIGNMENT, and so of any dtype's size.
     return chunk[offset : offset + nbytes].view(dtype).view(shape)

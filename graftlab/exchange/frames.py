@@ -1,7 +1,7 @@
-"""What ranks say to each other: one class a message, MessagePack on the wire, and nothing that runs when it is read.
+"""The frames that ranks send each other: one class each, encoded as MessagePack, so that decoding runs no code.
 
-A frame is an array: the number of its class, then its fields. Two things inside are bytes that the exchange does not
-look into: a user's extras, and what the leader announces.
+A frame is an array: the number of its class, then its fields. Two fields are bytes that the exchange does not decode:
+a user's extras, and the leader's announcement.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 
 from graftlab.base.tags import Plain, TapKey
 from graftlab.base.wire import integer_from_bytes, integer_to_bytes, text_from_bytes, text_to_bytes
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 
 
 class DeviceLocation(NamedTuple):
-    """Where in a sender's GPU memory a tensor lies, and the event behind its copy: a number, and what opens it."""
+    """A tensor's place in its sender's GPU memory, and the number and IPC handle of the event after its copy."""
 
     chunk: int
     offset: int
@@ -26,15 +26,15 @@ class DeviceLocation(NamedTuple):
 
 
 Location = int | DeviceLocation | None
-"""Where a published tensor lies: an offset in its sender's segment, a spot on a GPU, or nowhere if it has no bytes."""
+"""A tensor's place: an offset in its sender's segment, a number of pinned memory, a place on a GPU; None if empty."""
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """What all frames have in common."""
+    """The base of all frames."""
 
 
-class Published(Frame, frozen=True, tag=0):
-    """A tensor lies ready. ``dtype`` is its name in torch, ``extras`` is pickled by the user's own rank."""
+class PublishFrame(Frame, frozen=True, tag=0):
+    """A tensor is ready. ``dtype`` is its name in torch; ``extras`` is a pickle made by the sending rank."""
 
     key: TapKey
     id: int
@@ -45,86 +45,86 @@ class Published(Frame, frozen=True, tag=0):
     extras: bytes | None
 
 
-class Declined(Frame, frozen=True, tag=1):
-    """Nothing comes under this key. To a rank that has ended the step: such a tap exists here."""
+class DeclineFrame(Frame, frozen=True, tag=1):
+    """The sender publishes nothing under this key. A receiver that has ended the step learns that the tap exists."""
 
     key: TapKey
 
 
-class Released(Frame, frozen=True, tag=2):
-    """The receiver has done with the tensors of these ids."""
+class ReleaseFrame(Frame, frozen=True, tag=2):
+    """The receiver no longer uses the tensors with these ids."""
 
     ids: list[int]
 
 
-class StepEnded(Frame, frozen=True, tag=3):
-    """The sender of this neither publishes for the step nor asks for anything of it any more."""
+class StepEndFrame(Frame, frozen=True, tag=3):
+    """The sender neither publishes nor receives anything more of this step."""
 
     step: int
 
 
-class RunEnded(Frame, frozen=True, tag=4):
-    """The same of the whole run."""
+class RunEndFrame(Frame, frozen=True, tag=4):
+    """The sender neither publishes nor receives anything more of this run."""
 
 
-class Announced(Frame, frozen=True, tag=5):
-    """What the leader says of a step, in its own encoding."""
+class AnnouncementFrame(Frame, frozen=True, tag=5):
+    """The leader's message about a step, in the leader's encoding."""
 
     step: int
     message: bytes
 
 
-class ChunkShared(Frame, frozen=True, tag=6):
-    """How to open a piece of the sender's GPU memory.
+class ChunkFrame(Frame, frozen=True, tag=6):
+    """The IPC handle of a chunk of the sender's GPU memory.
 
-    torch unpickles the handle. So this frame is only for peers that were launched together with this rank, on its host.
+    torch unpickles the handle, so this frame is accepted only from peers that share memory with this rank.
     """
 
     chunk: int
     handle: bytes
 
 
-class ChunkAnswered(Frame, frozen=True, tag=7):
-    """Whether the chunk can be read here; if not, why."""
+class ChunkReplyFrame(Frame, frozen=True, tag=7):
+    """Whether the receiver can read the chunk; ``failure`` has the reason if not."""
 
     failure: str | None
 
 
-class WaitsForYou(Frame, frozen=True, tag=8):
-    """My wait of this number is for you, who seem to wait for me: must I give it up?
+class YieldQueryFrame(Frame, frozen=True, tag=8):
+    """The sender and the receiver seem to wait for each other: must the sender end its wait of this number?
 
-    ``is_known`` says whether you have ever reached such a tap.
+    ``is_known`` is whether the receiver's side has ever reported such a tap to the sender.
     """
 
     wait: int
     is_known: bool
 
 
-class Yield(Frame, frozen=True, tag=9):
-    """Yes, give up the wait of this number."""
+class YieldFrame(Frame, frozen=True, tag=9):
+    """The answer to a :class:`YieldQueryFrame`: end the wait of this number."""
 
     wait: int
 
 
-class IsAt(Frame, frozen=True, tag=11):
-    """Where the sender is, for ranks that cannot look into its memory.
+class StatusFrame(Frame, frozen=True, tag=11):
+    """The sender's status, for ranks that cannot read its memory.
 
-    ``heard`` is how many tensors of the receiver of this had come by then.
+    ``received`` is the number of tensors that the sender had received from this peer by then.
     """
 
-    where: WhereaboutsToTell
-    heard: int
+    status: WireStatus
+    received: int
 
 
-class _Escaped(Frame, frozen=True, tag=10):
-    """A frame whose key MessagePack cannot hold: the key in another form, and the frame with an empty one."""
+class _EscapedFrame(Frame, frozen=True, tag=10):
+    """A frame whose key MessagePack cannot encode: the key in an escaped form, and the frame with an empty key."""
 
     key: _EscapedKey
     frame: bytes
 
 
 class _EscapedKey(NamedTuple):
-    """A :class:`TapKey` with all text as UTF-8 that may hold half a surrogate pair; values as :func:`_escape` says."""
+    """A :class:`TapKey` with text as UTF-8 that allows lone surrogates, and values encoded by :func:`_escape`."""
 
     step: int
     name: bytes
@@ -133,24 +133,24 @@ class _EscapedKey(NamedTuple):
     occurrence: int
 
 
-_Keyed = Published | Declined
+_Keyed = PublishFrame | DeclineFrame
 _Any = (
-    Published
-    | Declined
-    | Released
-    | StepEnded
-    | RunEnded
-    | Announced
-    | ChunkShared
-    | ChunkAnswered
-    | WaitsForYou
-    | Yield
-    | IsAt
-    | _Escaped
+    PublishFrame
+    | DeclineFrame
+    | ReleaseFrame
+    | StepEndFrame
+    | RunEndFrame
+    | AnnouncementFrame
+    | ChunkFrame
+    | ChunkReplyFrame
+    | YieldQueryFrame
+    | YieldFrame
+    | StatusFrame
+    | _EscapedFrame
 )
 
-KINDS = tuple(kind for kind in get_args(_Any) if kind is not _Escaped)
-"""Every class of frames that :func:`decode` returns."""
+KINDS = tuple(kind for kind in get_args(_Any) if kind is not _EscapedFrame)
+"""Every class that :func:`decode` returns."""
 
 _NO_KEY = TapKey(0, "", (), "", 0)
 _TEXT, _INTEGER = b"t", b"i"
@@ -161,21 +161,21 @@ _decode_keyed: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(_Keyed).decode
 
 
 def encode(frame: Frame) -> bytes:
-    """The frame as it travels."""
+    """Encode a frame."""
     try:
         return _encode(frame)
     except (OverflowError, UnicodeEncodeError):
-        # An integer of more than 64 bits, or text that is no Unicode: a tag may well be either.
+        # A tag may be an integer of more than 64 bits, or text with a lone surrogate.
         if not isinstance(frame, _Keyed):
             raise
-        return _encode(_Escaped(_escape_key(frame.key), _encode(msgspec.structs.replace(frame, key=_NO_KEY))))
+        return _encode(_EscapedFrame(_escape_key(frame.key), _encode(msgspec.structs.replace(frame, key=_NO_KEY))))
 
 
 def decode(data: bytes) -> Frame:
-    """The inverse of :func:`encode`. Raises ValueError for bytes that are no frame."""
+    """Decode a frame. Raises ValueError for bytes that are not one."""
     try:
         frame = _decode(data)
-        if type(frame) is _Escaped:
+        if type(frame) is _EscapedFrame:
             frame = msgspec.structs.replace(_decode_keyed(frame.frame), key=_restore_key(frame.key))
         return frame
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -193,7 +193,7 @@ def _restore_key(key: _EscapedKey) -> TapKey:
 
 
 def _escape(value: Plain) -> bytes | float | bool | None:
-    """Text and integers as bytes that begin with a letter for which it is; anything else as it is."""
+    """Encode text and integers as bytes that begin with a letter for the kind; return other values unchanged."""
     if isinstance(value, str):
         return _TEXT + text_to_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -209,4 +209,4 @@ def _restore(value: bytes | float | bool | None) -> Plain:
         return text_from_bytes(body)
     if kind == _INTEGER:
         return integer_from_bytes(body)
-    raise ValueError(f"a tag's value of the kind {kind!r}")
+    raise ValueError(f"a tag's value of unknown kind {kind!r}")

@@ -1,6 +1,6 @@
-"""Where an exception from outside may be raised without harm to an exchange: the stop button's, say.
+"""Tell a signal handler where it may raise an exception without harm to an exchange.
 
-Raised at any other moment it could leave half of a frame on the wire, or lose one that was just taken off it.
+Anywhere else the exception could leave half a frame on the wire, or lose a frame that has just been read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _PACKAGE = __name__.rpartition(".")[0] + "."
 _waits: set[CodeType] = set()
 
 
-def merely_waits(function: _F) -> _F:
-    """Mark a function of an exchange that does nothing but wait, so that an exception raised in it loses nothing."""
+def interruptible(function: _F) -> _F:
+    """Mark a function of an exchange that only waits, so that an exception raised in it loses nothing."""
     _waits.add(function.__code__)
     return function
 
 
-def may_raise_at(frame: FrameType | None) -> bool:
-    """Whether a signal handler that was called at this frame may raise: no exchange is at work, or it merely waits.
+def is_interruptible_at(frame: FrameType | None) -> bool:
+    """Whether a signal handler called at this frame may raise: no exchange is on the stack, or it only waits.
 
-    Costs the exchanges nothing: it is the stack that tells.
+    It reads the stack, so the exchanges pay nothing for it.
     """
     if frame is not None and frame.f_code in _waits:
         return True

@@ -1,7 +1,7 @@
-"""A session's join token, and the keys that follow from it: who has the token has the keys, and nobody else.
+"""A session's join token, and the keys derived from it.
 
-Both ends of every connection work the same CURVE keys out of the token, which itself never travels. CurveZMQ then
-gives each connection keys of its own, so that who learns the token later cannot read what was recorded before.
+Both ends of every connection derive the same CURVE keys from the token, which is never sent. CurveZMQ then makes new
+keys for each connection, so a token that leaks later does not decrypt recorded traffic.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zmq.utils import z85
 from graftlab.errors import ConfigError
 
 _LENGTH = 32
-# What 256 bits are in base64, less a little: shorter ones were made by hand, and can be guessed.
+# 256 bits in base64 take 43 characters. Much shorter tokens were made by hand, and can be guessed.
 _SHORTEST = 40
 
 
 class Keys(NamedTuple):
-    """The key pairs of those that listen and of those that connect, in Z85."""
+    """The key pairs of listening and of connecting sockets, in Z85."""
 
     server_public: bytes
     server_secret: bytes
@@ -33,16 +33,16 @@ class Keys(NamedTuple):
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """Return a new token of 256 random bits."""
     return secrets.token_urlsafe(_LENGTH)
 
 
-def keys_of(token: str) -> Keys:
-    """The keys of the session with this token. Raises :class:`ConfigError` for one that could be guessed."""
+def derive_keys(token: str) -> Keys:
+    """Derive a session's keys from its token. Raises :class:`ConfigError` for a token short enough to be guessed."""
     if len(token) < _SHORTEST:
         raise ConfigError(
-            f"token (GRAFTLAB_TOKEN) has {len(token)} characters; it takes one that gl.listen has printed, or that "
-            f"`graftlab token FILE` has made"
+            f"token (GRAFTLAB_TOKEN) has {len(token)} characters; use the token that gl.listen prints, or one made by "
+            f"`graftlab token FILE`"
         )
     server, client = _secret(token, b"graftlab-server"), _secret(token, b"graftlab-client")
     return Keys(zmq.curve_public(server), server, zmq.curve_public(client), client)
@@ -53,7 +53,7 @@ def _secret(token: str, use: bytes) -> bytes:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file of this user's that nobody else can read. Raises :class:`ConfigError`."""
+    """Read a token from a file that only this user can read. Raises :class:`ConfigError`."""
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())
@@ -62,14 +62,14 @@ def read_token(path: Path) -> str:
         raise ConfigError(f"token_file (GRAFTLAB_TOKEN_FILE): {path} cannot be read: {error}") from error
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"token_file (GRAFTLAB_TOKEN_FILE): others can read {path}, or it is not yours; chmod 600 it, and make a "
-            f"new token if others may have seen this one"
+            f"token_file (GRAFTLAB_TOKEN_FILE): others can read {path}, or it is not yours; run chmod 600 on it, and "
+            f"make a new token if others may have seen this one"
         )
     return text
 
 
 def write_token(path: Path, token: str) -> None:
-    """Put the token into a new file of mode 0600. Raises FileExistsError."""
+    """Write the token to a new file of mode 0600. Raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(token + "\n")

@@ -1,7 +1,7 @@
-"""The other ranks as one rank knows them: what each has said so far, and the sockets on which it says more.
+"""The other ranks as one rank knows them: the state that their frames have reported, and their connections.
 
-A peer's death is the end of its socket's stream, which the kernel of the machine reports at once, whatever killed it.
-Where the machine itself is gone, or the network, the end comes after a silence (:mod:`.tcp`).
+A peer's death ends its socket's stream, which the operating system reports at once, whatever killed it. When a whole
+machine or the network fails, the connection ends after a time without an answer (:mod:`.tcp`).
 """
 
 from __future__ import annotations
@@ -12,72 +12,66 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
 from graftlab.exchange.channel import Channel
-from graftlab.exchange.frames import ChunkShared, DeviceLocation, Frame, IsAt, Published, decode, encode
-from graftlab.exchange.interrupts import merely_waits
-from graftlab.exchange.lanes import Lanes
-from graftlab.exchange.tcp import Carried, RemoteChannel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage, WhereaboutsToTell
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, Frame, PublishFrame, StatusFrame, decode, encode
+from graftlab.exchange.interrupts import interruptible
+from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
+from graftlab.exchange.tcp import FrameWithPayload, TcpChannel
+from graftlab.exchange.waiter_threads import WaiterThreads
 
 logger = logging.getLogger(__name__)
 
-Link = tuple[Channel, Arena] | tuple[RemoteChannel, None]
-"""What joins two ranks: a socket and the other's segment, or a connection alone where they share no memory."""
+Link = tuple[Channel, Arena | None]
+"""The link to another rank: a channel and that rank's segment, or a channel alone where they share no memory."""
 
 
-class Page(Protocol):
-    """What says where a rank is."""
-
-    def read(self) -> Whereabouts: ...
-
-
-class ToldPage:
-    """Where a rank is whose memory cannot be looked at: what it has said last."""
+class RemoteStatusPage:
+    """The last status that a rank has sent whose memory this process cannot read."""
 
     def __init__(self) -> None:
-        self.look = Whereabouts()
+        self.latest = RankStatus()
 
-    def read(self) -> Whereabouts:
-        return self.look
+    def read(self) -> RankStatus:
+        return self.latest
 
 
 @dataclass
 class Peer:
-    """Another rank of the graft world, as seen from here."""
+    """Another rank of the graft world, as this rank knows it."""
 
     place: Place
-    channel: Channel | RemoteChannel
-    # None where it shares no memory with this rank.
+    channel: Channel
+    # None for a rank that shares no memory with this one.
     arena: Arena | None
-    page: Page
+    page: StatusPage | RemoteStatusPage
     in_run: bool = False
-    # Why nothing will ever come from it again; empty while something may.
+    # Why no frame will arrive from it any longer; empty while it is connected.
     gone: str = ""
     ended_step: int = -1
     run_ended: bool = False
-    # What it has published, or declined (None). By step, because a sender may be a thousand taps ahead, and the end of
-    # a step forgets only that step's.
-    inbox: defaultdict[int, dict[TapKey, Published | None]] = field(default_factory=lambda: defaultdict(dict))
+    # Its publications by step and key; None for a declined one. By step, because a sender may be a thousand taps ahead
+    # and the end of a step drops only that step's.
+    inbox: defaultdict[int, dict[TapKey, PublishFrame | None]] = field(default_factory=lambda: defaultdict(dict))
     announced: dict[int, bytes] = field(default_factory=dict)
-    # The last step of which it has said something. It may begin later than this rank, and say nothing of those before.
+    # The last step that it has announced. A leader that begins later than this rank skips the earlier steps.
     announced_step: int = -1
-    # The ids of its tensors that are done with here, and how many bytes they are; told in batches.
+    # The ids and total bytes of its tensors that this rank has finished with; sent in batches.
     to_release: list[int] = field(default_factory=list)
     bytes_to_release: int = 0
-    # The numbers of our own waits that it said we must give up.
-    told_to_yield: set[int] = field(default_factory=set)
-    # Of one that shares no memory: what came along with the frame that is handled now, and with those in the inbox, by
-    # id; how many tensors have come from it, have gone to it, and had come to it when it last said where it is.
+    # The numbers of this rank's waits that it has answered with a YieldFrame.
+    yielded_waits: set[int] = field(default_factory=set)
+    # For a peer that shares no memory: the payload of the frame being handled, and of those in the inbox, by id; the
+    # numbers of tensors received from it, sent to it, and received by it when it last sent its status.
     attached: Sequence[memoryview] = ()
     carried: dict[int, Sequence[memoryview]] = field(default_factory=dict)
-    heard: int = 0
+    received: int = 0
     sent: int = 0
-    has_heard: int = 0
+    confirmed: int = 0
 
     def __post_init__(self) -> None:
         self.label = self.place.label
@@ -100,7 +94,7 @@ class Peer:
         return key in self.inbox[key.step] or self.is_past(key.step)
 
     def is_past(self, step: int) -> bool:
-        """Whether it neither publishes nor asks for anything of this step any more."""
+        """Whether it will neither publish nor receive anything more of this step."""
         return self.ended_step >= step or self.run_ended or not self.in_run or self.gone != ""
 
     def has_announced(self, step: int) -> bool:
@@ -116,12 +110,12 @@ class Peer:
             return f"{self.label} takes no part in this run"
         return f"{self.label} ended the {'run' if self.run_ended else 'step'} without this tap"
 
-    def whereabouts(self) -> str:
+    def describe(self) -> str:
         return f"{self.label}: {self.gone or self.page.read()}"
 
 
 class Wait:
-    """A wait for other ranks, which everybody can know of while it lasts, and what is left of its time limit."""
+    """A wait for other ranks, shown on the status page while it lasts, with its deadline."""
 
     __slots__ = ("_deadline", "_peers", "awaits")
 
@@ -132,22 +126,22 @@ class Wait:
 
     def __enter__(self) -> Wait:
         self._peers.waits.append(self)
-        self._peers.tell_who_is_awaited()
+        self._peers.report_waits()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._peers.waits.remove(self)
-        self._peers.tell_who_is_awaited()
+        self._peers.report_waits()
 
     def remaining(self) -> float:
         return self._deadline - time.monotonic()
 
 
 class Peers:
-    """All other ranks of the graft world; reads what they send, and waits for it.
+    """All other ranks of the graft world: reads their frames, and waits for them.
 
-    ``others`` are those of the other side, in rank order. What comes goes to the handler of its class, which
-    :meth:`listen` is told.
+    ``others`` are the ranks of the other side, in rank order. Each frame goes to the handler of its class that
+    :meth:`listen` has registered.
     """
 
     def __init__(self, place: Place, links: Mapping[int, Link], timeout: float) -> None:
@@ -156,41 +150,41 @@ class Peers:
         self.timeout = timeout
         self.on_wait: Callable[[Collection[int]], None] = lambda awaits: None
         self.by_rank = {
-            rank: Peer(everyone[rank], channel, arena, ToldPage() if arena is None else WhereaboutsPage(arena.map))
+            rank: Peer(everyone[rank], channel, arena, RemoteStatusPage() if arena is None else StatusPage(arena.map))
             for rank, (channel, arena) in sorted(links.items())
         }
         self.others = [peer for peer in self.by_rank.values() if peer.place.side != place.side]
         self.has_remote = any(peer.remote for peer in self.others)
         self._handlers: Mapping[type[Frame], Callable[[Peer, Any], None]] = {}
         self._on_gone: Callable[[Peer], None] = lambda peer: None
-        # Those on other machines have one socket in common.
+        # All peers on other machines share one socket.
         self._by_descriptor: dict[int, list[Peer]] = {}
         for peer in self.by_rank.values():
             self._by_descriptor.setdefault(peer.channel.fileno(), []).append(peer)
         self._poller = select.poll()
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
-        self.lanes = Lanes(self._by_descriptor)
+        self.waiters = WaiterThreads(self._by_descriptor)
         self.waits: list[Wait] = []
 
     def listen(
         self, handlers: Mapping[type[Frame], Callable[[Peer, Any], None]], on_gone: Callable[[Peer], None]
     ) -> None:
-        """Say who handles which frames, and who wants to know that nothing comes from a peer any more."""
+        """Register the handler of each class of frames, and the one that is called when a peer is gone."""
         self._handlers = handlers
         self._on_gone = on_gone
 
     def wait(self, awaits: Collection[int]) -> Wait:
         return Wait(self, awaits)
 
-    def tell_who_is_awaited(self) -> None:
+    def report_waits(self) -> None:
         if len(self.waits) == 1:
             self.on_wait(self.waits[0].awaits)
         else:
             self.on_wait(sorted({rank for wait in self.waits for rank in wait.awaits}))
 
     def settle(self, wake: int) -> bool:
-        """Read until the run is over everywhere, or ``wake`` (a descriptor) becomes readable first: then False."""
+        """Read frames until every peer has ended the run; False if the descriptor ``wake`` becomes readable before."""
         self._poller.register(wake, select.POLLIN)
         try:
             while not all(peer.has_settled() for peer in self.by_rank.values()):
@@ -201,26 +195,26 @@ class Peers:
             self._poller.unregister(wake)
 
     def pump(self, timeout: float | None) -> list[int]:
-        """Read whatever has come, waiting up to ``timeout`` seconds for the first of it (None: for ever).
+        """Wait up to ``timeout`` seconds (None: without a limit) for frames, and read all that have arrived.
 
-        Returns the descriptors that had something.
+        Returns the descriptors that were readable.
         """
         ready = [descriptor for descriptor, _ in self._poll(timeout)]
         for descriptor in ready:
             for peer in list(self._by_descriptor.get(descriptor, ())):
                 self._read(peer, descriptor)
         if ready:
-            self.lanes.wake()
+            self.waiters.wake()
         return ready
 
     def look(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for something to come, and read it; whether anything came.
+        """Wait up to ``timeout`` seconds for frames and read them; return whether any arrived.
 
-        Other threads of this rank may use the exchange meanwhile, and read it first.
+        Other threads of this rank may use the exchange meanwhile, and read the frames first.
         """
-        return self.lanes.wait(timeout) or bool(self.pump(0))
+        return self.waiters.wait(timeout) or bool(self.pump(0))
 
-    @merely_waits
+    @interruptible
     def _poll(self, timeout: float | None) -> list[tuple[int, int]]:
         return self._poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
 
@@ -231,31 +225,33 @@ class Peers:
                 if peer.remote:
                     self._note_remote(peer, frame, data)
             except ValueError as error:
-                # After what one cannot read nothing else that comes can be trusted to mean what it says.
-                me = self.place.label
-                why = f"was cut off, for it sent what {me} cannot read ({error}): do all ranks run the same graftlab?"
+                # After an unreadable frame no later one of this peer can be trusted.
+                why = (
+                    f"was disconnected: it sent a frame that {self.place.label} cannot read ({error}); do all ranks "
+                    f"run the same release of graftlab?"
+                )
                 self._lose(peer, descriptor, why)
                 logger.error("%s %s", peer.label, peer.gone)
                 peer.channel.close()
                 return
             self._handlers[type(frame)](peer, frame)
         if peer.channel.closed:
-            # The end of a connection to another machine may be anybody's, unless the other end has said goodbye.
-            unsure = isinstance(peer.channel, RemoteChannel) and not peer.channel.said_goodbye
-            self._lose(peer, descriptor, "died, or the network between us failed" if unsure else "died")
+            # Without a goodbye, a connection to another machine may have ended by the network's failure too.
+            unsure = isinstance(peer.channel, TcpChannel) and not peer.channel.said_goodbye
+            self._lose(peer, descriptor, "died, or the network connection to it failed" if unsure else "died")
 
     def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:
-        """Note a frame of a rank that shares no memory. Raises ValueError for one that it has no right to send."""
+        """Record a frame of a rank that shares no memory. Raises ValueError for one that needs shared memory."""
         peer.attached = ()
-        if type(frame) is Published:
+        if type(frame) is PublishFrame:
             if isinstance(frame.location, DeviceLocation):
-                raise ValueError("a place in the memory of another machine's GPU")
-            peer.heard += 1
-            peer.attached = data.payload if isinstance(data, Carried) else ()
-            if isinstance(peer.page, ToldPage):
-                peer.page.look = Whereabouts("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
-        elif type(frame) is ChunkShared:
-            raise ValueError("a handle of GPU memory from another machine")
+                raise ValueError("its tensor is in the memory of another machine's GPU")
+            peer.received += 1
+            peer.attached = data.payload if isinstance(data, FrameWithPayload) else ()
+            if isinstance(peer.page, RemoteStatusPage):
+                peer.page.latest = RankStatus("running", frame.key.step, since=time.monotonic(), tap=frame.key.name)
+        elif type(frame) is ChunkFrame:
+            raise ValueError("it is a handle of another machine's GPU memory")
 
     def _lose(self, peer: Peer, descriptor: int, why: str) -> None:
         peer.gone = why
@@ -263,58 +259,58 @@ class Peers:
         listeners.remove(peer)
         if not listeners:
             self._poller.unregister(descriptor)
-            self.lanes.forget(descriptor)
+            self.waiters.forget(descriptor)
             del self._by_descriptor[descriptor]
         self._on_gone(peer)
 
     def close(self) -> None:
-        """End all connections, and let go of the others' memory."""
+        """End all connections, and release the other ranks' memory."""
         for peer in self.by_rank.values():
             peer.channel.close()
             if peer.arena is not None:
                 peer.arena.close()
 
-    def who_waits_for_me(self) -> set[tuple[int, float]]:
-        """Ranks of the other side that wait for this one, each with the moment its wait began."""
+    def ranks_waiting_for_me(self) -> set[tuple[int, float]]:
+        """Return the ranks of the other side that wait for this one, each with the time when its wait began."""
         me = self.place.world_rank
-        looks = ((peer, peer.page.read()) for peer in self.others if peer.in_run and not peer.gone)
+        statuses = ((peer, peer.page.read()) for peer in self.others if peer.in_run and not peer.gone)
         return {
-            (peer.world_rank, look.since)
-            for peer, look in looks
-            # One that could not have known yet of what is on its way may have got what it waits for.
-            if me in look.awaits and (not peer.remote or peer.has_heard == peer.sent)
+            (peer.world_rank, status.since)
+            for peer, status in statuses
+            # A remote status older than the last tensor sent proves nothing: the tensor may have ended the wait.
+            if me in status.awaits and (not peer.remote or peer.confirmed == peer.sent)
         }
 
     # ---- ranks that share no memory -----------------------------------------------------------------------------
 
-    def tell_where(self, look: Whereabouts) -> None:
-        """Let the ranks of the other side that cannot see it know where this one is. Any thread may say so."""
-        where = WhereaboutsToTell.of(look)
+    def send_status(self, status: RankStatus) -> None:
+        """Send this rank's status to the other side's ranks that cannot read its memory. Any thread may call it."""
+        sent = WireStatus.of(status)
         for peer in self.others:
             if peer.remote and peer.in_run and not peer.gone:
-                peer.send(IsAt(where, peer.heard))
+                peer.send(StatusFrame(sent, peer.received))
 
     @property
     def all_gone(self) -> bool:
-        """Whether nobody is left to tell."""
+        """Whether no remote rank of the other side is connected any longer."""
         return all(peer.gone or peer.channel.closed for peer in self.others if peer.remote)
 
-    def heard(self) -> list[int]:
-        """How many tensors have come from each of them."""
-        return [peer.heard for peer in self.others if peer.remote]
+    def received_counts(self) -> list[int]:
+        """Return the number of tensors received from each remote rank of the other side."""
+        return [peer.received for peer in self.others if peer.remote]
 
-    def on_is_at(self, peer: Peer, frame: IsAt) -> None:
-        peer.has_heard = frame.heard
+    def on_status(self, peer: Peer, frame: StatusFrame) -> None:
+        peer.confirmed = frame.received
         page = peer.page
-        if isinstance(page, ToldPage):
-            old, new = page.look, frame.where.look()
+        if isinstance(page, RemoteStatusPage):
+            old, new = page.latest, frame.status.restore()
             if (old.state, old.step, old.taps, old.awaits) == (new.state, new.step, new.taps, new.awaits):
-                # The same wait: what tells of it is on its way now longer, now shorter.
+                # The same state as before: the reports only took different times to arrive.
                 new = replace(new, since=old.since)
-            page.look = new
+            page.latest = new
 
     def lost(self) -> str:
         return "; ".join(f"{peer.label} {peer.gone}" for peer in self.others if peer.gone)
 
-    def where_they_are(self) -> str:
-        return "; ".join(peer.whereabouts() for peer in self.others)
+    def describe(self) -> str:
+        return "; ".join(peer.describe() for peer in self.others)

@@ -1,7 +1,7 @@
-"""Staging for other machines: what is on a GPU goes into pinned memory of this host, and is sent from there.
+"""Staging for other machines: tensors on a GPU are copied to pinned memory of this host, and sent from there.
 
-Of such memory a GPU copies at the speed of its bus; a copy out of or into any other is made twice. torch's own
-allocator gives it, and takes it back when nothing uses it any more, no GPU and no socket either.
+A GPU copies to and from pinned memory at the speed of its bus; with other memory the driver makes an extra copy.
+torch's allocator provides it, and reuses it when no GPU and no socket uses it any longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graftlab.exchange.device import Gpu
 
 
 class PinnedMemory:
-    """Gives out pinned bytes where there are any, and others where there are not, which is said once."""
+    """Allocates pinned memory, or ordinary memory where pinning fails, with one warning."""
 
     def __init__(self, gpu: Gpu, label: str) -> None:
         self._gpu = gpu
@@ -24,23 +24,23 @@ class PinnedMemory:
         self._has_failed = False
 
     def new(self, nbytes: int) -> torch.Tensor:
-        """Flat bytes of the host's memory, with anything in them."""
+        """Return uninitialized bytes in the host's memory, as a flat tensor."""
         if not self._has_failed:
             try:
                 return self._gpu.pinned(nbytes)
             except RuntimeError as error:
-                # A limit of the system's, perhaps. It need not be the last word, but each try may be slow.
+                # Perhaps a limit of the system. A later try might succeed, but each try may be slow.
                 self._has_failed = True
                 warn(
-                    f"gl.tap on {self._label}: tensors between a GPU and other machines go through memory that is not "
-                    f"pinned, which is slower: {error}"
+                    f"gl.tap on {self._label}: tensors between a GPU and other machines go through unpinned memory, "
+                    f"which is slower: {error}"
                 )
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class PinnedStaging:
-    """Copies of tensors on a GPU, for receivers none of which shares memory with this rank; a location is a number."""
+    """Copies of GPU tensors, for receivers that share no memory with this rank; a location is a number."""
 
     def __init__(self, memory: PinnedMemory) -> None:
         self._memory = memory
@@ -55,14 +55,14 @@ class PinnedStaging:
         return number
 
     def fetch(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """The tensor on the host. Waits for the GPU to come so far."""
+        """Copy the tensor to the host, and wait until the GPU has made the copy."""
         source = copyable(tensor)
         copy = self._memory.new(nbytes).view(source.dtype).view(source.shape)
         copy.copy_(source)
         return copy
 
     def view(self, location: int) -> memoryview:
-        """The bytes at a location, row by row; they stay for as long as somebody holds this."""
+        """Return the bytes at a location in row-major order; the memory stays allocated while the result exists."""
         return self._held[location].view(-1).view(torch.uint8).numpy().data
 
     def release(self, location: int) -> None:

@@ -1,9 +1,9 @@
-"""Frames between processes that share no memory: over TCP, each end proved by the session's keys, all of it encrypted.
+"""Frames between processes that share no memory: over TCP, authenticated by the session's keys, and encrypted.
 
-One ZeroMQ socket a process, which listens at one port and connects to those of others. Its own threads encrypt, send,
-and look whether the other end is still there; so a rank that computes for minutes is not taken for dead, and one whose
-machine is gone is noticed. A connection that ends is not made again: what was on its way is lost, and an exchange that
-went on would have holes.
+Each process has one ZeroMQ socket, which listens at one port and connects to those of others. ZeroMQ's own threads
+encrypt, send, and ping the other end. So a rank that computes for minutes does not count as dead, and the loss of a
+machine is noticed. A connection that has ended is not reopened: the frames in transit were lost, and an exchange that
+continued without them would be wrong.
 """
 
 from __future__ import annotations
@@ -25,99 +25,99 @@ from graftlab.exchange.keys import Keys
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-HEARTBEAT = 2.0
-"""Seconds between two looks whether the other end is there."""
+PING_INTERVAL = 2.0
+"""Seconds between two pings to the other end."""
 
-SILENCE = 20.0
-"""Seconds without an answer after which a connection counts as gone. A network that is away for five seconds may take
+PING_TIMEOUT = 20.0
+"""Seconds without an answer after which a connection counts as lost. After an outage of five seconds a network may take
 nine to deliver again, because TCP doubles its pauses."""
 
 _CONNECT_LIMIT = 10.0
 _NEVER = (1 << 31) - 1
 _LINGER = 2.0
-# Larger tensors travel in pieces of this size: one is encrypted while the one before is on the wire.
+# Larger tensors are sent in pieces of this size, so that one is encrypted while the previous one is transmitted.
 _PIECE = 4 << 20
-# Of one byte each, which no frame of an exchange has.
+# One byte each; every frame of an exchange is longer.
 _HELLO, _WELCOME, _BYE = b"h", b"w", b"b"
 _DOMAIN = "graftlab"
-# Nobody listens there, or who does has other keys.
-_IN_VAIN = (
+# No process listens there, or one with different keys.
+_CONNECT_FAILED = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_posts: weakref.WeakSet[Post] = weakref.WeakSet()
+_sockets: weakref.WeakSet[RouterSocket] = weakref.WeakSet()
 
 
-class Carried(bytes):
-    """A frame, with what it brought along: bytes that were not copied on their way from the socket."""
+class FrameWithPayload(bytes):
+    """A frame with its attached bytes, which were not copied after ZeroMQ received them."""
 
     payload: Sequence[memoryview] = ()
 
 
-class RemoteChannel:
-    """The connection to one other process; the same to its user as :class:`.channel.Channel`. Any thread may send."""
+class TcpChannel:
+    """A connection to one other process, with the methods of :class:`.channel.Channel`. Any thread may send."""
 
-    def __init__(self, post: Post, name: bytes, endpoint: str = "") -> None:
-        self._post = post
+    def __init__(self, router: RouterSocket, name: bytes, endpoint: str = "") -> None:
+        self._router = router
         self.name = name
-        # Where we have connected to; blank where the other end has.
+        # The address connected to; blank where the other end made the connection.
         self.endpoint = endpoint
         self.closed = False
-        # Whether somebody is there, who may have other keys or be no process of graftlab.
+        # Whether a TCP connection exists. Its other end may have different keys, or be no process of graftlab.
         self.reached = False
-        # Whether the other end has proved to be there, and to know us.
+        # Whether the other end has proved that it has the session's keys, and has answered.
         self.linked = False
-        # The last that came from it said that it goes; else its connection ended without a word.
+        # Whether the other end has closed the connection deliberately.
         self.said_goodbye = False
-        # Nothing follows what has arrived.
+        # Whether nothing will arrive after what is in ``arrived``.
         self.ended = False
         self.arrived: deque[bytes] = deque()
 
     def fileno(self) -> int:
-        """Of all channels of this process: readable when something came for any."""
-        return self._post.fileno()
+        """The descriptor that all channels of this process share: readable when a frame has arrived for any of them."""
+        return self._router.fileno()
 
     def send(self, payload: bytes, attached: memoryview | None = None) -> None:
-        """Send one frame. What is ``attached`` is sent from where it lies, and must stay as it is until it is read.
+        """Send one frame. ``attached`` is sent without a copy, and must not change until the receiver has it.
 
-        A frame for an end that is gone is dropped.
+        A frame is dropped when the other end is gone.
         """
-        self._post.send(self, payload, attached)
+        self._router.send(self, payload, attached)
 
     @property
     def backed_up(self) -> bool:
         return False
 
     def drain(self, timeout: float) -> bool:
-        """Everything is with the socket already, which sends it in its own time."""
+        """Return True: ZeroMQ has every frame already, and sends them in the background."""
         return True
 
     def receive(self) -> list[bytes]:
-        """Every whole frame that is there, without waiting. At the end of the connection ``closed`` becomes True."""
-        return self._post.receive(self)
+        """Return all frames that have arrived, without waiting. When the connection has ended, sets ``closed``."""
+        return self._router.receive(self)
 
     def close(self) -> None:
-        """End this connection; the other end is told."""
-        self._post.end(self)
+        """Close the connection, and notify the other end."""
+        self._router.end(self)
 
 
-class Post:
-    """A socket of this process for all others. ``name`` is how they call it, and nobody else's in the session.
+class RouterSocket:
+    """This process's ZeroMQ ROUTER socket for all its connections. ``name`` identifies it uniquely in the session.
 
-    It listens at ``address``, if one is given, at one of these ports, or at any that is free.
+    It listens at ``address``, if given, at the first free one of these ports; port 0 lets the system choose.
     """
 
     def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
-        """Raises OSError where it cannot listen there."""
+        """Raises OSError when it cannot listen there."""
         self.name = name
         self.over = threading.Event()
         self._keys = keys
         self._lock = threading.RLock()
-        self._channels: dict[bytes, RemoteChannel] = {}
-        self._by_descriptor: dict[int, RemoteChannel] = {}
+        self._channels: dict[bytes, TcpChannel] = {}
+        self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
         self._to_close: set[int] = set()
         self._context = zmq.Context()
@@ -125,20 +125,20 @@ class Post:
         self._socket = socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTING_ID, name)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # The buffer budget bounds what is on its way. Were the socket to stop reading it would miss heartbeats too.
+        # The buffer budget bounds the frames in transit. A socket that stopped reading would also miss pings.
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
-        # Never, in effect. Were it forbidden, what had come on a connection that ended would be thrown away with it.
+        # In effect never. -1, which forbids it, makes ZeroMQ drop frames that arrived before the connection ended.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(_CONNECT_LIMIT * 1000))
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_CONNECT_LIMIT * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TTL, int(SILENCE * 1000))
-        # Takes names and addresses of either kind.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_INTERVAL * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(PING_TIMEOUT * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TTL, int(PING_TIMEOUT * 1000))
+        # Accept IPv4 and IPv6 addresses, and host names.
         socket.setsockopt(zmq.IPV6, 1)
         self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _IN_VAIN
+            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _CONNECT_FAILED
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = select.epoll()
@@ -151,20 +151,20 @@ class Post:
             except OSError:
                 self.close()
                 raise
-        # What listens goes on with the keys that it was given; from now on the socket connects, as another role.
+        # The listening part keeps its keys; these are for the connections that the socket makes.
         socket.setsockopt(zmq.CURVE_SERVER, 0)
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
-        _posts.add(self)
+        _sockets.add(self)
 
     def _listen(self, address: str, ports: Sequence[int]) -> None:
-        # Brings asyncio along, which most processes can do without.
+        # Imported here because it imports asyncio, which most processes do not need.
         from zmq.auth.thread import ThreadAuthenticator
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyOurs(self._keys))
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_SessionKeyCheck(self._keys))
         socket = self._socket
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -180,55 +180,55 @@ class Post:
             self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
             return
         shown = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]} to {ports[-1]}"
-        raise OSError(f"nothing can listen at {address}, {shown}: {why}")
+        raise OSError(f"cannot listen at {address}, {shown}: {why}")
 
     def fileno(self) -> int:
-        """Readable when there may be something to :meth:`receive`."""
+        """A descriptor that is readable when there may be frames to :meth:`receive`."""
         return self._ready.fileno()
 
     # ---- connections --------------------------------------------------------------------------------------------
 
-    def connect(self, name: bytes, address: str, port: int) -> RemoteChannel:
-        """Begin to connect to the process of this name; ``linked`` of the channel says when it is there."""
+    def connect(self, name: bytes, address: str, port: int) -> TcpChannel:
+        """Begin to connect to the process of this name; the channel's ``linked`` becomes True on success."""
         with self._lock:
-            # ZeroMQ ends the process if a socket has two connections of one name, and one that failed may linger.
+            # ZeroMQ aborts the process if a socket has two connections of one name, and a failed one may linger.
             self._attempts += 1
             label = name + b" %d" % self._attempts
-            channel = RemoteChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
+            channel = TcpChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
             self._channels[label] = channel
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, label)
             self._socket.connect(channel.endpoint)
-            self._put(channel, _HELLO, None)
+            self._write(channel, _HELLO, None)
             return channel
 
-    def forget(self, channel: RemoteChannel) -> None:
-        """Give up a connection that did not come about, so that another may be tried."""
+    def forget(self, channel: TcpChannel) -> None:
+        """Drop a connection that failed, so that another can be tried."""
         with self._lock:
             self._note_end(channel)
             self._channels.pop(channel.name, None)
 
-    def channels(self) -> list[RemoteChannel]:
-        """All channels that there are: those we have made, and those of others who have connected."""
+    def channels(self) -> list[TcpChannel]:
+        """Return all channels, both those made here and those that other processes have opened."""
         with self._lock:
             return list(self._channels.values())
 
-    def channel_from(self, name: bytes) -> RemoteChannel | None:
-        """The channel to the process of this name, where it has connected to us."""
+    def channel_from(self, name: bytes) -> TcpChannel | None:
+        """Return the channel that the process of this name has opened, or None."""
         with self._lock:
             return self._channels.get(name)
 
-    def rouse(self) -> None:
-        """Be readable: what came while others looked is with the channels, and the socket tells nobody of it."""
+    def wake(self) -> None:
+        """Make the descriptor readable, for frames that a channel has already taken from the socket."""
         with self._lock:
             if not self.over.is_set():
                 os.eventfd_write(self._wake, 1)
 
-    def send(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def send(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         with self._lock:
             if not (channel.closed or channel.ended):
-                self._put(channel, payload, attached)
+                self._write(channel, payload, attached)
 
-    def _put(self, channel: RemoteChannel, payload: bytes, attached: memoryview | None) -> None:
+    def _write(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         socket = self._socket
         try:
             socket.send(channel.name, zmq.SNDMORE | zmq.DONTWAIT)
@@ -241,69 +241,71 @@ class Post:
                     piece = attached[number * _PIECE : (number + 1) * _PIECE]
                     socket.send(piece, zmq.DONTWAIT | (zmq.SNDMORE if number < last else 0), copy=False)
         except zmq.ZMQError as error:
-            # It is gone; whoever receives has seen or will see the end.
+            # The connection is gone; its receiver has seen or will see the end.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-        # To send reads the socket's own mail too: what came meanwhile would wake nobody.
+        # Sending also makes ZeroMQ read its events, after which its descriptor signals no earlier arrival.
         if _readable(socket):
             os.eventfd_write(self._wake, 1)
 
-    def receive(self, channel: RemoteChannel) -> list[bytes]:
+    def receive(self, channel: TcpChannel) -> list[bytes]:
         with self._lock:
             self.pump()
             frames = list(channel.arrived)
             channel.arrived.clear()
             channel.closed |= channel.ended
-            # What has just come for another channel, which may have been read a moment before, is told by nothing else.
+            # Nothing else signals frames that were just read for a channel other than this one.
             unread = any(each.arrived or (each.ended and not each.closed) for each in self._channels.values())
             if unread and not self.over.is_set():
                 os.eventfd_write(self._wake, 1)
             return frames
 
-    def collect(self) -> list[tuple[RemoteChannel, list[bytes]]]:
-        """The same of all channels that have something, or have ended, at once: with a thousand of them to ask each
-        takes far longer than to read."""
+    def collect(self) -> list[tuple[TcpChannel, list[bytes]]]:
+        """Receive from all channels that have frames or have ended, at once.
+
+        With a thousand channels, asking each of them takes far longer than reading.
+        """
         with self._lock:
             self.pump()
-            news = [each for each in self._channels.values() if each.arrived or (each.ended and not each.closed)]
+            ready = [each for each in self._channels.values() if each.arrived or (each.ended and not each.closed)]
             collected = []
-            for channel in news:
+            for channel in ready:
                 collected.append((channel, list(channel.arrived)))
                 channel.arrived.clear()
                 channel.closed |= channel.ended
             return collected
 
     def pump(self) -> None:
-        """Bring every frame that has come to its channel, and note new connections and ends. Does not wait."""
+        """Pass all arrived frames to their channels, and note opened and ended connections. Does not wait."""
         with self._lock:
             if self.over.is_set():
                 return
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            # First: what such a connection had brought is read below.
-            ended = self._look_at_connections()
+            # Before the frames: those that an ended connection had delivered are read below.
+            ended = self._read_events()
             while True:
                 try:
                     parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
                     break
-                ended += self._take(parts)
+                ended += self._handle(parts)
             for channel in ended:
                 self._note_end(channel)
 
-    def _note_end(self, channel: RemoteChannel) -> None:
-        """Nothing comes from there any more, and all that came has been read."""
+    def _note_end(self, channel: TcpChannel) -> None:
+        """Mark a channel as ended, once all its frames have been read."""
         known, channel.ended = channel.ended, True
-        # Once: another try may be on its way to the same endpoint.
+        # Only once: a new connection to the same endpoint may have begun.
         if channel.endpoint and not known:
-            # Else what was sent in vain would wait for a connection that will never be.
+            # Otherwise unsent frames would wait for a connection that is never made.
             self._socket.setsockopt(zmq.LINGER, 0)
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(channel.endpoint)
             self._socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
 
-    def _look_at_connections(self) -> list[RemoteChannel]:
-        """Read what the socket says of its connections; returns those that have ended."""
+    def _read_events(self) -> list[TcpChannel]:
+        """Read the socket's events of its connections; return the channels that have ended."""
         ended = []
         while _readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
@@ -313,7 +315,7 @@ class Post:
                 channel = self._by_descriptor.pop(descriptor, None)
                 if channel is not None:
                     ended.append(channel)
-            elif event["event"] & _IN_VAIN:
+            elif event["event"] & _CONNECT_FAILED:
                 where = event["endpoint"].decode()
                 ended += [each for each in self._channels.values() if each.endpoint == where and not each.linked]
             else:
@@ -326,22 +328,22 @@ class Post:
         for channel in self._channels.values():
             if channel.endpoint == where and not (channel.linked or channel.ended):
                 channel.reached = True
-                # Its end may come before a word does.
+                # The connection may end before its first frame arrives.
                 self._by_descriptor[descriptor] = channel
 
-    def _take(self, parts: Sequence[zmq.Frame]) -> list[RemoteChannel]:
-        """One message. Returns connections that are now known to have ended."""
+    def _handle(self, parts: Sequence[zmq.Frame]) -> list[TcpChannel]:
+        """Handle one message. Returns the channels that have ended."""
         name, body = parts[0].bytes, parts[1].bytes if len(parts) > 1 else b""
         channel = self._channels.get(name)
         if body in (_HELLO, _WELCOME):
-            # The system gives numbers of ended connections to new ones: note the ends before the beginning.
-            ended = self._look_at_connections()
+            # The system reuses descriptors of ended connections, so note their ends before the new connection.
+            ended = self._read_events()
             if channel is None:
-                channel = self._channels[name] = RemoteChannel(self, name)
+                channel = self._channels[name] = TcpChannel(self, name)
             channel.linked = True
             self._by_descriptor[parts[0].get(zmq.SRCFD)] = channel
             if body == _HELLO:
-                self._put(channel, _WELCOME, None)
+                self._write(channel, _WELCOME, None)
             return ended
         if channel is None or channel.closed:
             return []
@@ -350,26 +352,26 @@ class Post:
             return [channel]
         frame = body
         if len(parts) > 2:
-            frame = Carried(body)
+            frame = FrameWithPayload(body)
             frame.payload = [part.buffer for part in parts[2:]]
         channel.arrived.append(frame)
         return []
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def end(self, channel: RemoteChannel) -> None:
+    def end(self, channel: TcpChannel) -> None:
         with self._lock:
             self._channels.pop(channel.name, None)
             if channel.closed:
                 return
             self.pump()
             if not (self.over.is_set() or channel.ended):
-                self._put(channel, _BYE, None)
+                self._write(channel, _BYE, None)
             channel.closed = True
             channel.arrived.clear()
 
     def close(self) -> None:
-        """End all connections. What was sent goes on its way first, as long as it may linger."""
+        """End all connections, after sending what was queued, for at most two seconds."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -377,7 +379,7 @@ class Post:
             self.over.set()
             for channel in self._channels.values():
                 if not (channel.closed or channel.ended):
-                    self._put(channel, _BYE, None)
+                    self._write(channel, _BYE, None)
                     channel.closed = True
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -388,12 +390,12 @@ class Post:
             self._ready.close()
             os.close(self._wake)
 
-    # ---- children -----------------------------------------------------------------------------------------------
+    # ---- forked children ----------------------------------------------------------------------------------------
 
     def _before_fork(self) -> None:
         self._lock.acquire()
         if not self.over.is_set():
-            for channel in self._look_at_connections():
+            for channel in self._read_events():
                 channel.ended = True
                 os.eventfd_write(self._wake, 1)
 
@@ -401,8 +403,8 @@ class Post:
         self._lock.release()
 
     def _release_in_child(self) -> None:
-        # The connection ends when the last process that holds it is gone: a data loader's workers must not outlive
-        # its rank. ZeroMQ itself is not to be touched here, where its threads are not.
+        # A connection ends only when every process that holds its descriptor has closed it, and a data loader's
+        # workers may outlive their rank. ZeroMQ itself must not be used here, because its threads are not forked.
         for descriptor in self._to_close:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -412,8 +414,8 @@ class Post:
             channel.closed = True
 
 
-class _OnlyOurs:
-    """Says which keys may connect."""
+class _SessionKeyCheck:
+    """Accepts connections that have the session's client key."""
 
     def __init__(self, keys: Keys) -> None:
         self._known = keys.client_public
@@ -437,11 +439,11 @@ def _bracketed(address: str) -> str:
 
 
 def _each(call: str) -> Any:
-    def tell() -> None:
-        for post in list(_posts):
-            getattr(post, call)()
+    def call_each() -> None:
+        for each in list(_sockets):
+            getattr(each, call)()
 
-    return tell
+    return call_each
 
 
 os.register_at_fork(

@@ -1,4 +1,4 @@
-"""Check a filter's text against the taps that a session has seen, and suggest corrections if it matches none."""
+"""FilterCheck a filter's text against the taps that a session has seen, and suggest corrections if it matches none."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import (
     Addresses,
     Decision,
@@ -83,8 +83,8 @@ class Grafter:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[PendingRow],
-        page: WhereaboutsPage,
+        exchange: Exchange[PendingRow],
+        page: StatusPage,
         ambient: ContextVar[TagItems],
         reporter: Reporter,
         kept: KeptPairs,
@@ -121,7 +121,7 @@ class Grafter:
         self._warned: set[tuple[str, str]] = set()
         self._use(exchange)
 
-    def _use(self, exchange: LiveExchange[PendingRow]) -> None:
+    def _use(self, exchange: Exchange[PendingRow]) -> None:
         self._exchange = exchange
         exchange.on_wait = self._on_wait
         exchange.share(self._release_lock, self._take_lock)

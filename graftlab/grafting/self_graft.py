@@ -17,6 +17,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
+from graftlab.diffs.results import compare_named, named_tensors
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -50,6 +51,8 @@ class SelfGraft:
     """The same for the run in higher precision, with taps overwritten by the unchanged record."""
     outputs: list[AddedRounding] = field(default_factory=list)
     """Differences when each tap is moved and none is reset: how rounding accumulates over the whole run."""
+    exact_outputs: list[AddedRounding] = field(default_factory=list)
+    """Differences in the run in higher precision when no tap is overwritten."""
     not_repeated: list[str] = field(default_factory=list)
     """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
     skipped: list[str] = field(default_factory=list)
@@ -58,6 +61,9 @@ class SelfGraft:
     """The number of taps after the budget was used up."""
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     """The last record at each tap of ``keep``, on the CPU, by group."""
+    returned: dict[str, float] = field(default_factory=dict)
+    """The rel_l2 of each returned tensor, by its path in the result, when each tap is moved and none is reset, combined
+    with that of the run in higher precision."""
 
 
 def graft_self(
@@ -77,7 +83,8 @@ def graft_self(
     has at most ``budget`` bytes; later taps are counted, and not grafted.
     """
     record = SelfGraftRecorder(budget)
-    _run(call, record)
+    # Copies, because a call may return a buffer that the next call overwrites.
+    result = {path: value.detach().clone() for path, value in named_tensors(_run(call, record)).items()}
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
@@ -98,13 +105,25 @@ def graft_self(
         twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
         _run(exact, twin)
         found.exact = twin.rows
+        alone = SelfGrafter(record.taps, dtype_of, seed, moves=False, resets=False)
+        _note_returned(found, result, _run(exact, alone))
+        found.exact_outputs = alone.rows
     perturbed = SelfGrafter(record.taps, dtype_of, seed)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
-    _run(call, drift)
+    _note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
+
+
+def _note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
+    """Add this result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
+    differences, _ = compare_named(recorded, named_tensors(result))
+    for path, rel_l2, _ in differences:
+        # A distance that is not finite would excuse any difference.
+        if math.isfinite(rel_l2):
+            found.returned[path] = math.hypot(found.returned.get(path, 0.0), rel_l2)
 
 
 @dataclass(frozen=True)

@@ -1,149 +1,478 @@
-"""One rank that a job of its own plays, as the holder of the session sees it."""
+"""This process as a rank of a graft world that it has joined: from the greeting to its end."""
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import logging
 import os
-import socket
+import queue
+import select
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 
-from graftlab.base.world import Place
-from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import IsAt, Linked
+import msgspec
 
-_NOWHERE = Seat("-", "-")
+from graftlab.base.world import RunInfo
+from graftlab.config import GraftConfig
+from graftlab.errors import GraftError, SessionError, warn
+from graftlab.exchange.heartbeat import Heartbeat
+from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting import active
+from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
+from graftlab.jobs.handshake import RejoinState
+from graftlab.jobs.job_connection import JobConnection
+from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
+from graftlab.jobs.job_log import log_to
+from graftlab.jobs.peer_connector import PeerConnector, address_towards
+from graftlab.jobs.session_client import SessionClient
+from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import from_wire, to_wire
+from graftlab.ranks.control_thread import ControlThread, packed
+from graftlab.ranks.messages import (
+    Acknowledgement,
+    AskSelfGraft,
+    AskWaitReason,
+    Contacts,
+    Failure,
+    FallbackPlan,
+    Hello,
+    Output,
+    RunDone,
+    RunRequest,
+    RunSelfGraft,
+    RunSettled,
+    SelfGraftResult,
+    WaitReason,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
+    unpack_to_rank,
+)
+from graftlab.ranks.namespace import failure_of
+from graftlab.ranks.own_place import own_device, place_of
+from graftlab.taps import calls as taps
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks whether another notebook listens, after one went away.
+_RETRY = 0.5
+# Seconds between two words to a notebook that cannot look where this process is.
+_STATUS_INTERVAL = 0.25
+# Seconds for the holder of the session to say for whom this process has waited in vain.
+_MISSING_LIMIT = 5.0
 
 
-class AttachedRank(RankHandle):
-    """Its place in the session is there before a process has it, and its line too: the other ends wait here.
+class AttachedRank:
+    """A job's process in a graft world: joined when it is made, in a run after :meth:`begin`, until :meth:`leave`."""
 
-    A process of the same user's, as the system has told, is trusted as one that the notebook has started: it may write
-    that user's files, and look into that user's processes, anyway.
-    """
+    def __init__(self, config: GraftConfig) -> None:
+        """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
+        self.place = place_of(config)
+        self._config = config
+        self._client = SessionClient(self.place, config)
+        self._joined_as = self._client.join()
+        self._proxy = self._joined_as.proxy
+        self.folder = Path(self._joined_as.joined.folder)
+        self._connection = JobConnection(self._joined_as.channel, self._joined_as.wake)
+        self._run: RunInfo | None = None
+        # What is in force again when a notebook goes away that has changed the plan for a while.
+        self._lasting: GraftPlan | None = None
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+        # The world this rank is in, and the one being set up; read by the control thread, by the thread that sets a
+        # world up, and by the job's own.
+        self._world: World | None = None
+        self._setup: WorldSetup | None = None
+        self._setup_lock = threading.Lock()
+        # What comes of assemblies until the run begins.
+        self._worlds: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
 
-    takes_work = False
+    # ---- joining ------------------------------------------------------------------------------------------------
 
-    def __init__(self, place: Place, folder: Path) -> None:
-        channel, bell = self._new_line()
-        log = folder / "logs" / f"{place.side}-{place.rank}.log"
-        super().__init__(place, _NOWHERE, channel, bell, None, log)
-        self.alive = False
-        # Of the world to which it has not moved yet.
-        self._next_segment: int | None = None
-        self.has_joined = False
-        self.links = ""
-        # What it has said last, where it is not this process that made its memory.
-        self._told: Whereabouts | None = None
+    def begin(self) -> None:
+        """Wait until every rank of both sides is there, and begin.
 
-    def _new_line(self) -> tuple[Channel, socket.socket]:
-        ours, self._their_line = socket.socketpair()
-        bell, self._their_bell = socket.socketpair()
-        return Channel(ours), bell
-
-    def hand_over(self, pid: int, seat: Seat) -> list[int]:
-        """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
-        self.pid, self.seat, self.alive, self.has_joined, self._ended = pid, seat, True, True, None
-        return [self._their_line.fileno(), self._their_bell.fileno()]
-
-    def take_line(self) -> tuple[socket.socket, socket.socket]:
-        """The other ends of the line, for whoever speaks for a process on another machine."""
-        ends = self._their_line.dup(), self._their_bell.dup()
-        self.handed_over()
-        return ends
-
-    def note_links(self, linked: Linked) -> None:
-        everyone = [place.label for place in self.place.everyone()]
-        kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
-        self.links = "; ".join(
-            kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
-            for kind, ranks in kinds
-            if ranks
+        Raises :class:`SessionError` when some are not in time.
+        """
+        try:
+            self._connection.send(Hello(os.getpid()))
+            request, world, rest = self._await_request()
+        except BaseException:
+            self._drop_setup()
+            self._connection.channel.close()
+            self._close_proxy()
+            raise
+        joined = self._joined_as.joined
+        self._world = world
+        self._kept = KeptPairs(joined.keep_budget)
+        self._grafter = JobGrafter(
+            self.place, world.exchange, StatusPage(world.page), taps.ambient, self._connection, self._kept
         )
+        self._grafter.on_failure = self._fail
+        log_to(self._own_log())
+        self._enter(world, request.info)
+        self._grafter.begin_run(request.info, from_wire(request.plan))
+        self._open_control_thread(rest)
+        namespace = sys.modules["__main__"].__dict__
+        here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
+        active.activate(self._grafter, here)
+        # Also in processes that multiprocessing has started, which skip what atexit has.
+        Finalize(self, self.leave, exitpriority=100)
+        logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
-    def note_whereabouts(self, where: IsAt) -> None:
-        self._told = where.where.look()
+    def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
+        """What begins the run, what joins this rank with the others, and the frames that came with it."""
+        channel = self._connection.channel
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLIN)
+        request: RunRequest | None = None
+        rest: list[bytes] = []
+        while not channel.closed:
+            poller.poll(min(self._client.remaining(), _RETRY) * 1000)
+            if self._client.remaining() <= 0.001:
+                raise SessionError(
+                    f"{self._what_is_missing()} within {self._config.timeout:g} s; a larger timeout (GRAFTLAB_TIMEOUT) "
+                    f"waits longer"
+                )
+            for frame in channel.receive():
+                message = unpack_to_rank(frame) if request is None else None
+                if isinstance(message, RunRequest):
+                    request = message
+                elif isinstance(message, (WorldRequest, Contacts)):
+                    self._set_up_world(message)
+                elif request is not None:
+                    rest.append(frame)
+                # Plans that come before are older than the one that follows the request.
+            if request is not None or not self._worlds.empty():
+                if request is not None and self._setup is not None:
+                    self._setup.finish()
+                arrived = self._next_world()
+                if request is None or isinstance(arrived, Exception):
+                    raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
+                return request, arrived, rest
+        raise SessionError("whoever held the session went away before all had joined")
 
-    def whereabouts(self) -> Whereabouts:
-        look = super().whereabouts() if self._told is None else self._told
-        # A page on which nothing has been written yet says nothing of steps either.
-        return Whereabouts("idle" if self.alive else "starting") if look.state == "starting" else look
+    def _next_world(self) -> World | Exception:
+        try:
+            return self._worlds.get(timeout=self._client.remaining())
+        except queue.Empty:
+            return SessionError(f"connecting to the others took longer than {self._config.timeout:g} s")
 
-    def handed_over(self) -> None:
-        """The process has its line; were it kept here too, the process's death would go unnoticed."""
-        self._their_line.close()
-        self._their_bell.close()
+    def _what_is_missing(self) -> str:
+        """For what this rank has waited in vain: the holder of the session knows."""
+        channel = self._connection.channel
+        if self._setup is not None and (unlinked := self._setup.missing()):
+            return f"{', '.join(unlinked)} had not joined"
+        self._connection.send(AskWaitReason())
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLIN)
+        deadline = time.monotonic() + _MISSING_LIMIT
+        while not channel.closed and (remaining := deadline - time.monotonic()) > 0:
+            poller.poll(remaining * 1000)
+            for frame in channel.receive():
+                message = unpack_to_rank(frame)
+                if isinstance(message, WaitReason):
+                    return message.what
+        return "not all of the others had joined"
 
-    def renew(self) -> None:
-        """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
-        self._forget_next_segment()
-        old = (self.channel, self.bell)
-        self.handed_over()
-        self.channel, self.bell = self._new_line()
-        old[0].close()
-        old[1].close()
-        self.alive = self.has_joined = False
-        self.pid, self.seat = None, _NOWHERE
-        self.links, self._told = "", None
-        self._look_into(mmap.mmap(-1, PAGE))
+    def _enter(self, world: World, run: RunInfo) -> None:
+        """Go on in this world, of which the exchange's owner knows already."""
+        with self._setup_lock:
+            before, self._world, self._run = self._world, world, run
+        if before is not None and before is not world:
+            before.close_but_exchange()
+        self._connection.generations = run.generations
+        if world.connector is not None:
+            connection = self._connection
+            Heartbeat(
+                StatusPage(world.page),
+                connection.send_status,
+                lambda: connection.generation,
+                lambda: self._over.is_set() or self._world is not world,
+                rest=_STATUS_INTERVAL,
+            ).start()
 
-    def adopt_segment(self, segment: int) -> None:
-        """Look where the rank is in this segment, a descriptor that is closed."""
-        self._look_into(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-        os.close(segment)
+    # ---- other peers --------------------------------------------------------------------------------------------
 
-    def prepare_segment(self, segment: int) -> None:
-        """Do so once the rank goes on in the world that it is of; see :meth:`enter_world`."""
-        self._forget_next_segment()
-        self._next_segment = segment
+    def _set_up_world(self, message: WorldRequest | WorldStart | Contacts) -> None:
+        """Come together with all others, in a world that is there when all of them have."""
+        if isinstance(message, WorldRequest):
+            self._drop_setup()
+            joined, token = self._joined_as.joined, self._joined_as.token
+            make_connector = None
+            if joined.address:
+                assert token is not None
+                address, ports = self._own_address(), self._config.port_range()
 
-    def enter_world(self) -> None:
-        """The rank goes on in the newest world."""
-        if self._next_segment is not None:
-            self.adopt_segment(self._next_segment)
-            self._next_segment = None
+                def make_connector() -> PeerConnector:
+                    return PeerConnector(self.place, token, address, ports)
 
-    def _look_into(self, page: mmap.mmap) -> None:
-        old, self._map = self._map, page
-        self._page = WhereaboutsPage(page)
-        old.close()
+            context = SetupContext(self.place, joined, self._connection, self._client.fetch_share, make_connector)
+            with self._setup_lock:
+                self._setup = WorldSetup(context, message, self._on_world)
+        elif self._setup is not None:
+            if isinstance(message, Contacts):
+                self._setup.add_contacts(message)
+            elif message.world == self._setup.world:
+                self._setup.finish()
 
-    def _forget_next_segment(self) -> None:
-        if self._next_segment is not None:
-            os.close(self._next_segment)
-            self._next_segment = None
+    def _drop_setup(self) -> None:
+        with self._setup_lock:
+            setup, self._setup = self._setup, None
+        if setup is not None:
+            setup.abandon()
+        if self._run is not None:
+            self._grafter.offer(None)
 
-    # ---- what differs by who started it -------------------------------------------------------------------------
+    def _on_world(self, arrived: World | Exception) -> None:
+        """On the thread of an assembly."""
+        run = self._run
+        if run is None:
+            self._worlds.put(arrived)
+        elif isinstance(arrived, World):
+            self._offer(arrived)
+        elif isinstance(arrived, (GraftError, OSError, EOFError)):
+            what = f"graftlab could not connect to the ranks that came anew, whose tensors are missing here: {arrived}"
+            self._connection.send(Output(f"{what}\n"))
+            warn(f"{self.place.label}: {what}; the job goes on")
+        else:
+            self._fail(arrived)
 
-    def absence(self) -> str:
-        if not self.has_joined:
-            return "not joined yet"
-        return f"gone: {self.how_it_ended()}; its job can be started again"
+    def _offer(self, world: World) -> None:
+        offer = WorldOffer(
+            world.exchange,
+            StatusPage(world.page),
+            world.run,
+            world.plan,
+            lambda run: self._on_moved(world, run),
+            world.close,
+        )
+        with self._setup_lock:
+            is_wanted = self._setup is not None and self._setup.world == world.number
+            if is_wanted:
+                self._grafter.offer(offer)
+        if not is_wanted:
+            world.close()
+        elif self._over.is_set():
+            self._grafter.offer(None)
 
-    def how_it_ended(self) -> str:
-        if not self.has_joined:
-            return "has not joined yet"
-        return self._ended or "left, or its process ended"
+    def _on_moved(self, world: World, run: RunInfo) -> None:
+        """On the job's own thread, at the end of a step."""
+        self._enter(world, run)
+        self._connection.send(WorldSwitch(world.number, run.first_step))
+        logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
-    def signal(self, number: int) -> None:
-        """Does nothing: whatever a job does on a signal is its own affair."""
+    def _own_address(self) -> str:
+        """Where other machines reach this one: at the address from which it reaches who holds the session."""
+        endpoint = self._config.endpoint
+        if self._proxy is None or endpoint is None:
+            return self._joined_as.joined.address
+        try:
+            return address_towards(*endpoint)
+        except OSError as error:
+            raise SessionError(f"no way leads from here to {endpoint}: {error}") from error
 
-    def join(self, timeout: float) -> bool:
+    def _own_log(self) -> Path:
+        """A file of the session's folder; on another machine one of the same name in this job's own folder."""
+        log = Path(self._joined_as.joined.log)
+        if self._proxy is not None:
+            folder = (
+                self._config.rendezvous if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
+            )
+            log = folder / "logs" / log.name
+            # Where that cannot be, whoever opens the log tells.
+            with contextlib.suppress(OSError):
+                log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        return log
+
+    def _open_control_thread(self, frames: Sequence[bytes] = ()) -> None:
+        self._control = ControlThread(
+            self._connection, self._grafter, self._kept, lambda run: None, end=self._on_server_gone, fail=self._fail
+        )
+        self._control.on(WorldRequest, self._set_up_world)
+        self._control.on(WorldStart, self._set_up_world)
+        self._control.on(Contacts, self._set_up_world)
+        self._control.on(FallbackPlan, self._on_plans_for_a_while)
+        self._control.on_question(RunSelfGraft, self._run_against_itself)
+        self._control.on_question(AskSelfGraft, self._against_itself)
+        for frame in frames:
+            self._control.take(frame)
+        self._control.open()
+
+    # ---- for a verdict ------------------------------------------------------------------------------------------
+
+    def _on_plans_for_a_while(self, message: FallbackPlan) -> None:
+        self._lasting = None if message.plan is None else from_wire(message.plan)
+        self._grafter.keeps_step = message.plan is not None
+        if message.plan is None:
+            self._grafter.forget_itself(message.version)
+
+    def _run_against_itself(self, order: RunSelfGraft) -> Acknowledgement:
+        self._grafter.run_against_itself(order)
+        return Acknowledgement()
+
+    def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
+        return SelfGraftResult(packed(self._grafter.against_itself()))
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """End this job's part of the run. The other side's taps wait for it no more. Safe to call twice."""
+        with self._ending:
+            if self._over.is_set():
+                return
+            self._over.set()
+            active.deactivate()
+            try:
+                self._end_run()
+            except Exception as error:
+                # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
+                logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
+            self._drop_setup()
+            self._connection.channel.close()
+            self._close_proxy()
+            if self._world is not None:
+                self._world.close_but_exchange()
+
+    def _close_proxy(self) -> None:
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close(when_done=True)
+
+    def _end_run(self) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._grafter.end_run()
+        error = getattr(sys, "last_value", None)
+        failure: Failure | None = None if error is None else failure_of(error)
+        self._connection.send(RunDone(run.run, None, failure))
+        if not self._settle():
+            self._connection.send(
+                Output(
+                    f"this job ended, and did not wait longer than {self._config.timeout:g} s for the others: whether "
+                    f"somebody asked for what it sent last is not known, and has no rows\n"
+                )
+            )
+        self._grafter.close_run()
+        self._connection.send(RunSettled(run.run, self._grafter.next_step))
+        self._connection.channel.drain(5.0)
+        # Last, because a warning may be an error here.
+        if self.place.rank == 0:
+            connection = self._connection
+            nothing = nothing_measured(connection.taps, connection.statuses, connection.last_errors, self.folder)
+            for said in filter(None, (nothing, *unmatched_filters(self._config, self._grafter.plan, connection.taps))):
+                warn(f"{self.place.label}: {said}")
+
+    def _settle(self) -> bool:
+        """Wait until the others have ended too, so that what nobody asked for is known; not for ever."""
+        read, write = os.pipe()
+        timer = threading.Timer(self._config.timeout, os.write, (write, b"x"))
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._grafter.exchange.settle(read)
+        finally:
+            timer.cancel()
+            timer.join()
+            os.close(read)
+            os.close(write)
+
+    def _fail(self, error: Exception) -> None:
+        """What should not have happened: this job takes part no more, and goes on."""
+        logger.error("%s: graftlab failed", self.place.label, exc_info=error)
+        with self._ending:
+            if self._over.is_set():
+                return
+            self._over.set()
+            active.deactivate()
+            try:
+                # Or the other side would wait for each of this job's taps up to its time limit.
+                self._grafter.end_run()
+            except Exception as another:
+                logger.warning("%s could not tell the others that it takes no more taps: %s", self.place.label, another)
+            self._connection.send(
+                Output(f"graftlab failed and takes no more taps here: {type(error).__name__}: {error}\n")
+            )
+            self._connection.channel.drain(1.0)
+            self._connection.channel.close()
+        warn(f"graftlab failed on {self.place.label} and takes no more taps; the job goes on ({error})")
+
+    # ---- without a notebook -------------------------------------------------------------------------------------
+
+    def _on_server_gone(self) -> None:
+        """On the control thread's thread, which ends with this."""
+        self._connection.channel.close()
+        if self._over.is_set():
+            return
+        nothing = self._config.without_host == "nothing"
+        logger.warning(
+            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
+            self.place.label,
+            "compares nothing" if nothing else "with the plan that it has",
+            f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.rendezvous}",
+        )
+        self._grafter.keeps_step = False
+        lasting, self._lasting = self._lasting, None
+        if lasting is not None:
+            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_itself(self._grafter.newest_plan.version)
+        if nothing:
+            self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
+        self._drop_setup()
+        while not self._over.wait(_RETRY):
+            try:
+                if self._rejoin():
+                    return
+            except (GraftError, OSError) as error:
+                logger.warning("%s could not join the session that listens: %s", self.place.label, error)
+                # It stays what it is; ask again, but not all the time.
+                self._over.wait(10 * _RETRY)
+
+    def _rejoin(self) -> bool:
+        with self._setup_lock:
+            run, world = self._run, self._world
+        assert run is not None
+        assert world is not None
+        now = replace(run, first_step=self._grafter.next_step)
+        state = RejoinState(
+            now,
+            to_wire(self._grafter.newest_plan),
+            self._connection.lost_rows,
+            world.connector is not None,
+            self._joined_as.joined.session,
+        )
+        self._close_proxy()
+        result = self._client.rejoin(state, world.segment)
+        if result is None:
+            return False
+        is_same = result.joined.session == self._joined_as.joined.session
+        self._joined_as, self._proxy = result, result.proxy
+        self._connection.reconnect(result.channel, result.wake)
+        self._connection.lost_rows = 0
+        self._open_control_thread()
+        if world.connector is not None:
+            self._connection.send(world.connector.linked(world.number))
+        self._connection.send(Hello(os.getpid()))
+        which = "its session again" if is_same else "another session"
+        logger.info("%s has joined %s; rows go to %s", self.place.label, which, result.joined.folder)
         return True
 
-    def kill(self) -> None:
-        self.channel.close()
 
-    def release(self) -> None:
-        """Let go of the job, which goes on."""
-        if self._ended is None and self.alive:
-            self._ended = "was let go, and goes on without this session"
-        self._forget_next_segment()
-        self.handed_over()
-        super().release()
+def _of(run: RunInfo) -> str:
+    baseline, target = run.generations
+    return f"with generation {baseline} of the baseline and generation {target} of the target"
 
-    def release_in_child(self) -> None:
-        self.handed_over()
+
+def _nothing_of(plan: GraftPlan) -> GraftPlan:
+    blank = msgspec.structs.replace(
+        to_wire(plan), b2t=None, t2b=None, compare=None, keep=None, version=plan.version + 1
+    )
+    return from_wire(blank)

@@ -18,18 +18,18 @@ from graftlab.base import wire
 from graftlab.config import PREFIX, Endpoint, GraftConfig
 from graftlab.control.core import SessionCore
 from graftlab.control.run_folder import make_run_folder
-from graftlab.jobs.host import listen_as
-from graftlab.jobs.meeting import Meeting
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.wire import WirePlan, from_wire, to_wire
 from graftlab.ranks.options import LaunchOptions
 
 logger = logging.getLogger(__name__)
 
 
-class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the job that starts a host tells it, on its standard input."""
 
-    meeting: str
+    rendezvous: str
     run_dir: str | None
     listener: int
     baseline: int
@@ -42,18 +42,18 @@ class HostOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str | None
 
 
-_decoder = wire.Decoder(HostOrder)
+_decoder = wire.Decoder(ServerOrder)
 
 
-def start_host(
-    config: GraftConfig, meeting: Meeting, listener: socket.socket, token: str | None
+def start_headless_server(
+    config: GraftConfig, rendezvous: Rendezvous, listener: socket.socket, token: str | None
 ) -> subprocess.Popen[bytes]:
     """Start the host of these jobs as a process of its own, which outlives the one that starts it.
 
     With a ``token`` it listens for jobs of other machines too, at the config's address.
     """
-    order = HostOrder(
-        meeting=str(meeting.folder),
+    order = ServerOrder(
+        rendezvous=str(rendezvous.folder),
         run_dir=config.run_dir,
         listener=listener.fileno(),
         baseline=config.world_size("baseline"),
@@ -69,7 +69,9 @@ def start_host(
     if home := os.environ.get(f"{PREFIX}HOME"):
         environ[f"{PREFIX}HOME"] = home
     environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
-    log = os.open(meeting.folder / "host.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = os.open(
+        rendezvous.folder / "session-server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
     try:
         process = subprocess.Popen(
             [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-m", "graftlab.jobs.headless"],
@@ -92,7 +94,7 @@ def start_host(
 def main() -> int:
     """Hold the session until the last job is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    order: HostOrder = _decoder.decode(sys.stdin.buffer.read())
+    order: ServerOrder = _decoder.decode(sys.stdin.buffer.read())
     listener = socket.socket(fileno=order.listener)
     listener.set_inheritable(False)
     folder = make_run_folder(order.run_dir)
@@ -103,23 +105,23 @@ def main() -> int:
         buffer_budget=order.buffer_budget,
         keep_budget=order.keep_budget,
     )
-    session, host = listen_as(
+    session, server = open_session_server(
         SessionCore,
         options,
         from_wire(order.plan),
         folder,
-        Meeting(Path(order.meeting)),
+        Rendezvous(Path(order.rendezvous)),
         listener,
         # Jobs that run again go on in their folder: each time is a run of its own there.
         append=True,
         agreed=True,
-        gate=None if order.endpoint is None else (Endpoint(*order.endpoint), order.token),
+        listen_at=None if order.endpoint is None else (Endpoint(*order.endpoint), order.token),
     )
     logger.info("rows go to %s", folder)
     with session:
         # Whoever started this may have died before it could join.
-        while not host.over.wait(order.timeout):
-            if host.is_empty:
+        while not server.over.wait(order.timeout):
+            if server.is_empty:
                 logger.error("nobody has joined within %g s", order.timeout)
                 return 1
     logger.info("all jobs are gone; %d rows", session.row_count)

@@ -9,28 +9,28 @@ from typing import Any
 
 from graftlab.base.world import RunInfo
 from graftlab.errors import GraftError, SessionError
-from graftlab.exchange.contract import LiveExchange
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.contract import Exchange
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.messages import RunAgainstItself
+from graftlab.ranks.messages import RunSelfGraft
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
 
 @dataclass(frozen=True)
-class Offer:
+class WorldOffer:
     """Other peers to go on with, in a run of their own under this plan.
 
     ``on_moved`` is told that run as it begins; ``close`` is called where it never does.
     """
 
-    exchange: LiveExchange[PendingRow]
-    page: WhereaboutsPage
+    exchange: Exchange[PendingRow]
+    page: StatusPage
     run: RunInfo
     plan: GraftPlan
     on_moved: Callable[[RunInfo], None]
@@ -52,7 +52,7 @@ class JobGrafter(Grafter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._offer: Offer | None = None
+        self._offer: WorldOffer | None = None
         # Not the grafter's own lock, which a thread that waits in a tap may hold.
         self._offering = threading.Lock()
         # What has been ordered, by the version of the plan under which it runs. An order, and the word to forget it,
@@ -87,11 +87,11 @@ class JobGrafter(Grafter):
     # ---- other peers --------------------------------------------------------------------------------------------
 
     @property
-    def exchange(self) -> LiveExchange[PendingRow]:
+    def exchange(self) -> Exchange[PendingRow]:
         """The one in use; for whoever has ended the run."""
         return self._exchange
 
-    def offer(self, offer: Offer | None) -> None:
+    def offer(self, offer: WorldOffer | None) -> None:
         """Go on with these from the end of the step on; None takes back what was offered. Any thread."""
         with self._offering:
             before, self._offer = self._offer, offer
@@ -141,8 +141,8 @@ class JobGrafter(Grafter):
 
     # ---- against itself -----------------------------------------------------------------------------------------
 
-    def run_against_itself(self, order: RunAgainstItself) -> None:
-        """Begin when the plan of this version is in force. On the desk's thread."""
+    def run_against_itself(self, order: RunSelfGraft) -> None:
+        """Begin when the plan of this version is in force. On the control thread."""
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("nothing is recorded here to run against")

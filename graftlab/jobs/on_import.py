@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graftlab.config import GraftConfig, enabled
 from graftlab.errors import ConfigError
-from graftlab.jobs.joining import arm, is_armed
+from graftlab.jobs.attach import arm, is_armed
 from graftlab.jobs.watching import watch_first_model
 from graftlab.recordings.by_environment import record_by_environment
 

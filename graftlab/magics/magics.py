@@ -1,4 +1,4 @@
-"""The magics: each parses its line and calls the method of the session that does the work."""
+"""The ``%graft`` and ``%%graft`` magics: each parses its line and calls a method of the session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
-from graftlab.control.interrupting import interrupt_and_tell
+from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
 from graftlab.filters.check import FilterCheck, check_summary
@@ -26,9 +26,9 @@ from graftlab.session import Session, launch, listen
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion, and let figures show as pictures."""
+    """Register the magics and their completion, and show figures as pictures."""
     magics = GraftMagics(shell)
-    # After %reload_ext the session goes on.
+    # After %reload_ext the session stays open.
     magics.session = next((old.session for old in reversed(magics_of_completion) if old.shell is shell), None)
     shell.register_magics(magics)
     select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
@@ -37,24 +37,24 @@ def load(shell: InteractiveShell) -> None:
         matchers[:] = [m for m in matchers if getattr(m, "__name__", "") != complete_graft.__name__]
         magics_of_completion.append(magics)
         matchers.append(complete_graft)
-    # The first launch then finds a process that has imported torch already.
+    # So that the first launch finds a process that has already imported torch.
     warm_up()
 
 
-# What tells a session from another one that `%graft up` could start.
+# The options by which `%graft up` compares the open session with the requested one.
 _OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method")
 
 
 @magics_class
 class GraftMagics(Magics):
-    """``%graft`` and ``%%graft``. ``session`` is the one that ``%graft up`` made, or the notebook's `session`."""
+    """``%graft`` and ``%%graft``. ``session`` comes from ``%graft up``, or is the notebook's variable `session`."""
 
     session: Session | None = None
 
     @no_var_expand
     @line_cell_magic
     def graft(self, line: str, cell: str | None = None) -> Any:
-        """Run two implementations side by side, compare and graft their tensors. `%graft -h` lists what there is."""
+        """Run two implementations side by side, compare and graft their tensors. `%graft -h` lists the commands."""
         try:
             if cell is not None:
                 return self._cell(line.strip(), cell)
@@ -65,10 +65,10 @@ class GraftMagics(Magics):
             return None
 
     def open_session(self) -> Session | None:
-        """The session that commands are for, if there is one that is open."""
+        """The open session that commands apply to, if any."""
         own, variable = self.session, self._names().get("session")
         if (own is None or own.closed) and isinstance(variable, Session):
-            # Made with gl.launch; whoever calls it `session` means this one.
+            # Made by gl.launch and assigned to `session`.
             own = self.session = variable
         return None if own is None or own.closed else own
 
@@ -76,7 +76,7 @@ class GraftMagics(Magics):
         session = self.open_session()
         if session is None:
             last = self.session
-            rows = f". The rows of the one that was closed are in session.frame, and in {last.folder}" if last else ""
+            rows = f". The rows of the closed session are in session.frame and in {last.folder}" if last else ""
             raise UsageError(f"%graft: no session is open; `%graft up -b 1 -t 2` starts one{rows}")
         return session
 
@@ -91,8 +91,8 @@ class GraftMagics(Magics):
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
             line = where.split(maxsplit=1)[0]
-            hint = f"; `%graft {line}`, with one %, is for a line" if line in command_line.COMMANDS else ""
-            raise UsageError(f"%%graft: {where!r} is no place to run a cell; write one of {labels}{hint}")
+            hint = f"; write `%graft {line}`, with one %, for a line" if line in command_line.COMMANDS else ""
+            raise UsageError(f"%%graft: {where!r} is not a place to run a cell; use one of {labels}{hint}")
         run = session.execute(cell, where)
         for rank, value in _labelled(run):
             if value is not None:
@@ -106,7 +106,7 @@ class GraftMagics(Magics):
             gone = ", ".join(rank.label for rank in before.ranks if not rank.alive)
             if not arguments.replace and not gone:
                 return self._keep(before, arguments)
-            sys.stdout.write(f"closing the session that was open{f': {gone} ended' if gone else ''}\n")
+            sys.stdout.write(f"closing the open session{f': {gone} ended' if gone else ''}\n")
             before.close()
         self.session = launch(
             arguments.baseline,
@@ -122,7 +122,9 @@ class GraftMagics(Magics):
     def _listen(self, arguments: argparse.Namespace) -> Session:
         before = self.open_session()
         if before is not None:
-            raise UsageError("%graft listen: a session is open; `%graft down` closes it, and lets jobs of it go on")
+            raise UsageError(
+                "%graft listen: a session is already open; `%graft down` closes it, and its jobs keep running"
+            )
         self.session = listen(
             arguments.baseline,
             arguments.target,
@@ -135,25 +137,26 @@ class GraftMagics(Magics):
         return self.session
 
     def _keep(self, session: Session, arguments: argparse.Namespace) -> Session:
-        """The session that is open, where it is the one that is asked for. Raises UsageError where it is not."""
+        """Keep the open session if it matches the requested options. Raises UsageError if it does not."""
         asked = {name: getattr(arguments, name) for name in _OPTIONS_OF_UP}
         other = {name: getattr(session.options, name) for name in asked}
         if not all(rank.takes_work for rank in session.ranks):
-            raise UsageError("%graft up: the session that is open is one of jobs; `%graft down` lets them go on")
+            raise UsageError(
+                "%graft up: the open session is one of jobs; `%graft down` closes it, and its jobs keep running"
+            )
         if asked != other:
             changed = ", ".join(
                 f"{name} {other[name]} -> {asked[name]}" for name in asked if asked[name] != other[name]
             )
-            busy = ", one of them going on" if session.runs and not session.runs[-1].done else ""
+            busy = ", one still running" if session.runs and not session.runs[-1].done else ""
             raise UsageError(
-                f"%graft up: a session is open, and it is another one ({changed}). To close it would lose what its "
-                f"{len(session.ranks)} ranks hold: models, variables, kept tensors ({len(session.runs)} runs so far"
-                f"{busy}; {session.row_count:,} rows stay in {session.folder}). `%graft up --replace` and the same "
-                "options do it"
+                f"%graft up: a session with other options is open ({changed}). Closing it loses everything on its "
+                f"{len(session.ranks)} ranks: models, variables, kept tensors ({len(session.runs)} runs so far"
+                f"{busy}; {session.row_count:,} rows stay in {session.folder}). To close it, add --replace"
             )
         sys.stdout.write(
-            "the session that is open is what was asked for, and goes on with all that its ranks hold; "
-            "`%graft up --replace` starts anew\n"
+            "the open session already matches; keeping it and everything on its ranks "
+            "(`%graft up --replace` starts a new one)\n"
         )
         self.session = session
         self._assign(arguments.out, session)
@@ -167,14 +170,14 @@ class GraftMagics(Magics):
             sys.stdout.write(f"--- {label}\n{stack}\n")
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
-        sys.stdout.write("\n".join(interrupt_and_tell(self._open())) + "\n")
+        sys.stdout.write("\n".join(interrupt_and_report(self._open())) + "\n")
 
     def _debug(self, arguments: argparse.Namespace) -> None:
         session = self._open()
         failed = list(session.runs[-1].failures) if session.runs else []
         rank = arguments.rank or (failed[0] if failed else None)
         if rank is None:
-            raise UsageError("%graft debug: nothing has failed in the newest run")
+            raise UsageError("%graft debug: nothing failed in the newest run")
         if arguments.command or not self._can_ask():
             said = session.post_mortem(rank, arguments.command)
             hint = "" if arguments.command else f"\n`%graft debug {rank} p EXPR` shows a value; also w, u, d, l, a"
@@ -183,7 +186,7 @@ class GraftMagics(Magics):
         prompt(rank, lambda command: session.post_mortem(rank, command), input, sys.stdout.write)
 
     def _can_ask(self) -> bool:
-        """Whether somebody can answer `input()`: not where a notebook is executed without a browser."""
+        """Whether a person can answer `input()`; false where a notebook is executed without a browser."""
         kernel = getattr(self.shell, "kernel", None)
         return bool(getattr(kernel, "_allow_stdin", False)) if kernel is not None else sys.stdin.isatty()
 
@@ -191,7 +194,7 @@ class GraftMagics(Magics):
         session = self._open()
         session.restart()
         sys.stdout.write(
-            "the same ranks and plan are back; what cells had defined on the ranks is gone, and nothing was run again\n"
+            "new ranks run under the same plan; what cells had defined on the ranks is lost, and nothing was rerun\n"
         )
         return session
 
@@ -205,7 +208,7 @@ class GraftMagics(Magics):
 
     def _run(self, arguments: argparse.Namespace) -> Run:
         run = self._open().start(arguments.expression, arguments.expression)
-        # Before the wait: a run that fails, or is not waited for to its end, has rows too.
+        # Before the wait: a run that fails or whose wait is stopped has rows too.
         self._assign(arguments.out, run)
         return run.wait()
 
@@ -236,7 +239,7 @@ class GraftMagics(Magics):
 
     def _replay(self, arguments: argparse.Namespace) -> Any:
         session, names = self._open(), self._names()
-        # What the notebook does not know is looked for where the %%graft cells of that side ran.
+        # A name that the notebook lacks is looked up on the ranks, among the names of the %%graft cells.
         functions = [names.get(name, name) for name in (arguments.baseline, arguments.target)]
         result = session.replay(
             Path(arguments.file).expanduser(), *functions, batch_size=arguments.batch_size, limit=arguments.limit
@@ -261,11 +264,11 @@ class GraftMagics(Magics):
         if name not in self._names() and name != "default" and name.isidentifier():
             raise UsageError(
                 f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
-                f"package.module.function"
+                "package.module.function"
             )
         if name == "default":
             if arguments.where is not None:
-                raise UsageError("%graft transform default: it applies where no other does; leave --where out")
+                raise UsageError("%graft transform default: applies where no other transform does; leave out --where")
             return session.edit(transform=None)
         transform = self._names().get(name, name)
         return session.edit(transform=transform if arguments.where is None else (arguments.where, transform))
@@ -285,41 +288,35 @@ class GraftMagics(Magics):
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
-        session.digest.catch_up()
-        # Cells are runs too, and most of them have no rows.
-        newest = session.digest.newest
-        frame = session.frame if arguments.all or newest is None else session.frame_of(newest.number)
-        if newest is None and len(frame) and not arguments.all:
-            frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
+        frame = session.frame
+        if len(frame) and not arguments.all:
+            # Cells are runs too, and most of them have no rows.
+            frame = session.frame_of(int(frame["run"].max()))
         self._assign(arguments.out, frame)
         return frame
 
     def _plot(self, arguments: argparse.Namespace) -> Any:
         plot = self._open().plot
-        some = arguments.steps is not None
-        kind = arguments.kind or ("history" if arguments.tag else "over_steps" if some else "divergence")
         options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
-        if (some and kind != "over_steps") or (arguments.step is not None and kind != "divergence"):
-            raise UsageError(f"%graft plot: --step is for divergence and --steps for over_steps, not for {kind}")
-        if kind == "divergence":
+        if arguments.kind == "divergence":
             return plot.divergence(step=arguments.step, **options)
-        if kind == "over_steps":
-            first, last = arguments.steps or (None, None)
-            steps = range(first or 0, sys.maxsize if last is None else last) if some else None
+        if arguments.kind == "over_steps":
+            steps = None
+            if arguments.steps is not None:
+                first, last = arguments.steps
+                steps = range(first or 0, sys.maxsize if last is None else last)
             return plot.over_steps(steps=steps, **options)
-        if not arguments.tag:
-            raise UsageError(f"%graft plot --kind {kind}: name a tap")
         names = list(dict.fromkeys(str(tap["name"]) for tap in self._open().taps))
-        if names and arguments.tag not in names:
-            close = ", ".join(repr(name) for name in get_close_matches(arguments.tag, names, n=3, cutoff=0.4))
+        if names and arguments.tap not in names:
+            close = ", ".join(repr(name) for name in get_close_matches(arguments.tap, names, n=3, cutoff=0.4))
             hint = (
                 f"did you mean {close}?"
                 if close
-                else f"there are {', '.join(map(repr, names[:5]))}"
+                else f"the taps are {', '.join(map(repr, names[:5]))}"
                 + (f" and {len(names) - 5} others" if len(names) > 5 else "")
             )
-            raise UsageError(f"%graft plot: no tap is called {arguments.tag!r}; {hint}")
-        return getattr(plot, kind)(arguments.tag)
+            raise UsageError(f"%graft plot: no tap is called {arguments.tap!r}; {hint}")
+        return getattr(plot, arguments.kind)(arguments.tap)
 
     def _report(self, arguments: argparse.Namespace) -> None:
         path = self._open().report(arguments.file, tensors=arguments.tensors)
@@ -344,13 +341,13 @@ def _labelled(run: Run) -> list[tuple[str, Any]]:
 
 
 def _forget(value: object) -> None:
-    """A figure that was made with pyplot on a rank is one of pyplot's here too, which would show it once more."""
+    """Close a figure of pyplot, which would otherwise show it a second time."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and isinstance(value, pyplot.Figure):
         pyplot.close(value)
 
 
-# The magics whose session completion looks at; the newest shell's last.
+# The magics whose session completion uses; those of the newest shell are last.
 magics_of_completion: list[GraftMagics] = []
 
 

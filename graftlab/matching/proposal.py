@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from graftlab.base.html import bundle, cell, marked_up, number, table
+from graftlab.base.html import bundle, cell, marked_up, number, rest_of, table
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.layouts import Layout, parse_layout
@@ -29,6 +29,8 @@ MEANINGS = {
     "rule": "as in other layers, where the values match, or because what comes after it matches once it is grafted",
     "guess": "by name alone; never grafted",
 }
+# Of each table that a notebook shows.
+_SHOWN_LINES = 20
 COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")
 
 
@@ -194,7 +196,8 @@ class Proposal:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         lines = []
-        for group in folded(self.pairs):
+        groups = folded(self.pairs)
+        for group in groups[:_SHOWN_LINES]:
             baseline, target = written_as(group)
             worst = max((pair.rel for pair in group if pair.rel is not None), default=None)
             count = f"x{len(group)}" if len(group) > 1 else ""
@@ -208,13 +211,16 @@ class Proposal:
                 cell(note),
             )
             lines.append(f"<tr>{''.join(cells)}</tr>")
+        lines += rest_of(len(groups) - _SHOWN_LINES, "lines", "session.match_editor(proposal), proposal.frame")
         head = ("target", "baseline", "layers", "matched by", "rel_l2", "layout", "note")
         rich = f"<b>{html.escape(self.summary)}</b>{table(head, lines)}"
         if self.problems:
-            rich += "".join(f"<p>{html.escape(problem)}</p>" for problem in self.problems)
+            rich += "".join(f"<p>{html.escape(problem)}</p>" for problem in self.problems[:_SHOWN_LINES])
         for side, left in (("target", self.unmatched_target), ("baseline", self.unmatched_baseline)):
             if left:
-                rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in _folded_alone(left)]
+                alone = _folded_alone(left)
+                rows = [f"<tr>{cell(name)}{cell(why)}</tr>" for name, why in alone[:_SHOWN_LINES]]
+                rows += rest_of(len(alone) - _SHOWN_LINES, "lines", "proposal.frame")
                 rich += table((f"{side} without a partner", "why"), rows)
         return bundle(repr(self), rich)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from graftlab.base.html import bundle, cell, marked_up, table
+from graftlab.base.html import bundle, cell, marked_up, rest_of, table
 from graftlab.base.tags import own_tags
+from graftlab.base.text import shortened
 from graftlab.base.world import Direction, Side
 from graftlab.errors import FilterError, PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
@@ -31,6 +32,11 @@ FILTER_MEANINGS = {
 }
 """The effect of each filter of a plan on the taps that it matches."""
 FILTERS = tuple(FILTER_MEANINGS)
+
+# What a repr and a notebook show of a plan: characters of a text, entries of a tuple, and rows of each kind.
+_SHOWN_TEXT = 120
+_SHOWN_ENTRIES = 2
+_SHOWN_ROWS = 5
 
 Rename = tuple[tuple[Side, str, str], ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,7 +85,7 @@ class Action:
     """The index of the plan's transform for the tap; None is the default."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraftPlan:
     """Filters, transform and name rewriting in force, the same on both sides.
 
@@ -268,6 +274,11 @@ class GraftPlan:
                 return made
         return name
 
+    def __repr__(self) -> str:
+        parts = [f"{name}={shortened(repr(getattr(self, name)), _SHOWN_TEXT)}" for name in FILTERS]
+        parts += [f"{name}={_bounded(getattr(self, name))}" for name in ("transform", "rename", "pairs")]
+        return f"GraftPlan({', '.join([*parts, f'version={self.version}'])})"
+
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), _html(self))
 
@@ -299,23 +310,34 @@ def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
     return tuple((side, pattern, text) for side, rules in rename.items() for pattern, text in rules.items())
 
 
+def _bounded(value: object) -> str:
+    """The repr of one part of a plan; of a long tuple, its first entries and how many more it has."""
+    if not isinstance(value, tuple) or len(value) <= _SHOWN_ENTRIES:
+        return shortened(repr(value), 2 * _SHOWN_TEXT)
+    first = ", ".join(shortened(repr(each), _SHOWN_TEXT) for each in value[:_SHOWN_ENTRIES])
+    return f"({first}, … {len(value) - _SHOWN_ENTRIES:,} more)"
+
+
 def _html(plan: GraftPlan) -> str:
     """Return a plan's HTML for notebooks: a row for each part."""
     lines = []
     for name, meaning in FILTER_MEANINGS.items():
         text = getattr(plan, name)
-        shown = f"<code>{html.escape(text)}</code>" if text and text.strip() else "nothing"
+        shown = f"<code>{html.escape(shortened(text, 2 * _SHOWN_TEXT))}</code>" if text and text.strip() else "nothing"
         lines.append(f"<tr>{cell(name)}{marked_up(shown)}{cell(meaning, 'quiet')}</tr>")
-    for spec in plan.transforms:
+    for spec in plan.transforms[:_SHOWN_ROWS]:
         where = "the plan grafts" if spec.where is None else spec.where
         lines.append(f"<tr>{cell('transform')}{cell(spec.label)}{cell(f'where {where}', 'quiet')}</tr>")
+    lines += rest_of(len(plan.transforms) - _SHOWN_ROWS, "transforms", "session.plan.transforms")
     lines.append(
         f"<tr>{cell('transform')}{cell('default')}{cell('elsewhere' if plan.transforms else '', 'quiet')}</tr>"
     )
-    for side, pattern, replacement in plan.rename:
+    for side, pattern, replacement in plan.rename[:_SHOWN_ROWS]:
         lines.append(f"<tr>{cell('rename')}{cell(f'{pattern} -> {replacement}')}{cell(f'names of the {side}')}</tr>")
-    for rule in plan.pairs:
+    lines += rest_of(len(plan.rename) - _SHOWN_ROWS, "renames", "session.plan.rename")
+    for rule in plan.pairs[:_SHOWN_ROWS]:
         layout = "" if rule.layout == "same" else f", {rule.layout} of the {rule.whole}'s"
         both = cell(f"{rule.baseline} = {rule.target}")
         lines.append(f"<tr>{cell('pair')}{both}{cell(rule.matched_by + layout)}</tr>")
+    lines += rest_of(len(plan.pairs) - _SHOWN_ROWS, "pairs", "session.plan.pairs")
     return f"<b>plan {plan.version}</b>{table(('', '', ''), lines)}"

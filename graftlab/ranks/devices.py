@@ -12,19 +12,19 @@ from graftlab.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One rank's device (``"cpu"``, ``"cuda:1"``) and backend, and what the person should know about the choice."""
+class DeviceAssignment:
+    """One rank's device (``"cpu"``, ``"cuda:1"``) and backend, with notes for the user about the choice."""
 
     device: str
     backend: str
     notes: tuple[str, ...] = ()
 
 
-def assign(places: list[Place], device: str | None, backend: str | None) -> list[Seat]:
-    """A seat for every place. ``device`` is ``"cpu"``, ``"cuda"`` (spread in turn), ``"cuda:N"`` (all on one) or None.
+def assign_devices(places: list[Place], device: str | None, backend: str | None) -> list[DeviceAssignment]:
+    """Give each place a device: ``"cpu"``, ``"cuda"`` (spread in turn), ``"cuda:N"`` (all on one) or None.
 
     None takes the GPUs if there are any. Where ranks of one side share a GPU their group falls back from nccl, which
-    refuses that, to gloo. Raises :class:`LaunchError` for a device or backend that is not there.
+    refuses that, to gloo. Raises :class:`LaunchError` for a device or backend that is not available.
     """
     gpus = torch.cuda.device_count()
     kind, _, index = (device or ("cuda" if gpus else "cpu")).partition(":")
@@ -35,9 +35,9 @@ def assign(places: list[Place], device: str | None, backend: str | None) -> list
     if backend is not None and not dist.is_backend_available(backend):
         raise LaunchError(f"backend={backend!r} is not available in this build of torch; leave it out, or use 'gloo'")
     if kind == "cpu":
-        return [Seat("cpu", backend or "gloo")] * len(places)
+        return [DeviceAssignment("cpu", backend or "gloo")] * len(places)
     devices = [f"cuda:{index or place.world_rank % gpus}" for place in places]
-    seats = []
+    assignments = []
     for place, chosen in zip(places, devices, strict=True):
         of_side = [d for d, other in zip(devices, places, strict=True) if other.side == place.side]
         shared = len(set(of_side)) < len(of_side)
@@ -47,5 +47,5 @@ def assign(places: list[Place], device: str | None, backend: str | None) -> list
             used = "gloo"
         if shared and used == "gloo" and backend != "gloo":
             notes = (f"several {place.side} ranks share one GPU, which nccl refuses: their group uses gloo",)
-        seats.append(Seat(chosen, used, notes))
-    return seats
+        assignments.append(DeviceAssignment(chosen, used, notes))
+    return assignments

@@ -1,7 +1,7 @@
-"""What code on a rank displays: figures, frames and other rich values, sent as a notebook shows them.
+"""Displays of a rank: figures, frames and other rich values, sent in the forms that a notebook shows.
 
-A rank has no IPython shell. So ``display`` is a builtin here as it is in a notebook, IPython's own does the same where
-a library has it from there, and pyplot has a backend of its own (:mod:`graftlab.ranks.figures`).
+A rank has no IPython shell. So ``display`` is a builtin here as it is in a notebook, IPython's function of that name
+is replaced too, and pyplot gets graftlab's backend (:mod:`graftlab.ranks.matplotlib_backend`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 Bundle = dict[str, str]
 Send = Callable[[Bundle], None]
 
-# How a value says of itself how it looks, and as what.
+# IPython's protocol: the method that renders a value, and the MIME type of its result.
 _METHODS = {
     "_repr_html_": "text/html",
     "_repr_markdown_": "text/markdown",
@@ -32,59 +32,59 @@ _METHODS = {
     "_repr_jpeg_": "image/jpeg",
 }
 _LARGEST = 4 << 20
-# So many a second are shown; nobody looks at more.
+# Displays shown per second: more than a reader can follow.
 _A_SECOND = 20
 
-BACKEND = "module://graftlab.ranks.figures"
-# What notebooks set, whose figures only a notebook can show.
+BACKEND = "module://graftlab.ranks.matplotlib_backend"
+# Backends that notebooks set, which can show figures in a notebook only.
 _OF_NOTEBOOKS = ("module://matplotlib_inline", "inline", "module://ipympl", "widget", "ipympl", "nbagg", "notebook")
 
 
 class Displays:
-    """Sends what is displayed, within a budget."""
+    """Sends displayed values, within a budget."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._second, self._count = 0, 0
 
     def __call__(self, *values: Any, **options: Any) -> None:
-        """As IPython's ``display``: of its options ``raw`` is heeded."""
+        """Do what IPython's ``display`` does, with ``raw`` as the only option."""
         for value in values:
             self.publish(value if options.get("raw") and isinstance(value, dict) else bundle_of(value))
 
     def publish(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-        """As IPython's ``publish_display_data``."""
+        """Do what IPython's ``publish_display_data`` does."""
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._count = second, 0
         self._count += 1
         if self._count > _A_SECOND:
             if self._count == _A_SECOND + 1:
-                self._send({"text/plain": f"[more than {_A_SECOND} a second are displayed; the others are left out]"})
+                self._send({"text/plain": f"[more than {_A_SECOND} displays per second; the others are left out]"})
             return
         made = {kind: _as_text(value) for kind, value in data.items() if isinstance(value, (str, bytes))}
         size = sum(map(len, made.values()))
         if size > _LARGEST:
             what = made.get("text/plain", "a value")[:200]
-            made = {"text/plain": f"{what}\n[displayed with {size >> 20} MiB, which is not sent to the notebook]"}
-        self._send(made or {"text/plain": "[displayed in no form that a notebook shows]"})
+            made = {"text/plain": f"{what}\n[its display has {size >> 20} MiB, too much to send to the notebook]"}
+        self._send(made or {"text/plain": "[displayed in no form that a notebook can show]"})
 
 
 def bundle_of(value: Any) -> dict[str, Any]:
-    """How a value looks, by MIME type."""
+    """Render a value, by MIME type."""
     made: dict[str, Any] = {"text/plain": _repr(value)}
     figure = _png_of_figure(value)
     if figure is not None:
         return made | {"image/png": figure}
     if isinstance(value, type):
         return made
-    bundle = _asked(value, "_repr_mimebundle_")
+    bundle = _call_method(value, "_repr_mimebundle_")
     if isinstance(bundle, tuple):
         bundle = bundle[0]
     if isinstance(bundle, dict):
         made |= bundle
     for method, kind in _METHODS.items():
-        shown = None if kind in made else _asked(value, method)
+        shown = None if kind in made else _call_method(value, method)
         if isinstance(shown, tuple):
             shown = shown[0]
         if shown is not None:
@@ -92,12 +92,12 @@ def bundle_of(value: Any) -> dict[str, Any]:
     return made
 
 
-def _asked(value: Any, method: str) -> Any:
+def _call_method(value: Any, method: str) -> Any:
     try:
         ask = getattr(value, method, None)
         return ask() if callable(ask) else None
     except Exception:
-        # As in IPython: what one form cannot show, another may, and the plain text is always there.
+        # As in IPython: other forms may succeed, and there is always the plain text.
         return None
 
 
@@ -121,25 +121,25 @@ def _as_text(value: str | bytes) -> str:
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
 
 
-# ---- where code looks for it ----------------------------------------------------------------------------------------
+# ---- installation ---------------------------------------------------------------------------------------------------
 
 _displays: Displays | None = None
 
 
 def displays() -> Displays | None:
-    """Those of this process, if it is a rank."""
+    """Return the displays of this process; None where it is not a rank."""
     return _displays
 
 
 def show_displays(send: Send) -> None:
-    """Have this process send what it displays, from now on."""
+    """Send what this process displays from now on."""
     global _displays
     _displays = Displays(send)
     builtins.display = _displays  # type: ignore[attr-defined]
     backend = os.environ.get("MPLBACKEND", "")
     if not backend or backend.startswith(_OF_NOTEBOOKS):
         os.environ["MPLBACKEND"] = BACKEND
-    patch = _Patch({"IPython.core.display_functions": _patch_ipython, "tqdm.notebook": _patch_tqdm})
+    patch = _ImportPatch({"IPython.core.display_functions": _patch_ipython, "tqdm.notebook": _patch_tqdm})
     sys.meta_path.insert(0, patch)
     for name, apply in patch.after.items():
         if name in sys.modules:
@@ -153,15 +153,15 @@ def _patch_ipython(module: ModuleType) -> None:
 
 
 def _patch_tqdm(module: ModuleType) -> None:
-    """Widgets need a kernel: a rank's bars are lines, which the notebook shows live."""
+    """Replace tqdm's widgets, which need a kernel, by its text bars, which the notebook shows live."""
     from tqdm.std import tqdm, trange
 
     module.tqdm = module.tqdm_notebook = tqdm  # type: ignore[attr-defined]
     module.trange = module.tnrange = trange  # type: ignore[attr-defined]
 
 
-class _Patch(importlib.abc.MetaPathFinder):
-    """Changes modules when they are imported; whoever never imports them never waits for that."""
+class _ImportPatch(importlib.abc.MetaPathFinder):
+    """Patches modules right after their import, so that code that never imports them pays nothing."""
 
     def __init__(self, after: dict[str, Callable[[ModuleType], None]]) -> None:
         self.after = after
@@ -173,11 +173,11 @@ class _Patch(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.after[name])
+            spec.loader = _PatchingLoader(spec.loader, self.after[name])
         return spec
 
 
-class _Loader(importlib.abc.Loader):
+class _PatchingLoader(importlib.abc.Loader):
     def __init__(self, loader: Any, after: Callable[[ModuleType], None]) -> None:
         self._loader, self._after = loader, after
 

@@ -1,6 +1,6 @@
 """The function in which a rank's process begins.
 
-Apart from the worker, which imports all that a rank needs: the notebook's process only has to name this one.
+It stands apart from the worker, which imports everything that a rank needs: the notebook imports only this module.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import socket
 
-from graftlab.ranks.spec import RankSpec
+from graftlab.ranks.options import RankSpec
 from graftlab.ranks.streams import redirect_to
 
 
 def enter(spec: RankSpec, connection: socket.socket) -> None:
-    """Become a rank; does not return."""
+    """Become a rank; never returns."""
     # Its own session: the stop button's SIGINT goes to the notebook's process group and must not end the ranks.
     os.setsid()
     # Before anything that can fail: the notebook shows the end of this log when a rank dies before its hello.

@@ -1,6 +1,6 @@
-"""From where processes are started: one long-lived thread, and by default a forkserver that has imported torch already.
+"""Where processes are started: on one long-lived thread, by default through a forkserver that has imported torch.
 
-Ranks belong to the thread that started them as far as the system's parent-death signals go, so it must not end.
+The system sends parent-death signals when the *thread* that started a process ends, so that thread must not end.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.multiprocessing
 
-from graftlab.ranks import hurrying, tidying
+from graftlab.ranks import preload_first, preload_last
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 PRELOADED = ["graftlab.ranks.worker"]
-"""What the forkserver imports, so that ranks need not. Changes count until it starts."""
+"""Modules that the forkserver imports so that ranks need not. Changes take effect until it starts."""
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 
 
 def on_starter(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call this on the thread that starts processes."""
+    """Call the function on the thread that starts processes."""
     return _starter.submit(function, *args, **kwargs)
 
 
@@ -39,7 +39,7 @@ def warm_up() -> None:
 
 
 def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
-    """Start a process the way ranks are started, from the same thread and the same warm forkserver."""
+    """Start a process as ranks are started: from the same thread, through the same warm forkserver."""
 
     def start() -> BaseProcess:
         prepare()
@@ -52,25 +52,25 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 
 def prepare() -> None:
-    """Start the forkserver unless it runs already. Raises OSError where it cannot listen."""
+    """Start the forkserver unless it is running. Raises OSError where it cannot listen."""
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
-        [hurrying.__name__, *PRELOADED, tidying.__name__]
+        [preload_first.__name__, *PRELOADED, preload_last.__name__]
     )
-    told = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
-    with hidden_main(), _environment_of_forkserver({hurrying.VARIABLE: told, **_same_import_path()}):
+    owner = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
+    with hidden_main(), _environment_of_forkserver({preload_first.VARIABLE: owner, **_same_import_path()}):
         multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's script anew in every process that starts meanwhile.
+    """Keep multiprocessing from importing the user's script again in every process started inside.
 
-    Functions travel by value, so ranks never need it; without this, a script that has no main guard launches itself.
+    Functions travel by value, so ranks never need it, and a script without a main guard would launch itself again.
     """
     main_module = sys.modules.get("__main__")
     hidden = {name: getattr(main_module, name) for name in ("__spec__", "__file__") if hasattr(main_module, name)}
     try:
-        # Also where there is none, as after a notebook's %reset: multiprocessing asks for it.
+        # Also where it is missing, as after a notebook's %reset: multiprocessing reads it.
         main_module.__spec__ = None  # type: ignore[union-attr]
         if "__file__" in hidden:
             del main_module.__file__  # type: ignore[union-attr]
@@ -83,10 +83,10 @@ def hidden_main() -> Iterator[None]:
 
 
 def _same_import_path() -> dict[str, str]:
-    """What lets a process import what this one imports.
+    """Return the variables with which a process imports from the same places as this one.
 
-    Left alone, the forkserver of older Pythons looks into the current folder first, and nowhere that was put on
-    ``sys.path`` later: it would preload a different graftlab than the notebook's, or none.
+    Without them, the forkserver of older Pythons searches the current folder first, and ignores later additions to
+    ``sys.path``: it would preload a different graftlab than the notebook's, or none.
     """
     path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
@@ -94,7 +94,7 @@ def _same_import_path() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment_of_forkserver(wanted: dict[str, str]) -> Iterator[None]:
-    """Processes that start meanwhile get these variables too."""
+    """Add these variables to the environment of processes started inside."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -1,4 +1,4 @@
-"""One rank as the notebook sees it: its connections, its log, and where it is at this moment."""
+"""The notebook's handle of one rank: its connections, its log and its status."""
 
 from __future__ import annotations
 
@@ -8,126 +8,131 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import IsAt, Linked
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import LinkReport, StatusUpdate
 
 
 class RankHandle:
-    """The root of all ranks. ``bell`` rings when the rank has sent what should not wait.
+    """The base class of all rank handles. ``wake_socket`` is readable when the rank has sent something urgent.
 
-    Of ``segment``, the rank's shared memory, only the page that says where it is gets mapped. One without a segment is
-    nowhere yet.
+    Only the status page of ``segment``, the rank's shared memory, gets mapped. Without a segment the status is empty.
     """
 
     trusted = True
-    """Whether what it sends pickled may be opened here, which runs what it says: true of this user's own processes."""
+    """Whether this process may unpickle what the rank sends, which can run any code. True of the user's processes."""
 
     takes_work = True
-    """Whether it runs what the notebook sends it, and can be interrupted in that."""
+    """Whether it runs code that the notebook sends, and can be interrupted in it."""
 
     stacks_file: Path | None = None
-    """Where a signal makes it write its threads' stacks, whatever they do; None where a signal would end it."""
+    """The file to which a signal makes it write its threads' stacks; None where a signal would end it."""
 
     def __init__(
-        self, place: Place, seat: Seat, channel: Channel, bell: socket.socket, segment: int | None, log: Path
+        self,
+        place: Place,
+        assignment: DeviceAssignment,
+        channel: SocketChannel,
+        wake_socket: socket.socket,
+        segment: int | None,
+        log: Path,
     ) -> None:
         self.place = place
-        self.seat = seat
+        self.assignment = assignment
         self.channel = channel
-        self.bell = bell
+        self.wake_socket = wake_socket
         self.log = log
         self.pid: int | None = None
         self.alive = True
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
             self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._page = WhereaboutsPage(self._map)
-        self._last_look = Whereabouts()
+        self._page = StatusPage(self._map)
+        self._last_status = RankStatus()
         self._ended: str | None = None
 
     generation = 1
-    """How often its side has been started: more than once where jobs were started again."""
+    """How often its side has been started: more than once where jobs were restarted."""
 
     links = "shared memory"
-    """What joins it with the other ranks, in words; blank where that is not known yet."""
+    """How it is connected to the other ranks, in words; empty until that is known."""
 
-    def note_links(self, linked: Linked) -> None:
-        """It says what joins it with the other ranks."""
+    def note_links(self, linked: LinkReport) -> None:
+        """Record how the rank is connected to the others."""
 
-    def note_whereabouts(self, where: IsAt) -> None:
-        """It says where it is, for its memory cannot be looked at."""
+    def note_status(self, where: StatusUpdate) -> None:
+        """Record the status that a rank without shared memory has sent."""
 
     @property
     def label(self) -> str:
         return self.place.label
 
-    def whereabouts(self) -> Whereabouts:
-        """Where the rank is at this moment, or was when it was released."""
+    def status(self) -> RankStatus:
+        """Return the rank's current status, or the last one before it was released."""
         try:
             return self._page.read()
         except ValueError:
-            return self._last_look
+            return self._last_status
 
     def drop(self, why: str) -> None:
-        """Hear no more of a rank that broke the rules of its line."""
+        """Close the connection to a rank that broke its protocol."""
         self._ended = f"was dropped: {why}"
         self.channel.close()
 
     def release(self) -> None:
-        """Close what ties the rank to this process."""
+        """Release everything that this process holds of the rank."""
         self.alive = False
         self.channel.close()
-        self.bell.close()
-        # One mapped page would keep everything that the rank has published in memory.
-        self._last_look = self.whereabouts()
+        self.wake_socket.close()
+        # A mapped page would keep the rank's whole segment in memory.
+        self._last_status = self.status()
         self._map.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines that the rank wrote to its log."""
+        """Return the last lines of the rank's log."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return "(nothing: the process had not come as far as its log; see what the notebook itself printed)"
+            return "(nothing: the process had not opened its log yet; see the notebook's own output)"
         except OSError as error:
             return f"(no log: {error})"
         return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
 
-    # ---- what differs by who started it -------------------------------------------------------------------------
+    # ---- depends on how the rank was started --------------------------------------------------------------------
 
     def absence(self) -> str:
-        """Why it is not alive, as tables say it."""
+        """Say why the rank is not alive, for a table."""
         return f"gone: {self.how_it_ended()}"
 
     def how_it_ended(self) -> str:
-        """In words, such as ``"killed by SIGKILL"``."""
+        """Say how the process ended, such as ``"killed by SIGKILL"``."""
         raise NotImplementedError
 
     def signal(self, number: int) -> None:
-        """Send its process a signal, where it has one that it takes them from."""
+        """Send a signal to its process, if this process may."""
         raise NotImplementedError
 
     def join(self, timeout: float) -> bool:
-        """Wait for it to be gone; False when it is not within ``timeout`` seconds."""
+        """Wait for it to end; False when it has not ended within ``timeout`` seconds."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End it, whatever it is doing."""
         raise NotImplementedError
 
     @property
     def was_ended(self) -> bool:
-        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        """Whether :meth:`end` ended it, rather than a failure."""
         return False
 
     def end(self, why: str) -> None:
-        """End a rank that nothing else would end; its end is told in these words."""
+        """End a stuck rank; ``why`` is then reported as how it ended."""
         self.kill()
 
-    def end_what_it_started(self) -> None:
-        """Called when the process has ended, or is to: programs of a rank end with it."""
+    def end_programs(self) -> None:
+        """End the programs that the rank has started, when it has ended or is about to."""
 
     def release_in_child(self) -> None:
-        """Called in a child forked off the notebook, which must not keep the rank alive."""
+        """Release the rank in a forked child of the notebook, which must not keep it alive."""
         raise NotImplementedError

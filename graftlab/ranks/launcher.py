@@ -1,7 +1,7 @@
-"""Starting and ending the ranks: the notebook's side of the processes.
+"""Start and end the ranks, from the notebook.
 
-What the ranks share is made here and handed over as open descriptors: memory without a name, sockets without an
-address. So there is nothing that another user could open, and nothing that could stay behind.
+Everything that the ranks share is created here and passed as open descriptors: memory without a name and sockets
+without an address. So other users have nothing to open, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -22,37 +22,36 @@ import torch.multiprocessing
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import SocketChannel
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import WirePlan, to_wire
 from graftlab.ranks import forkserver
-from graftlab.ranks.devices import Seat, assign
+from graftlab.ranks.descriptors import MEMORY_FILES, SharedDescriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment, assign_devices
 from graftlab.ranks.entry import enter
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Dispatch, Hello, Output, Shutdown, pack, unpack_from_rank
-from graftlab.ranks.options import LaunchOptions
+from graftlab.ranks.options import LaunchOptions, RankSpec
 from graftlab.ranks.rank_process import RankProcess
-from graftlab.ranks.shared import MEMORY_FILES, Shared, send_descriptors
-from graftlab.ranks.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 
 
 def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> list[RankProcess]:
-    """Start every rank under this plan, and wait until each has said hello.
+    """Start every rank under this plan, and wait until each has sent its :class:`Hello`.
 
-    ``folder`` gets the logs. Raises :class:`LaunchError` with the log's tail when a rank dies or is not ready in
-    time; then none is left.
+    ``folder`` gets the logs. Raises :class:`LaunchError` with the end of the log when a rank dies or is not
+    ready in time; then all of them have ended.
     """
     places = Place("baseline", 0, options.baseline, options.target).everyone()
-    seats = assign(places, options.device, options.backend)
+    assignments = assign_devices(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()
     with given_up, give_up:
-        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, seats, given_up)
+        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, assignments, given_up)
         try:
             return launching.result()
         except BaseException:
-            # The stop button ended this wait but not the launch on the other thread, and nobody would end its ranks.
+            # The stop button ended this wait but not the launch on the other thread, whose ranks would stay.
             give_up.send(b"x")
             wait([launching])
             if launching.exception() is None:
@@ -61,9 +60,9 @@ def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> list[
 
 
 def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
-    """End every rank: ask, wait ``patience`` seconds in all, then kill what is left.
+    """End every rank: ask, wait ``patience`` seconds in all, then kill the rest.
 
-    What they sent last can still be read; see :meth:`RankProcess.release` for the rest.
+    Their last messages can still be read until :meth:`RankProcess.release`.
     """
     for rank in ranks:
         rank.channel.send(pack(Shutdown()))
@@ -72,8 +71,8 @@ def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
     try:
         left = [rank for rank in ranks if not rank.join(max(0.0, deadline - time.monotonic()))]
     finally:
-        # Also when the stop button ends the wait. All before the first is waited for: the last ones would see their
-        # peers die, and raise for it.
+        # Also when the stop button ends the wait. All are killed before any is waited for, or the last ones would see
+        # their peers die, and raise.
         for rank in left:
             rank.kill()
     for rank in left:
@@ -87,7 +86,7 @@ def _launch(
     folder: Path,
     plan: WirePlan,
     places: list[Place],
-    seats: list[Seat],
+    assignments: list[DeviceAssignment],
     given_up: socket.socket,
 ) -> list[RankProcess]:
     if options.start_method == "forkserver":
@@ -95,23 +94,23 @@ def _launch(
             forkserver.prepare()
         except OSError as error:
             raise LaunchError(
-                f"the forkserver, which starts the ranks, cannot be started: {error}; its socket lies in the folder "
+                f"the forkserver, which starts the ranks, cannot be started: {error}; its socket is in the folder "
                 f"for temporary files, so set TMPDIR to one that exists and has a short path, or pass "
                 f"start_method='spawn'"
             ) from error
-    shared = Shared(places)
+    shared = SharedDescriptors(places)
     ranks: list[RankProcess] = []
     try:
         shared.make(stores=folder)
-        for place, seat in zip(places, seats, strict=True):
-            ranks.append(_start(options, folder, plan, place, seat, shared))
+        for place, assignment in zip(places, assignments, strict=True):
+            ranks.append(_start(options, folder, plan, place, assignment, shared))
         _await_hellos(ranks, options.timeout, given_up)
         return ranks
     except BaseException as error:
         _abandon(ranks)
         if isinstance(error, EOFError):
             raise LaunchError(
-                "the forkserver, which starts the ranks, died meanwhile; launch again, which starts another"
+                "the forkserver, which starts the ranks, died; launch again to start a new one"
             ) from error
         if isinstance(error, OSError):
             raise LaunchError(f"the ranks could not be started: {error}") from error
@@ -127,14 +126,19 @@ def _abandon(ranks: list[RankProcess]) -> None:
 
 
 def _start(
-    options: LaunchOptions, folder: Path, plan: WirePlan, place: Place, seat: Seat, shared: Shared
+    options: LaunchOptions,
+    folder: Path,
+    plan: WirePlan,
+    place: Place,
+    assignment: DeviceAssignment,
+    shared: SharedDescriptors,
 ) -> RankProcess:
     log = folder / "logs" / f"{place.side}-{place.rank}.log"
     stacks = log.with_suffix(".stacks")
     spec = RankSpec(
         place=place,
-        device=seat.device,
-        backend=seat.backend,
+        device=assignment.device,
+        backend=assignment.backend,
         store="" if MEMORY_FILES else str(folder / f"{place.side}.store"),
         log=str(log),
         stacks=str(stacks),
@@ -152,25 +156,25 @@ def _start(
     )
     context: Any = torch.multiprocessing.get_context(options.start_method)
     ours, theirs = socket.socketpair()
-    bell, their_bell = socket.socketpair()
-    lifeline, their_lifeline = socket.socketpair()
-    with theirs, their_bell, their_lifeline:
+    wake_socket, their_wake = socket.socketpair()
+    death_pipe, their_death_pipe = socket.socketpair()
+    with theirs, their_wake, their_death_pipe:
         try:
             with forkserver.hidden_main():
                 process = context.Process(target=enter, args=(spec, theirs), name=f"graftlab-{place.label}")
                 process.start()
-            send_descriptors(ours, [*shared.of(place), their_bell.fileno(), their_lifeline.fileno()])
+            send_descriptors(ours, [*shared.of(place), their_wake.fileno(), their_death_pipe.fileno()])
         except BaseException:
-            for mine in (ours, bell, lifeline):
+            for mine in (ours, wake_socket, death_pipe):
                 mine.close()
             raise
     segment = shared.segments[place.world_rank]
-    return RankProcess(place, seat, process, Channel(ours), bell, lifeline, segment, log, stacks)
+    return RankProcess(place, assignment, process, SocketChannel(ours), wake_socket, death_pipe, segment, log, stacks)
 
 
 def _environment() -> dict[str, str]:
     environ = dict(os.environ)
-    # One host: collectives need no more than the loopback interface, and nobody else should reach them.
+    # All ranks are on this machine: collectives need only the loopback interface, and other machines no access.
     loopback = "lo" if sys.platform.startswith("linux") else "lo0"
     environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -204,7 +208,7 @@ def _await_hellos(ranks: list[RankProcess], timeout: float, given_up: socket.soc
             )
         for descriptor, _ in ready:
             if descriptor == given_up.fileno():
-                raise LaunchError("nobody waits for these ranks any more")
+                raise LaunchError("the launch was interrupted")
             rank = expected[descriptor]
             for frame in rank.channel.receive():
                 message = unpack_from_rank(frame)

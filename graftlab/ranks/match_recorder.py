@@ -1,4 +1,4 @@
-"""What ranks do for a match: run a side's code, record what its taps show, and graft what is already matched."""
+"""Records the taps of a side on its ranks for a match, and grafts pairs that are already matched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graftlab.taps.watch import kinds_of_watched
 
 @dataclass(frozen=True)
 class MatchGraft:
-    """What overwrites a target's tap: the baseline's tensor, in the layout of their pair."""
+    """A tensor of the baseline that overwrites a target's tap, in the layout of their pair."""
 
     layout: Layout
     whole: str
@@ -33,7 +33,7 @@ class MatchGraft:
 
 @dataclass
 class MatchRecord:
-    """What one rank recorded, in the order of its taps. ``notes`` say what was not, or not as it was meant."""
+    """One rank's taps in order. ``notes`` report those that were not recorded or grafted as planned."""
 
     taps: list[RecordedTap]
     layouts: dict[str, RankLayout] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class MatchRecord:
     notes: list[str] = field(default_factory=list)
 
 
-# What this rank recorded last and has not sent, and what is grafted here: both for the next call of the same match.
+# Tensors of the last run that were not sent, and the grafts in force: both for later calls of the same match.
 _held: dict[str, Tensor] = {}
 _grafts: dict[str, list[MatchGraft]] = {}
 
@@ -55,9 +55,9 @@ def record_taps(
     grafts: Mapping[str, list[MatchGraft]],
     forget: list[str],
 ) -> MatchRecord:
-    """Run the code once. Up to ``budget`` bytes are recorded here, of which up to ``send`` travel at once.
+    """Run the code once. Up to ``budget`` bytes are recorded here; up to ``send`` bytes of them are returned.
 
-    ``grafts`` are new ones, by the name of the target's tap, and ``forget`` those that hold no longer.
+    ``grafts`` are added, by the name of the target's tap; those of the taps in ``forget`` are dropped.
     """
     for name in forget:
         _grafts.pop(name, None)
@@ -82,12 +82,12 @@ def record_taps(
 
 
 def recorded_value(name: str) -> Tensor | None:
-    """A value that was recorded and has not travelled."""
+    """Return a value that was recorded and not sent; None if there is none."""
     return _held.get(name)
 
 
 def forget_match() -> None:
-    """The match is over."""
+    """Release the tensors of a match that has ended."""
     _held.clear()
     _grafts.clear()
 
@@ -107,7 +107,7 @@ class _MatchRecorder(Recorder):
             self.note("taps after the first gl.step() are not matched")
             return value
         if recompute_status() == "recompute":
-            self.note("taps in a forward that activation checkpointing runs again are not matched")
+            self.note("taps that activation checkpointing runs again are not matched")
             return value
         shown = value() if callable(value) and not isinstance(value, Tensor) else value
         own = plain_tensor(shown)

@@ -1,11 +1,11 @@
-"""What the notebook and a rank say to each other: one tagged struct a message, as msgpack, one frame each.
+"""The messages between the notebook and its ranks: one tagged struct per message, as msgpack, one frame each.
 
-A message is checked against its type when it arrives, and reading one never runs anything. What the notebook's author
-sends to their own ranks, or gets back from them, may be any object and is pickled: those parts are fields of type
-:data:`Pickled`, stay bytes here, and are opened by whoever may trust the sender.
+A message is checked against its type when it arrives, and reading one never runs code. Objects that users send to
+their own ranks, or get back from them, are pickled: they are fields of type :data:`Pickled`, stay bytes here, and are
+unpickled only by a process that trusts the sender.
 
-Rows are the exception: they are the many, and travel as the JSON line that is also written to disk. The first byte of
-a frame tells the two apart.
+Rows are the exception, because of their number: they travel as the JSON line that is also written to disk. The first
+byte of a frame distinguishes the two.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
 
 Pickled = bytes
-"""A value that :mod:`graftlab.base.shipping` packed. To open it runs what its sender says."""
+"""A value packed by :mod:`graftlab.base.shipping`. Unpickling it can run any code that its sender chose."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ _ROW = b"r"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root of all messages; on the wire each is tagged with its class's name."""
+    """The base class of all messages; on the wire each is tagged with its class's name."""
 
 
 # ---- from the notebook to a rank ------------------------------------------------------------------------------------
@@ -51,24 +51,24 @@ class Call(Message, frozen=True):
 
 
 class Evaluate(Message, frozen=True):
-    """Evaluate an expression where cells run; ``filename`` is what tracebacks call it."""
+    """Evaluate an expression in the rank's namespace; tracebacks name it ``filename``."""
 
     source: str
     filename: str
 
 
 class Execute(Message, frozen=True):
-    """Execute a cell; ``filename`` is what tracebacks call it."""
+    """Execute a cell; tracebacks name it ``filename``."""
 
     source: str
     filename: str
 
 
-class OwnWork(Message, frozen=True):
-    """What the process does by itself: it is a job that nobody but its own user started."""
+class JobCode(Message, frozen=True):
+    """The code of a job, which runs anyway: the session sends the job no work."""
 
 
-Work = Call | Evaluate | Execute | OwnWork
+Work = Call | Evaluate | Execute | JobCode
 
 
 class RunRequest(Message, frozen=True):
@@ -85,11 +85,11 @@ class PlanUpdate(Message, frozen=True):
     plan: WirePlan
 
 
-class ForAWhile(Message, frozen=True):
-    """The plans that follow are somebody's for a while: should the notebook go away, this one is in force again.
+class FallbackPlan(Message, frozen=True):
+    """The plans that follow are temporary: should the notebook go away, this plan is in force again.
 
-    Meanwhile no rank gets more than a step ahead. With None there is no such plan any more, what was recorded meanwhile
-    is to be forgotten, and ``version`` is that of the plan that comes after theirs.
+    Until then no rank gets more than a step ahead. With None the temporary plans have ended: tensors recorded under
+    them are released, and ``version`` is that of the plan after them.
     """
 
     plan: WirePlan | None
@@ -97,9 +97,9 @@ class ForAWhile(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """Raise KeyboardInterrupt in the code of this run, even before it begins. For a rank that was seen idle.
+    """Raise KeyboardInterrupt in the code of this run, even before it begins. For a rank that appeared idle.
 
-    One that was seen at work gets a signal instead, which also ends waits in C.
+    A rank that appeared busy gets a signal instead, which also ends waits in C.
     """
 
     run: int
@@ -110,10 +110,10 @@ class Shutdown(Message, frozen=True):
 
 
 class Contact(Message, frozen=True):
-    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.linking`.
+    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.peer_connector`.
 
-    ``socket`` is a path on its machine, and ``nonce`` what can be read in its memory by whoever shares that; ``name``
-    is what it is called at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
+    ``socket`` is a path on its machine, and ``nonce`` the bytes that a rank sharing its memory reads there; ``name``
+    identifies it at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
     """
 
     world_rank: int
@@ -125,16 +125,16 @@ class Contact(Message, frozen=True):
 
 
 class Contacts(Message, frozen=True):
-    """These ranks are there. One that was there before is another process now."""
+    """The contacts of ranks that have joined. One that is already known has been replaced by a new process."""
 
     contacts: tuple[Contact, ...]
 
 
-class Assemble(Message, frozen=True):
-    """All ranks are there: connect to each of them anew, and report :class:`Linked`.
+class WorldRequest(Message, frozen=True):
+    """All ranks have joined: connect to each of them again, and send a :class:`LinkReport`.
 
-    What is connected is called a world, by number. A rank that is at work goes on in the world that it has, until it
-    hears :class:`Assembled` and comes to the end of a step; one that waits begins with a :class:`RunRequest`.
+    These connections are a world, and have its number. A rank that is at work stays in its world until it has received
+    :class:`WorldStart` and ends a step; one that waits begins with a :class:`RunRequest`.
     """
 
     world: int
@@ -142,14 +142,14 @@ class Assemble(Message, frozen=True):
     plan: WirePlan
 
 
-class Assembled(Message, frozen=True):
-    """All ranks are connected in this world: move there at the end of the step."""
+class WorldStart(Message, frozen=True):
+    """All ranks are connected in this world: switch to it at the end of the step."""
 
     world: int
 
 
-class Missing(Message, frozen=True):
-    """What a rank that waits is waiting for, in words."""
+class WaitReason(Message, frozen=True):
+    """Why a rank has to wait, in words."""
 
     what: str
 
@@ -163,29 +163,29 @@ class Hello(Message, frozen=True):
     pid: int
 
 
-class Linked(Message, frozen=True):
-    """The rank has a connection to every other in this world: with which it shares memory, and which are behind TCP."""
+class LinkReport(Message, frozen=True):
+    """The rank is connected to all others of this world: by shared memory to those in ``memory``, by TCP to ``tcp``."""
 
     world: int
     memory: tuple[int, ...]
     tcp: tuple[int, ...]
 
 
-class Moved(Message, frozen=True):
-    """The rank, which was at work, goes on in this world, from this step on."""
+class WorldSwitch(Message, frozen=True):
+    """The rank, which was at work, has switched to this world, and continues from this step."""
 
     world: int
     step: int
 
 
-class AskMissing(Message, frozen=True):
-    """The rank will wait no longer, and wants to know for what it has waited: answered by :class:`Missing`."""
+class AskWaitReason(Message, frozen=True):
+    """Why has the rank had to wait? Sent before it stops waiting, and answered by :class:`WaitReason`."""
 
 
-class IsAt(Message, frozen=True):
-    """Where the rank is, for a notebook that cannot look into its memory."""
+class StatusUpdate(Message, frozen=True):
+    """The rank's status, for a notebook that cannot read its memory."""
 
-    where: WhereaboutsToTell
+    where: WireStatus
 
 
 class Output(Message, frozen=True):
@@ -195,20 +195,20 @@ class Output(Message, frozen=True):
 
 
 class LiveOutput(Message, frozen=True):
-    """The lines that a program writes over and over, as they stand on this stream; none when it has ended."""
+    """The current state of lines that a program rewrites in place on this stream; empty when it has ended."""
 
     stream: int
     text: str
 
 
-class Shown(Message, frozen=True):
-    """What the rank's code displays: a representation a MIME type, as text, images in base64."""
+class DisplayData(Message, frozen=True):
+    """A value that the rank's code displays: one representation for each MIME type, as text, images in base64."""
 
     data: dict[str, str]
 
 
 class TapSeen(Message, frozen=True):
-    """A tag set that the rank reached for the first time, wanted by some filter or not. Plain values only."""
+    """Tags that the rank reached for the first time, whether any filter matches them or not. Plain values only."""
 
     tags: dict[str, Any]
 
@@ -226,8 +226,8 @@ class PlanAdopted(Message, frozen=True):
 class Failure(Message, frozen=True):
     """An exception that ended a rank's work. ``traceback`` starts at the user's own code.
 
-    ``exception`` is the object itself, where it can travel. It lets the notebook raise the same class, and to open it
-    runs what the rank says: only for processes of the notebook's own user.
+    ``exception`` is the object itself, if it can be pickled. It lets the notebook raise the same class. Unpickling it
+    can run any code, so that is only for processes of the notebook's own user.
     """
 
     kind: str
@@ -245,23 +245,23 @@ class RunDone(Message, frozen=True):
 
 
 class RunSettled(Message, frozen=True):
-    """The run has ended everywhere and all rows of it are sent. ``next_step`` is the first unused step number."""
+    """The run has ended on all ranks, and this one has sent its rows. ``next_step`` is the first unused step."""
 
     run: int
     next_step: int
 
 
-# ---- questions to a rank, answered while its model computes, and their answers ---------------------------------------
+# ---- questions to a rank, answered while its model computes, and their answers --------------------------------------
 
 
 class Stacks(Message, frozen=True):
-    """Where the rank's threads are in the code."""
+    """The stacks of the rank's threads."""
 
     text: str
 
 
 class KeptTags(Message, frozen=True):
-    """The tags of every pair that is kept, oldest first, and of the newest of each tap whose newest is not held.
+    """The tags of every kept pair, oldest first; and in ``missing`` those of taps whose newest pair is not kept.
 
     Plain values only.
     """
@@ -274,58 +274,61 @@ class KeptTags(Message, frozen=True):
             _require_plain(tags)
 
 
-class Kept(Message, frozen=True):
-    """What was asked of a kept pair; None where no such pair is kept."""
+class KeptValue(Message, frozen=True):
+    """A value made from a kept pair; None where no such pair is kept."""
 
     packed: Pickled | None
 
 
 class PostMortem(Message, frozen=True):
-    """What a debugger says of the frames of the last failure."""
+    """The output of a debugger in the frames of the last failure."""
 
     text: str
 
 
-class Noted(Message, frozen=True):
-    """It will be done."""
+class Acknowledgement(Message, frozen=True):
+    """The rank will follow the instruction."""
 
 
-class AgainstItself(Message, frozen=True):
-    """A :class:`graftlab.grafting.self_graft.SelfGraft`; None as long as its last step has not ended."""
+class SelfGraftResult(Message, frozen=True):
+    """A :class:`graftlab.grafting.self_graft.SelfGraft`; None until its last step has ended."""
 
     packed: Pickled | None
 
 
-class Refused(Message, frozen=True):
-    """Why there is no answer."""
+class Refusal(Message, frozen=True):
+    """Why the question cannot be answered."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | Kept | PostMortem | Noted | AgainstItself | Refused
+Answer = Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | Refusal
 
 
 class AskStacks(Message, frozen=True):
-    """Where are the rank's threads in the code? Answered by :class:`Stacks`."""
+    """What are the stacks of the rank's threads? Answered by :class:`Stacks`."""
 
 
 class AskPostMortem(Message, frozen=True):
-    """What does a debugger say to this command, in the frames of the last failure? Runs what the command says."""
+    """What does a debugger print for this command, in the frames of the last failure? Runs the user's command."""
 
     command: str
 
 
 class AskKeptTags(Message, frozen=True):
-    """Which pairs are kept? With ``failed`` also where the transform failed, which leaves an input but no pair.
+    """Which pairs are kept? With ``failed`` also inputs of transforms that failed, which left no pair.
 
-    Answered by :class:`KeptTags`; the questions that follow by :class:`Kept`.
+    Answered by :class:`KeptTags`.
     """
 
     failed: bool
 
 
 class AskKept(Message, frozen=True):
-    """The root of what can be asked of the newest pair with this name and these plain tags."""
+    """The base class of questions about the newest pair with this name and these plain tags.
+
+    Answered by :class:`KeptValue`.
+    """
 
     name: str
     tags: dict[str, Any]
@@ -339,20 +342,20 @@ class AskKeptPair(AskKept, frozen=True):
 
 
 class AskKeptInput(AskKept, frozen=True):
-    """The :class:`graftlab.grafting.kept.KeptPair`, also of a transform that failed."""
+    """The :class:`graftlab.grafting.kept.KeptPair`, including that of a failed transform."""
 
 
 class AskKeptMap(AskKept, frozen=True):
-    """The :class:`graftlab.diffs.maps.DifferenceMap` over these two dimensions (None: over two that suit)."""
+    """The :class:`graftlab.diffs.maps.DifferenceMap` over these two dimensions; None chooses two."""
 
     dims: tuple[int, int] | None
 
 
-class RunAgainstItself(Message, frozen=True):
-    """Take these passes of a self-graft, each of so many steps, once the plan of this version is in force.
+class RunSelfGraft(Message, frozen=True):
+    """Run these passes of a self-graft, each of ``steps`` steps, once the plan of this version is in force.
 
-    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by :class:`Noted`. For jobs, whose
-    code nobody can call again.
+    See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by
+    :class:`Acknowledgement`. For jobs, whose code a session cannot call again.
     """
 
     version: int
@@ -363,24 +366,17 @@ class RunAgainstItself(Message, frozen=True):
     budget: int = 0
 
 
-class AskAgainstItself(Message, frozen=True):
-    """What did these passes come to? Answered by :class:`AgainstItself`."""
+class AskSelfGraft(Message, frozen=True):
+    """What is the result of these passes? Answered by :class:`SelfGraftResult`."""
 
 
 Question = (
-    AskStacks
-    | AskPostMortem
-    | AskKeptTags
-    | AskKeptPair
-    | AskKeptInput
-    | AskKeptMap
-    | RunAgainstItself
-    | AskAgainstItself
+    AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap | RunSelfGraft | AskSelfGraft
 )
 
 
 class Query(Message, frozen=True):
-    """A question, with the number under which its answer is awaited."""
+    """A question, with a number that its answer repeats."""
 
     number: int
     question: Question
@@ -395,17 +391,28 @@ class Reply(Message, frozen=True):
 
 # ---- on the wire ----------------------------------------------------------------------------------------------------
 
-ToRank = RunRequest | PlanUpdate | ForAWhile | Query | Interrupt | Shutdown | Contacts | Assemble | Assembled | Missing
+ToRank = (
+    RunRequest
+    | PlanUpdate
+    | FallbackPlan
+    | Query
+    | Interrupt
+    | Shutdown
+    | Contacts
+    | WorldRequest
+    | WorldStart
+    | WaitReason
+)
 FromRank = (
     Hello
     | Contact
-    | Linked
-    | Moved
-    | AskMissing
-    | IsAt
+    | LinkReport
+    | WorldSwitch
+    | AskWaitReason
+    | StatusUpdate
     | Output
     | LiveOutput
-    | Shown
+    | DisplayData
     | TapSeen
     | PlanAdopted
     | RunDone
@@ -426,13 +433,13 @@ def pack_row(row: Row) -> bytes:
 
 
 def unpack_to_rank(frame: bytes) -> ToRank:
-    """What the notebook sent. Raises :class:`MessageError` for what is no message to a rank."""
+    """Decode a message from the notebook. Raises :class:`MessageError` for anything else."""
     message: ToRank = _to_rank.decode(_body(frame))
     return message
 
 
 def unpack_from_rank(frame: bytes) -> FromRank | bytes:
-    """What a rank sent: a message, or a row's line as bytes. Raises :class:`MessageError` for anything else."""
+    """Decode a message from a rank, or return a row's line as bytes. Raises :class:`MessageError` for anything else."""
     if frame[:1] == _ROW:
         return frame[1:]
     message: FromRank = _from_rank.decode(_body(frame))
@@ -441,18 +448,18 @@ def unpack_from_rank(frame: bytes) -> FromRank | bytes:
 
 def _body(frame: bytes) -> memoryview:
     if frame[:1] != _MESSAGE:
-        raise MessageError(f"a frame that begins with {frame[:1]!r} is no message")
+        raise MessageError(f"a frame that begins with {frame[:1]!r} is not a message")
     return memoryview(frame)[1:]
 
 
 def _require_plain(tags: dict[str, Any]) -> None:
     if not _PLAIN.issuperset(map(type, tags.values())):
         odd = next(tag for tag, value in tags.items() if type(value) not in _PLAIN)
-        raise ValueError(f"tag {odd!r} has no plain value but a {type(tags[odd]).__name__}")
+        raise ValueError(f"tag {odd!r} has a value that is not plain: a {type(tags[odd]).__name__}")
 
 
 class Dispatch(Generic[P, R]):
-    """A table from the type of a message to its handler. A handler also gets what the dispatch is called with."""
+    """A table from the type of a message to its handler, which also receives the other arguments of the call."""
 
     def __init__(self) -> None:
         self._handlers: dict[type[msgspec.Struct], Callable[..., R]] = {}
@@ -461,9 +468,9 @@ class Dispatch(Generic[P, R]):
         self._handlers[kind] = handler
 
     def __call__(self, message: msgspec.Struct, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Raises :class:`MessageError` for a message that is not in the table."""
+        """Call the handler of this message. Raises :class:`MessageError` for one that has none."""
         handler = self._handlers.get(type(message))
         if handler is None:
             known = ", ".join(kind.__name__ for kind in self._handlers)
-            raise MessageError(f"{type(message).__name__} is not handled here; what is: {known}")
+            raise MessageError(f"{type(message).__name__} has no handler here; these have: {known}")
         return handler(message, *args, **kwargs)

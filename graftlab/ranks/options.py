@@ -1,4 +1,4 @@
-"""How to start the ranks of a session."""
+"""How to start the ranks of a session, and what each of them receives when it starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graftlab.base import limits
-from graftlab.base.world import MAX_RANKS
+from graftlab.base.world import MAX_RANKS, Place
 from graftlab.errors import LaunchError
+from graftlab.plan.wire import WirePlan
 
-# Seconds; what waits use counts in more than milliseconds of 32 bits.
+# Seconds; poll() counts milliseconds in 32 bits.
 _LONGEST = 1e6
 
 StartMethod = Literal["forkserver", "spawn"]
@@ -19,7 +20,7 @@ StartMethod = Literal["forkserver", "spawn"]
 class LaunchOptions:
     """How to start the ranks; budgets are in bytes a rank, both timeouts in seconds.
 
-    Raises :class:`LaunchError` for what cannot be meant.
+    Raises :class:`LaunchError` for values out of range.
     """
 
     baseline: int
@@ -52,10 +53,38 @@ class LaunchOptions:
 
     @property
     def tap_limit(self) -> float:
-        """Seconds that a tap waits: less than a collective, which may be waiting for the rank with the tap."""
+        """Seconds that a tap waits: less than a collective, which may itself be waiting for this rank."""
         return self.timeout / 2 if self.tap_timeout is None else self.tap_timeout
 
 
 def _require_seconds(name: str, given: object) -> None:
     if not isinstance(given, (int, float)) or not 0 < given <= _LONGEST:
         raise LaunchError(f"{name}={given!r}: give seconds, more than 0 and at most {_LONGEST:g}")
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything that a rank receives when it starts.
+
+    ``store`` is the path of the rendezvous store of its side's process group; empty where that is a file without a
+    name, which is passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where
+    it has not chosen one.
+    """
+
+    place: Place
+    device: str
+    backend: str
+    store: str
+    log: str
+    stacks: str
+    segment_size: int
+    timeout: float
+    tap_timeout: float
+    multiprocessing: str | None
+    buffer_budget: int
+    keep_budget: int
+    threads: int
+    plan: WirePlan
+    environ: dict[str, str]
+    sys_path: list[str]
+    cwd: str

@@ -10,36 +10,36 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from graftlab.base.world import Place
-from graftlab.exchange.channel import Channel
-from graftlab.ranks.devices import Seat
+from graftlab.exchange.channel import SocketChannel
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.lifeline import end_what_it_started
+from graftlab.ranks.process_setup import end_programs_of
 
-# What multiprocessing says of a process whose forkserver has died before it.
+# The exit code that multiprocessing reports for a process whose forkserver died first.
 _UNKNOWN = 255
 
 
 class RankProcess(RankHandle):
-    """A process that this one started. It lives as long as this process holds its ``lifeline``."""
+    """The handle of a process that this one started, which ends when ``death_pipe`` is closed."""
 
     def __init__(
         self,
         place: Place,
-        seat: Seat,
+        assignment: DeviceAssignment,
         process: BaseProcess,
-        channel: Channel,
-        bell: socket.socket,
-        lifeline: socket.socket,
+        channel: SocketChannel,
+        wake_socket: socket.socket,
+        death_pipe: socket.socket,
         segment: int,
         log: Path,
         stacks: Path,
     ) -> None:
-        super().__init__(place, seat, channel, bell, segment, log)
+        super().__init__(place, assignment, channel, wake_socket, segment, log)
         self.stacks_file = stacks
         self._process = process
         self._ended_by_us: str | None = None
         self._has_ended_programs = False
-        self._lifeline = lifeline
+        self._death_pipe = death_pipe
 
     def signal(self, number: int) -> None:
         if self.alive and self.pid is not None:
@@ -47,7 +47,7 @@ class RankProcess(RankHandle):
                 os.kill(self.pid, number)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the process to end; False when it has not within ``timeout`` seconds."""
+        """Wait for the process to end; False when it has not ended within ``timeout`` seconds."""
         if self._ended is not None:
             return True
         self._process.join(timeout)
@@ -57,43 +57,43 @@ class RankProcess(RankHandle):
         self._process.kill()
 
     def end(self, why: str) -> None:
-        """Kill a rank that nothing else would end; its end is told in these words."""
+        """Kill a stuck rank; ``why`` is then reported as how it ended."""
         self._ended_by_us = why
         self.kill()
 
     @property
     def was_ended(self) -> bool:
-        """Whether :meth:`end` ended it, rather than a fault of its own."""
+        """Whether :meth:`end` ended it, rather than a failure."""
         return self._ended_by_us is not None
 
-    def end_what_it_started(self) -> None:
-        """Called when the process has ended, or is to: its programs end with it."""
+    def end_programs(self) -> None:
+        """End the programs that the rank has started, when it has ended or is about to."""
         if self.pid is not None and not self._has_ended_programs:
-            # Once: when the group is gone, another may get its number.
+            # Only once: another process group may get its number later.
             self._has_ended_programs = True
-            end_what_it_started(self.pid)
+            end_programs_of(self.pid)
 
     def release(self) -> None:
-        """Close what ties the process to the notebook; a rank that is still there ends now."""
-        self._lifeline.close()
-        self.end_what_it_started()
+        """Close the connections to the process; a rank that is still running ends now."""
+        self._death_pipe.close()
+        self.end_programs()
         super().release()
         if self._ended is None:
             self._ended = self.how_it_ended()
             if self.pid is not None:
-                # torch counts who uses shared CUDA memory in files of such names, which only a clean exit removes.
+                # torch counts the users of shared CUDA memory in files of these names, which only a clean exit removes.
                 for left in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
                     left.unlink(missing_ok=True)
-            # A process that cannot be killed keeps its descriptor; any other releases it now, not at some collection.
+            # Release its descriptor now, not at some garbage collection; a process that cannot be killed keeps it.
             with contextlib.suppress(ValueError):
                 self._process.close()
 
     def release_in_child(self) -> None:
-        """Called in a child forked off the notebook: its copy of the lifeline would keep the rank alive."""
-        self._lifeline.close()
+        """Close the copy of the death pipe in a forked child of the notebook, which would keep the rank alive."""
+        self._death_pipe.close()
 
     def how_it_ended(self) -> str:
-        """In words, such as ``"killed by SIGKILL"``."""
+        """Say how the process ended, such as ``"killed by SIGKILL"``."""
         if self._ended is not None:
             return self._ended
         self._process.join(1.0)
@@ -106,5 +106,5 @@ class RankProcess(RankHandle):
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
         if code == _UNKNOWN:
-            return f"ended, by a signal or with exit code {code}: the forkserver, which would know, is gone"
+            return f"ended, by a signal or with exit code {code}: the forkserver, which knew, is gone"
         return f"ended with exit code {code}"

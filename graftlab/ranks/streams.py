@@ -1,30 +1,30 @@
-"""A rank's stdout and stderr: to its log at once, and line by line to the notebook."""
+"""A rank's standard streams: output goes to its log at once and to the notebook line by line; input is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
-from graftlab.ranks.live_lines import LiveLines, is_live
-from graftlab.ranks.refused_input import refuse_input
+from graftlab.errors import SessionError
 
-# A progress bar may never end its line, so a line of this length is sent unfinished.
+# A line that has reached this length is sent unfinished, as a progress bar may never end its line.
 _LONGEST = 1 << 16
-# So much a second is shown in the notebook; nobody reads more, and to send it would hold up the model.
+# The notebook shows at most this much per second: more than a reader can follow, and sending more delays the model.
 _LINES_A_SECOND = 10_000
 _CHARACTERS_A_SECOND = 1 << 21
-# Seconds between two states of a progress bar that are shown.
+# Seconds between two displayed states of a progress bar.
 _LIVE_INTERVAL = 0.2
 
 
 def redirect_to(log: str) -> None:
-    """Make this process's standard streams, and those of what it starts, write to ``log``; there is nothing to read."""
+    """Make the standard streams of this process and its programs write to ``log``; there is no input."""
     log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -32,17 +32,16 @@ def redirect_to(log: str) -> None:
     os.dup2(log_descriptor, 2)
     os.close(log_descriptor)
     os.close(nothing)
-    # stdio of a forked process may be anything its parent had; these are the descriptors above.
+    # A forked process has its parent's stream objects; these use the descriptors above.
     refuse_input()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 class LabelledStream(io.TextIOBase):
-    """Writes through to ``log``, and passes only whole lines, a thread's at a time, to ``send``.
+    """Writes through to ``log``, and passes only whole lines of one thread at a time to ``send``.
 
-    Lines that a progress bar writes over and over go to ``show_live`` as they stand, some times a second, and to
-    ``send`` when they are done.
+    Lines that a progress bar rewrites go to ``show_live`` a few times per second, and to ``send`` when they are final.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LabelledStream(io.TextIOBase):
         self._lock = threading.RLock()
         self._unfinished: dict[int, str] = {}
         self._second, self._lines, self._characters = 0, 0, 0
-        self._has_said_so = False
+        self._has_reported_limit = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -96,7 +95,7 @@ class LabelledStream(io.TextIOBase):
             live = self._live[thread] = LiveLines()
             text = self._unfinished.pop(thread, "") + text
         elif live.is_over and not is_live(text) and text != "\n":
-            # No bar goes on after this one, so what follows is a line like any other.
+            # The bar has ended, so this is an ordinary line.
             self._end_live(thread)
             self._take(text)
             return
@@ -115,7 +114,7 @@ class LabelledStream(io.TextIOBase):
             self._show(live.text + "\n")
 
     def _to_log(self, text: str = "") -> None:
-        # The disk may be full, or user code may have closed the descriptor: nothing that a model should end for.
+        # The disk may be full, or user code may have closed the descriptor: no reason to stop a model.
         with contextlib.suppress(OSError, ValueError):
             self._log.write(text) if text else self._log.flush()
 
@@ -127,12 +126,12 @@ class LabelledStream(io.TextIOBase):
             self._lines += text.count("\n")
             self._characters += len(text)
             if self._lines > _LINES_A_SECOND or self._characters > _CHARACTERS_A_SECOND:
-                if self._has_said_so:
+                if self._has_reported_limit:
                     return
-                self._has_said_so = True
+                self._has_reported_limit = True
                 text = (
-                    f"[graftlab: this prints more than {_LINES_A_SECOND} lines or {_CHARACTERS_A_SECOND >> 20} MiB "
-                    f"a second; what is beyond that is in its log only]\n"
+                    f"[graftlab: printed more than {_LINES_A_SECOND} lines or {_CHARACTERS_A_SECOND >> 20} MiB "
+                    f"per second; the rest is only in the log of this rank]\n"
                 )
         self._send(text)
 
@@ -140,7 +139,7 @@ class LabelledStream(io.TextIOBase):
         self._to_log()
 
     def flush_lines(self) -> None:
-        """Send unfinished lines too: whoever began them has ended."""
+        """Send unfinished lines too, at the end of a run."""
         with self._lock:
             for thread in list(self._live):
                 self._end_live(thread)
@@ -148,3 +147,112 @@ class LabelledStream(io.TextIOBase):
         for text in unfinished.values():
             self._show(text + "\n")
         self._to_log()
+
+
+# ---- lines that are rewritten in place ------------------------------------------------------------------------------
+
+_PARTS = re.compile(r"\r|\n|\x1b\[A|\x1b\[[0-9;?]*[A-Za-z]|[^\r\n\x1b]+|\x1b")
+_UP = "\x1b[A"
+# Nested bars take a line each; lines pushed up further than this are final.
+_MOST_LINES = 8
+_WIDEST = 1000
+
+
+def is_live(text: str) -> bool:
+    """Whether the text moves back in its line, or to the previous one."""
+    return "\r" in text.replace("\r\n", "\n") or _UP in text
+
+
+class LiveLines:
+    """A few lines of a terminal, which progress bars rewrite in place, each bar its own."""
+
+    def __init__(self) -> None:
+        self._lines = [""]
+        self._row = self._column = 0
+
+    def write(self, text: str) -> str:
+        """Write the text; returns the lines that have become final, with their line ends."""
+        done = ""
+        for part in _PARTS.findall(text.replace("\r\n", "\n")):
+            if part == "\r":
+                self._column = 0
+            elif part == "\n":
+                self._row, self._column = self._row + 1, 0
+                if self._row == len(self._lines):
+                    self._lines.append("")
+                if len(self._lines) > _MOST_LINES:
+                    done += self._lines.pop(0).rstrip() + "\n"
+                    self._row -= 1
+            elif part == _UP:
+                self._row = max(0, self._row - 1)
+            elif not part.startswith("\x1b"):
+                line = self._lines[self._row].ljust(self._column)
+                self._lines[self._row] = (line[: self._column] + part + line[self._column + len(part) :])[:_WIDEST]
+                self._column += len(part)
+        return done
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the cursor is in an empty last line, as after a bar that has ended its line."""
+        return self._row == len(self._lines) - 1 and self._column == 0 and not self._lines[-1] and self._row > 0
+
+    @property
+    def text(self) -> str:
+        """The current lines."""
+        return "\n".join(line.rstrip() for line in self._lines).rstrip("\n")
+
+
+# ---- stdin ----------------------------------------------------------------------------------------------------------
+
+_INPUT = (
+    "input() cannot be answered on a rank, which has no terminal; pass the value as an argument "
+    "(session.run(f, f, args=(...,))), or set a variable there with a %%graft cell"
+)
+_DEBUGGER = (
+    "a debugger cannot be used on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
+    "inspects the frames of the last failure there, such as this one, `%graft stacks` (session.stacks()) shows where "
+    "each rank is, and `%%graft target[0]` runs a cell on one rank"
+)
+_DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "IPython.core.debugger"})
+
+
+class RefusedInput(io.TextIOBase):
+    """``sys.stdin`` of a rank, where each read raises :class:`SessionError`; it is not a terminal."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 0
+
+    def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
+        _refuse()
+
+    def read(self, size: int | None = -1, /) -> NoReturn:
+        _refuse()
+
+
+def refuse_input() -> None:
+    """Refuse input and debuggers in this process from now on."""
+    sys.stdin = RefusedInput()
+    sys.breakpointhook = _breakpoint
+
+
+def _breakpoint(*_: Any, **__: Any) -> NoReturn:
+    raise SessionError(_DEBUGGER)
+
+
+def _refuse() -> NoReturn:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _DEBUGGERS:
+            raise SessionError(_DEBUGGER)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise SessionError(_INPUT)

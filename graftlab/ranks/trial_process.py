@@ -1,4 +1,4 @@
-"""Trials run in a process of their own: a draft that loops forever or exits ends there, and no rank notices."""
+"""Trials of a draft, each in a separate process, where a draft may loop forever or exit without harm to a rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.forkserver import start_process
-from graftlab.ranks.lifeline import die_with_the_notebook, end_what_it_started
+from graftlab.ranks.process_setup import die_with_notebook, end_programs_of
 from graftlab.transforms.spec import Specs
 
-# Until the process has imported what it needs; only then the draft's own time begins.
+# Seconds for the process to import its modules; the draft's own time begins after that.
 _START_LIMIT = 60.0
 
 
@@ -44,10 +44,10 @@ def try_in_process(draft: Specs, plan: GraftPlan, kept: bytes | None, device: st
         try:
             ours.send_bytes(pickle.dumps(spec))
             if not ours.poll(_START_LIMIT):
-                raise SessionError(f"the process for the trial was not ready within {_START_LIMIT:g} s")
+                raise SessionError(f"the process of the trial was not ready within {_START_LIMIT:g} s")
             ours.recv_bytes()
             if not ours.poll(limit):
-                return Trial(error=f"the draft did not end within {limit:g} s and was stopped; does it loop?")
+                return Trial(error=f"the draft did not end within {limit:g} s and was stopped; does it loop forever?")
             trial: Trial = pickle.loads(ours.recv_bytes())
             return trial
         except (EOFError, OSError):
@@ -57,23 +57,23 @@ def try_in_process(draft: Specs, plan: GraftPlan, kept: bytes | None, device: st
             process.kill()
             process.join(5.0)
             if process.pid is not None:
-                end_what_it_started(process.pid)
+                end_programs_of(process.pid)
 
 
 def _enter(connection: multiprocessing.connection.Connection) -> None:
     spec: _TrialSpec = pickle.loads(connection.recv_bytes())
-    # Its own session, so that the stop button's signal is for the notebook alone.
+    # Its own session, so that the stop button's signal reaches the notebook alone.
     os.setsid()
     os.environ.clear()
     os.environ.update(spec.environ)
     sys.path[:] = spec.sys_path
     os.chdir(spec.cwd)
-    # What C code prints is dropped; what Python prints is in the result.
+    # Output of C code is dropped; output of Python code is in the result.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     kept = None if spec.kept is None else shipping.unpack_result(spec.kept)
     connection.send_bytes(b"ready")
-    # The notebook sends nothing more: what comes now can only be its end.
-    die_with_the_notebook(connection.fileno())
+    # The notebook sends nothing more, so any event on the connection is the notebook's end.
+    die_with_notebook(connection.fileno())
     connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device, spec.plan)))

@@ -1,6 +1,6 @@
 """A rank: the process that runs one side's code, and nothing else.
 
-The model runs on its main thread; what the notebook wants meanwhile is the desk's affair.
+The model runs on its main thread; the control thread handles the notebook's messages.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from functools import partial
 import torch
 
 from graftlab.base import shipping
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.interrupts import may_raise_at
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.interrupts import is_interruptible_at
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.desk import Desk
+from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.control_thread import ControlThread
+from graftlab.ranks.debugging import LastFailure
+from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.displays import show_displays
-from graftlab.ranks.lifeline import die_with_the_notebook
-from graftlab.ranks.line import Line
 from graftlab.ranks.messages import (
     Dispatch,
+    DisplayData,
     Hello,
     LiveOutput,
     Output,
@@ -40,61 +42,58 @@ from graftlab.ranks.messages import (
     RunDone,
     RunRequest,
     RunSettled,
-    Shown,
     Shutdown,
 )
-from graftlab.ranks.post_mortem import LastFailure
-from graftlab.ranks.settling import receive_descriptors, settle_in
-from graftlab.ranks.spec import RankSpec
+from graftlab.ranks.namespace import Namespace, failure_of
+from graftlab.ranks.options import RankSpec
+from graftlab.ranks.process_setup import die_with_notebook, set_up_process
 from graftlab.ranks.streams import LabelledStream
-from graftlab.ranks.wiring import exchange_of
-from graftlab.ranks.workplace import Workplace, failure_of
 from graftlab.taps import calls as taps
 
-# Seconds until an interrupt that came at a bad moment is tried again.
+# Seconds until an interrupt that came at a bad moment is retried.
 _LOOK_AGAIN = 0.01
-# So long, in seconds, an interrupt leaves an import alone. A script that is imported may never end.
+# Seconds that an interrupt waits for an import to end. A script that is imported may never end.
 _FOR_AN_IMPORT = 2.0
 _IMPORTER = importlib.__import__.__code__.co_filename
 
 
 def main(spec: RankSpec, connection: socket.socket) -> None:
-    """The life of a rank. The connection carries the descriptors of memory and sockets first, then messages."""
+    """Run a rank to its end. The connection carries the descriptors of memory and sockets first, then messages."""
     faulthandler.enable()
-    # faulthandler writes there as long as the process lives.
+    # Never closed: faulthandler writes to it until the process ends.
     stacks = os.open(spec.stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    *descriptors, store, bell, lifeline = receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
-    die_with_the_notebook(lifeline)
-    line = Line(Channel(connection), socket.socket(fileno=bell))
-    settle_in(spec, spec.store or f"/proc/self/fd/{store}")
+    *descriptors, store, wake_socket, death_pipe = receive_descriptors(connection, 2 * len(spec.place.everyone()) + 2)
+    die_with_notebook(death_pipe)
+    line = ControlConnection(SocketChannel(connection), socket.socket(fileno=wake_socket))
+    set_up_process(spec, spec.store or f"/proc/self/fd/{store}")
     Rank(spec, line, descriptors).serve()
     line.channel.drain(5.0)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Collective libraries may keep threads that wait for peers that are gone already; nothing here needs them.
+    # Collective libraries may keep threads that wait for peers that have ended; an ordinary exit would join them.
     os._exit(0)
 
 
 class Rank:
-    """What a rank holds between runs: its grafter, its namespace, and its line to the notebook."""
+    """The state of a rank between runs: its grafter, its namespace, and its connection to the notebook."""
 
-    def __init__(self, spec: RankSpec, line: Line, descriptors: list[int]) -> None:
+    def __init__(self, spec: RankSpec, line: ControlConnection, descriptors: list[int]) -> None:
         self._line = line
         place = spec.place
-        self._exchange, own = exchange_of(
+        self._exchange, own = make_exchange(
             place, descriptors, spec.segment_size, budget=spec.buffer_budget, timeout=spec.tap_timeout
         )
         kept = KeptPairs(spec.keep_budget)
         self._first_plan = spec.plan
-        self._grafter = Grafter(place, self._exchange, WhereaboutsPage(own), taps.ambient, line, kept)
-        self._workplace = Workplace()
-        here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._workplace.namespace)
+        self._grafter = Grafter(place, self._exchange, StatusPage(own), taps.ambient, line, kept)
+        self._namespace = Namespace()
+        here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._namespace.variables)
         active.activate(self._grafter, here)
-        # The run that goes on here, and the last one that was to be interrupted before it began.
+        # The current run, and the last one that was interrupted before it began.
         self._run_number, self._interrupted_run = -1, -1
-        # Until when an interrupt waits for an import to end, once one has had to.
+        # The time at which an interrupt stops waiting for an import; 0 before the first such wait of a run.
         self._import_may_take = 0.0
         self._streams = [
             LabelledStream(stream, self._print, partial(self._print_live, number))
@@ -104,21 +103,23 @@ class Rank:
         show_displays(self._display)
         self._last_failure = LastFailure()
         signal.signal(signal.SIGINT, self._on_interrupt)
-        # Without a notebook nobody would ever collect what this rank computes.
-        self._desk = Desk(line, self._grafter, kept, self._interrupt, lambda: os._exit(1), self._last_failure.ask)
-        self._desk.open()
+        # Without a notebook the results of this rank would be lost.
+        self._control = ControlThread(
+            line, self._grafter, kept, self._interrupt, lambda: os._exit(1), self._last_failure.ask
+        )
+        self._control.open()
 
     def serve(self) -> None:
-        """Run what is asked for, one run after the other, until the shutdown."""
+        """Handle the main thread's tasks, one after the other, until the shutdown."""
         handle = Dispatch[[], None]()
         handle.on(PlanUpdate, lambda update: self._grafter.adopt_offered_plan())
         handle.on(RunRequest, self._run)
         handle.on(Shutdown, lambda shutdown: None)
         self._grafter.begin_with(from_wire(self._first_plan))
-        # Only now, so that whoever hears it and looks sees an idle rank.
+        # Sent last, so that a status read after it is that of an idle rank.
         self._line.send(Hello(os.getpid()))
-        while not self._desk.stopping:
-            handle(self._desk.jobs.get())
+        while not self._control.stopping:
+            handle(self._control.tasks.get())
 
     def _run(self, request: RunRequest) -> None:
         run = self._run_number = request.info.run
@@ -130,7 +131,7 @@ class Rank:
         try:
             if self._interrupted_run == run:
                 raise KeyboardInterrupt
-            result = shipping.pack_result(self._workplace.do(request.work))
+            result = shipping.pack_result(self._namespace.run(request.work))
         except BaseException as error:
             failure = failure_of(error)
             self._last_failure.keep(error)
@@ -139,7 +140,7 @@ class Rank:
             stream.flush_lines()
         self._grafter.end_run()
         self._line.send(RunDone(run, result, failure))
-        if self._exchange.settle(self._desk.stop):
+        if self._exchange.settle(self._control.stop):
             self._grafter.close_run()
             self._line.send(RunSettled(run, self._grafter.next_step))
 
@@ -150,24 +151,24 @@ class Rank:
         self._line.send(LiveOutput(stream, text))
 
     def _display(self, data: dict[str, str]) -> None:
-        self._line.send(Shown(data))
+        self._line.send(DisplayData(data))
 
     def _interrupt(self, run: int) -> None:
-        """On the desk's thread. What the main thread does not see at its beginning, it gets as a signal."""
+        """Interrupt a run, on the control thread: by a signal, or before it begins."""
         self._interrupted_run = run
         if self._run_number == run:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
-        """``session.interrupt()`` ends the user's code: never the rank, and never half of a frame on the wire."""
-        is_harmless = may_raise_at(frame) and not self._spares_import(frame)
-        while frame is not None and frame.f_code is not Workplace.do.__code__:
+        """Raise KeyboardInterrupt in the user's code only: never outside it, and never within a frame on the wire."""
+        is_harmless = is_interruptible_at(frame) and not self._spares_import(frame)
+        while frame is not None and frame.f_code is not Namespace.run.__code__:
             frame = frame.f_back
         if frame is None and self._run_number < 0:
             return
         if frame is None or not is_harmless:
-            # Try again once the user's code has begun, or the exchange has finished; unless the run has ended by then.
-            # A loop that does little but taps and steps is in the exchange each time, so they look for themselves too.
+            # Retry when the user's code has begun, or the exchange has finished, unless the run has ended by then. A
+            # loop of little more than taps and steps may be in the exchange each time, so those check the flag too.
             self._grafter.interrupt_due = True
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True
@@ -177,7 +178,7 @@ class Rank:
         raise KeyboardInterrupt
 
     def _spares_import(self, frame: types.FrameType | None) -> bool:
-        """Whether a module is being imported, which may have some time: half a C extension stays broken for good."""
+        """Whether a module is being imported, which gets some time: a half-imported C extension stays broken."""
         while frame is not None and frame.f_code.co_filename != _IMPORTER:
             frame = frame.f_back
         if frame is None:

@@ -15,8 +15,10 @@ from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import counted
 from graftlab.rows.schema import COLUMNS, TABLE
 
-_SHOWN = 60
+_SHOWN = 20
 """Rows; of more, the worst are shown."""
+# No repr is longer than a screen.
+_REPR_LINES, _REPR_CHARACTERS = 22, 2048
 
 _NEEDED = frozenset({"order", "name", "tags", "rel_l2", "max_abs", "status", "side", "rank", "nonfinite_differ"})
 # The decades that a bar tells apart: from rounding in float64 to what has nothing in common.
@@ -43,11 +45,27 @@ class RowsFrame(pd.DataFrame):
         """The same rows as a plain frame, of which a notebook shows every column."""
         return pd.DataFrame(self)
 
+    def __repr__(self) -> str:
+        return bounded_repr(self)
+
     def _repr_html_(self) -> str | None:
         if not set(self.columns) >= _NEEDED or self.columns.has_duplicates:
             plain: str | None = self.full()._repr_html_()  # type: ignore[operator]
             return plain
         return _html(self.full())
+
+
+def bounded_repr(frame: pd.DataFrame) -> str:
+    """The text of a frame in at most a screen: its first and last rows, and as many columns as fit."""
+    plain = pd.DataFrame(frame)
+    text = repr(plain)
+    for columns in (12, 8, 6, 4, 2):
+        if text.count("\n") < _REPR_LINES and len(text) <= _REPR_CHARACTERS:
+            break
+        text = plain.to_string(
+            max_rows=12, min_rows=10, max_cols=columns, max_colwidth=24, line_width=120, show_dimensions=True
+        )
+    return text
 
 
 def _html(frame: pd.DataFrame) -> str:

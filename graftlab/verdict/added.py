@@ -32,13 +32,16 @@ def added_frame(
     *,
     compared: pd.DataFrame | None = None,
     constant: float | None = None,
+    own: Mapping[tuple[str, str | None], Floor] | None = None,
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with what was added there.
 
     ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run in which none was:
     ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
     are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
-    floor. A group without a floor of its own takes the largest there is. With ``constant`` that is every floor.
+    floor. A group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and
+    kind: one replaces its group's where that is the floor of unlike taps; see :func:`_floor_of`. With ``constant`` that
+    is every floor.
     Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` where there was no pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
@@ -50,7 +53,8 @@ def added_frame(
         group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
-            floor = floors.get(group, largest).at_least(roundoff(dtype))
+            own_floor = (own or {}).get((row["name"], kind_of(row["tags"])))
+            floor = _floor_of(row, floors.get(group, largest), own_floor).at_least(roundoff(dtype))
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))
@@ -77,6 +81,29 @@ def added_frame(
             }
         )
     return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+_UNLIKE = 10
+"""A group's floor this many times a tap's own is that of unlike taps, as of the members of an ``nn.Sequential``."""
+_FEWEST_NUMBERS = 64
+"""Numbers whose rounding gives a floor; of fewer it may be small by luck."""
+_SPREAD = 0.5
+"""The mean of a difference over its root mean square, where it is spread over a tensor: 0.8 for a normal distribution.
+Where rounding turns a choice around (a router's, a rounding to integers), few rows are off, and all of each."""
+
+
+def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
+    """The floor of a row: its group's, or its tap's own where the group has unlike taps.
+
+    Pooling evens out the luck of single taps, such as routers whose choices rounding may turn around. A difference of
+    that kind is in few rows of the tensor, and keeps the pooled floor.
+    """
+    if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2 or (row["numel"] or 0) < _FEWEST_NUMBERS:
+        return group
+    if row["nonfinite_differ"] or not row["rel_l2"]:
+        return group
+    difference = row["rel_l2"] * math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
+    return own if row["mean_abs"] > _SPREAD * difference else group
 
 
 def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -59,13 +60,16 @@ class Floor:
         return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max))
 
 
-def pool(rows: Iterable[tuple[str, float, float, float]]) -> dict[str, Floor]:
-    """The floor of each group, from (group, rel_l2, rel_max, sum of squares) of its taps.
+Key = TypeVar("Key", bound=Hashable)
+
+
+def pool(rows: Iterable[tuple[Key, float, float, float]]) -> dict[Key, Floor]:
+    """The floor of each group, or of what else is the key, from (key, rel_l2, rel_max, sum of squares) of its taps.
 
     Squares of differences and of values are added up over the group's taps, so that a tap at which rounding happened
     to do much, as where a router chose another expert, does not stand for itself alone.
     """
-    sums: dict[str, tuple[float, float, float]] = {}
+    sums: dict[Key, tuple[float, float, float]] = {}
     for group, rel_l2, rel_max, squares in rows:
         if not (math.isfinite(rel_l2) and math.isfinite(rel_max)):
             continue

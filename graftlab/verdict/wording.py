@@ -60,6 +60,8 @@ class Findings:
     """Taps at which the target differs from itself; looked for where something is named."""
     of_jobs: OfJobs | None = None
     """What is to be said of jobs, which nobody can call again."""
+    unexplained: Sequence[str] = ()
+    """Sentences for what differs and no named group explains."""
 
     @property
     def named(self) -> list[str]:
@@ -68,7 +70,7 @@ class Findings:
 
 def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
-    lines = []
+    lines = list(findings.unexplained)
     if findings.not_repeated:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
@@ -150,7 +152,8 @@ def _nothing_named(findings: Findings) -> str:
     if findings.of_jobs is not None and findings.of_jobs.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.of_jobs.constant:.1g}"
         return f"Of what was looked at, nothing adds more than {most} ({measured})."
-    if findings.unseen or findings.not_repeated or findings.data:
+    repeats = not (findings.not_repeated or findings.target_not_repeated)
+    if findings.unexplained or findings.unseen or findings.data or not repeats:
         return f"Of what was looked at, nothing adds more than rounding ({measured})."
     return f"No tap adds more than rounding does ({measured})."
 

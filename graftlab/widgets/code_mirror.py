@@ -1,17 +1,17 @@
-"""What the kernel and the browser's CodeMirror tell each other; the browser's half of it is ``js/editor.js``.
+"""The messages and traits between the kernel and the browser's CodeMirror, whose half is ``js/editor.js``.
 
-The browser speaks in custom messages only, because the synchronisation of traits is throttled: under a busy
+The browser only sends custom messages, because the synchronisation of traits is throttled: under a busy
 kernel it delivers an old text, while custom messages all arrive, in order. Each is a dict with
 
-- ``type``: ``"changed"`` (the person has paused typing) or ``"submit"`` (``action`` says which key or button),
-- ``text``: the whole source, so that no message depends on another one having arrived,
-- ``serial``: a number that grows; ``acknowledged`` answers with it,
-- ``revision``: of the last text from the kernel that this browser shows; it is behind the kernel's where the person
-  typed before an offer came,
-- ``page``: which browser page it was typed in,
+- ``type``: ``"changed"`` (the person has paused typing) or ``"submit"`` (``action`` names the key or button),
+- ``text``: the whole source, so that no message depends on an earlier one,
+- ``serial``: an increasing number; ``acknowledged`` repeats it,
+- ``revision``: of the last text from the kernel that this browser shows; lower than the kernel's if the person
+  typed before an offer arrived,
+- ``page``: the browser page in which the text was typed,
 - ``request``: the number of the kernel's request that a ``"submit"`` answers, or ``None``.
 
-The kernel speaks in traits only, because the browser applies those in order, and finds them after a reload.
+The kernel only sets traits, because the browser applies them in order and still has them after a reload.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EditorMessage:
-    """One message of the browser. ``action`` is ``None`` in a ``"changed"`` message."""
+    """One message from the browser. ``action`` is ``None`` in a ``"changed"`` message."""
 
     text: str
     serial: int
@@ -42,7 +42,7 @@ class EditorMessage:
 
     @classmethod
     def read(cls, content: Any) -> EditorMessage | None:
-        """The message in ``content``, or ``None``, and a line in the log, where it is none of ours."""
+        """Read a message; log and return ``None`` if ``content`` is malformed."""
         try:
             kind, text, request = content["type"], content["text"], content.get("request")
             if kind not in ("changed", "submit") or not isinstance(text, str):
@@ -56,19 +56,19 @@ class EditorMessage:
                 request=None if request is None else int(request),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            logger.warning("the code editor sent a message that cannot be read: %s", error)
+            logger.warning("the code editor sent a malformed message: %s", error)
             return None
 
 
 class CodeMirror(anywidget.AnyWidget):
-    """The state that the browser shows. Making one needs the bundle."""
+    """The state that the browser shows. Needs the bundle."""
 
     _esm = traitlets.Unicode().tag(sync=True)
-    # ``page`` is where the text was typed, so that the page itself does not take its own older text for news;
-    # "" is the kernel. ``over`` is None, or, in an offer, the text that a page must still show to take this one.
+    # ``page`` is where the text was typed, so that a page does not mistake its own older text for a new one;
+    # "" is the kernel. ``over`` is None, or, in an offer, the text that a page must still show to accept this one.
     document = traitlets.Dict({"text": "", "revision": 0, "page": "", "over": None}).tag(sync=True)
     acknowledged = traitlets.Int(0).tag(sync=True)
-    # A trait, not a message: it must not overtake a document that was set before it.
+    # A trait, not a message: it must not arrive before a document that was set earlier.
     request = traitlets.Dict({"number": 0, "action": ""}).tag(sync=True)
     error: traitlets.Dict[str, Any] = traitlets.Dict({"line": None, "message": ""}).tag(sync=True)
     completions = traitlets.List(traitlets.Unicode()).tag(sync=True)

@@ -1,6 +1,6 @@
 """The dashboard: every rank, every tap and both editors in one place, while the ranks run.
 
-It shows the newest state at a bounded cost: each tick looks at a limited number of rows and sets only what changed.
+It shows the newest state at a bounded cost: each tick reads a limited number of rows and updates only what changed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from functools import partial
 import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
-from graftlab.control.judging import judge
+from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
+from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import SessionError
 from graftlab.plots import explorer
 from graftlab.widgets import tap_explorer
@@ -21,9 +22,6 @@ from graftlab.widgets.inputs import TextInput
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
-
-ROWS_A_TICK = 3000
-"""Rows that are summed up at once: what 50,000 rows a second leave for the rest of the kernel."""
 
 _LOG_LINES = 200
 _TITLES = ("Taps", "Filters", "Transform", "Logs")
@@ -47,7 +45,7 @@ _STYLE = """
 class Dashboard(Panel):
     """Live view of a session: ``session.dashboard()`` or ``%graft ui``.
 
-    :meth:`close`, closing the session, or clearing the output ends its work; showing it again begins anew.
+    :meth:`close`, closing the session, or clearing the output stops the updates; showing it again restarts them.
     """
 
     style_sheet = _STYLE
@@ -86,19 +84,18 @@ class Dashboard(Panel):
         return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
-        """Put a tap into the b2t filter, as if it had been typed there: who looks at it may still think better."""
+        """Add a tap to the b2t filter as if it had been typed there, so that a person can still change their mind."""
         self.filters.propose("b2t", text)
         self._parts.selected_index = _TITLES.index("Filters")
 
     def _follow(self) -> None:
-        # The refresh after the session's end is the last one.
-        self.session.digest.catch_up(None if self.session.closed else ROWS_A_TICK)
+        self._taps.follow()
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
-        self._taps.show(session.digest.taken, session.digest.behind)
+        self._taps.show()
         self._judged.refresh()
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')
@@ -109,7 +106,7 @@ class Dashboard(Panel):
 
 
 class VerdictView(Panel):
-    """Judges an expression that both sides evaluate, as ``%graft verdict EXPR`` does, while the page stays usable."""
+    """Judges an expression that both sides evaluate, as ``%graft verdict EXPR`` does, without blocking the page."""
 
     def __init__(self, parent: Panel) -> None:
         super().__init__(parent.session, parent=parent)
@@ -121,19 +118,19 @@ class VerdictView(Panel):
             style={"description_width": "max-content"},
         )
         self._expression.add_class("graftlab-verdict-expression")
-        # Jobs run their own code, which is judged as it is.
+        # Jobs run their own code, so there is no expression to enter.
         self._of_jobs = not all(rank.takes_work for rank in parent.session.ranks)
         if self._of_jobs:
-            self._expression.placeholder = "what the jobs do"
-        tooltip = "Run both sides several times, and tell which computation differs"
+            self._expression.placeholder = "the jobs' own steps"
+        tooltip = "Run both sides several times and name the computations that differ"
         self._result = widgets.HTML().add_class("graftlab-verdict-text")
-        # The expression on the screen may still be held back when the click comes, and the one before it judged.
+        # At the click the browser may still hold back the expression on the screen, so it is fetched first.
         ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
         self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
         self._open([row(self._expression, self._button), self._result])
 
     def _show(self) -> None:
-        # Nothing of its own is in the message line, which is the parent's.
+        # The message line is the parent's.
         closed = self.session.closed
         update(self._expression, disabled=closed or self._of_jobs)
         update(self._button, disabled=closed)
@@ -145,17 +142,17 @@ class VerdictView(Panel):
     def _judge(self, typed: str) -> None:
         expression = typed.strip()
         if not expression:
-            raise SessionError("write the expression that both sides are to evaluate, such as model(x)")
-        # What was wrong with the one before says nothing of this one.
+            raise SessionError("enter the expression for both sides to evaluate, such as model(x)")
+        # An error of the previous expression does not apply to this one.
         self.say("")
         update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
         self.in_background(self._judge_now, expression)
 
     def _judge_now(self, expression: str | None) -> None:
         try:
-            shown = judge(self.session, expression, expression)._repr_mimebundle_()["text/html"]
+            shown = judge(self.session, VerdictRequest(expression, expression))._repr_mimebundle_()["text/html"]
         except BaseException:
-            # Why is said in the panel's message.
+            # The panel's message shows why.
             update(self._result, value="")
             raise
         update(self._result, value=shown)

@@ -1,4 +1,4 @@
-"""The part of the transform editor in which a draft is written or named."""
+"""The part of the transform editor for writing or naming a draft."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from graftlab.widgets.panel import row, update
 
 KINDS = {
     "text": ("Python", "Write the transform here"),
-    "name": ("Function or path", "Use a function of the notebook, or any that can be imported"),
-    "default": ("Default", "Pair by rank, or join and cut shards"),
+    "name": ("Function or path", "Use a function of the notebook, or one that can be imported"),
+    "default": ("Default", "Pair by rank, or concatenate and slice shards"),
 }
 _LINES = 14
 
 
 class DraftBox(widgets.VBox):  # type: ignore[misc]
-    """Buttons for the kind of draft, the editor of its text or the box for its name, and what is named, to read.
+    """Buttons for the kind of draft, and an editor for its text, or a field for its name with its source, read-only.
 
-    A line below takes the filter of the taps that the draft is for.
-
-    ``source_of`` gives the source of a draft that is named.
+    A field below takes the filter of the taps to transform. ``source_of`` returns the source of a named draft.
     """
 
     def __init__(self, text: str, source_of: Callable[[Draft], str]) -> None:
@@ -43,8 +41,8 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
             layout=widgets.Layout(width="auto", flex="1 1 16em", display="none"),
         ).add_class("graftlab-name")
         self.where = NameBox(
-            placeholder="where the plan grafts; or a filter, True for all taps, compared ones included",
-            tooltip="Filter: the taps that it is for",
+            placeholder="blank: where the plan grafts; or a filter (True: all taps, including compared ones)",
+            tooltip="Filter of the taps to transform",
             description="where",
             ensure_option=False,
             continuous_update=False,
@@ -54,19 +52,19 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
         self.editor = code_editor(text, language="python", lines=_LINES, label="Transform")
         self.editor.add_class("graftlab-source")
         self.editor.completions = ["torch", "gl", "graft_input", *(f"graft_input.{name}" for name in FIELDS)]
-        # A read-only editor for what is not written here; made when it is needed first.
+        # A read-only editor for the source of a named draft; created on first use.
         self._viewer: CodeEditor | None = None
         self._sources = widgets.VBox([self.editor])
         super().__init__([row(self.kinds, self.name), self._sources, self.where])
 
     @property
     def inputs(self) -> dict[str, PanelInput]:
-        """What is read before anything is done with the draft; see :meth:`of`."""
+        """The inputs to read before acting on the draft; see :meth:`of`."""
         return {"kind": self.kinds, "name": self.name, "text": self.editor, "where": self.where}
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Draft:
-        """The draft in the values of the inputs."""
+        """Make a draft from the values of the inputs."""
         kind = values["kind"]
         if kind == "default":
             return Draft(kind)
@@ -74,12 +72,12 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
 
     @property
     def draft(self) -> Draft:
-        """What is chosen, as far as the kernel knows."""
+        """The current draft, according to the kernel, which may be behind the browser."""
         values = {"kind": self.kinds.value, "name": self.name.value, "text": self.editor.value}
         return self.of({**values, "where": self.where.value})
 
     def take(self, draft: Draft) -> None:
-        """Show this draft, whatever the browser shows."""
+        """Replace the draft, whatever the browser shows."""
         if draft.kind == "text":
             self.editor.set_text(draft.text)
         elif draft.kind == "name":
@@ -89,16 +87,16 @@ class DraftBox(widgets.VBox):  # type: ignore[misc]
         self.show_source()
 
     def propose(self, names: Sequence[str]) -> None:
-        """Offer these names, each once."""
+        """Suggest these names, each once."""
         update(self.name, options=tuple(dict.fromkeys(names)))
 
     def show_source(self) -> None:
-        """Show the editor itself, or the source of what is named."""
+        """Show the editor, or the source of a named draft."""
         draft = self.draft
         if draft.kind != "text":
             source = self._source_of(draft)
             if self._viewer is None:
-                self._viewer = code_editor(source, language="python", lines=_LINES, label="Source, to read")
+                self._viewer = code_editor(source, language="python", lines=_LINES, label="Source, read-only")
                 self._viewer.read_only = True
                 self._viewer.add_class("graftlab-viewer")
                 self._sources.children = (self.editor, self._viewer)

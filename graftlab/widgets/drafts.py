@@ -1,4 +1,4 @@
-"""What the transform editor can hold: source text, a function or dotted path by its name, or the default transform."""
+"""The drafts of the transform editor: source text, a function or dotted path by name, or the default transform."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _COMMENT_WIDTH = 88
 Kind = Literal["text", "name", "default"]
 
 _MEANINGS = {
-    "tags": "dict: name, step, side, rank and what the tap was given",
+    "tags": "dict: name, step, side, rank and the tags of the call",
     "received_list": "a tensor from each sending rank, in rank order",
-    "received_extras_list": "parallel to it: what each sender gave as extras, or None",
+    "received_extras_list": "parallel to received_list: each sender's extras, or None",
     "target": "this rank's own tensor; the result needs its shape",
     "direction": '"b2t" or "t2b"',
-    "recv_rank": "this rank ...",
-    "recv_world_size": "... of so many",
-    "senders": "the ranks behind received_list ...",
-    "send_world_size": "... of so many on the sending side",
-    "target_extras": "what this rank's own tap gave as extras, or None",
-    "layout": "how this rank's part is made of the whole, where that is said",
-    "received_layouts": "the same of received_list, in its order",
+    "recv_rank": "this rank's number",
+    "recv_world_size": "number of ranks on the receiving side",
+    "senders": "the ranks that sent received_list, in its order",
+    "send_world_size": "number of ranks on the sending side",
+    "target_extras": "the extras of this rank's own tap, or None",
+    "layout": "how this rank's part is cut from the whole tensor, if declared",
+    "received_layouts": "the layouts of received_list, in its order",
     "pair": "the layout of the plan's pair, or None",
-    "whole": '"received" or "target": which of the pair is the larger',
-    "target_reduced": "the target with partial sums taken, or why not",
+    "whole": '"received" or "target": the larger one of the pair',
+    "target_reduced": "the target with its partial sums added up, or why not",
 }
 FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 
@@ -43,19 +43,19 @@ FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 def _template() -> str:
     width = max(map(len, FIELDS))
     lines = [f"    #   graft_input.{name:<{width}}  {_MEANINGS.get(name, '')}".rstrip() for name in FIELDS]
-    comments = ["    # Everything is a copy, which must not be changed in place. There are:", *lines]
+    comments = ["    # All tensors are copies; do not change them in place. The fields:", *lines]
     return "\n".join([f"{SIGNATURE}:", *comments, "    return graft_input.received_list[0]", ""])
 
 
 TEMPLATE = _template()
-"""What the editor starts from; ``torch`` and ``gl`` are there for it without an import."""
+"""The initial text of the editor, which can use ``torch`` and ``gl`` without an import."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a person has chosen: ``text`` is the source (kind ``"text"``) or the name (kind ``"name"``).
+    """A transform to try or publish: ``text`` is its source (kind ``"text"``) or its name (kind ``"name"``).
 
-    ``where`` is the filter of the taps that it is for; blank for those that the plan grafts.
+    ``where`` is the filter of the taps to transform; blank for those that the plan grafts.
     """
 
     kind: Kind
@@ -65,9 +65,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Version:
-    """A transform as of the first ``plan`` that had it; None for a text that no plan has had.
+    """A transform and the first ``plan`` with it; ``plan`` is None for a text that was never published.
 
-    ``spec`` None is the default transform; there may be several, each with a filter of its own.
+    A ``spec`` of None is the default transform; a tuple has several transforms, each with its own filter.
     """
 
     plan: int | None
@@ -84,7 +84,7 @@ class Version:
 
     @property
     def draft(self) -> Draft:
-        """What to choose in the editor to have this transform."""
+        """The draft that gives this transform."""
         if self.spec is None:
             return Draft("default")
         if isinstance(self.spec, tuple):
@@ -92,7 +92,7 @@ class Version:
         where = self.spec.where or ""
         if self.spec.kind == "source":
             return Draft("text", self.spec.text, where)
-        # The notebook may have another function of that name by now.
+        # By now the notebook may use that name for a different function.
         is_path = self.spec.kind == "path"
         return Draft("name", self.spec.text if is_path else f"{self.spec.label} (plan {self.plan})", where)
 
@@ -104,23 +104,22 @@ def label_of(spec: Specs) -> str:
 
 
 def spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> Specs:
-    """The transform that is meant, with its filter; nothing of it is run. None is the default transform.
+    """Find the transform that a draft names, with its filter, without running it. None is the default transform.
 
-    A name is one of ``versions``' own, a callable among ``names``, or a dotted path. Raises :class:`TransformError` for
-    a filter of several transforms, which have their own, and else as :func:`_spec_of`.
+    A name is one of ``versions``, a callable in ``names``, or a dotted path. Raises :class:`TransformError` for an
+    unknown name, and for a filter on several transforms, which have their own; :class:`ShippingError` for a function
+    that cannot be sent.
     """
     found = _spec_of(draft, names, versions)
     if isinstance(found, TransformSpec):
         return replace(found, where=draft.where.strip() or None)
     if isinstance(found, tuple) and draft.where.strip():
-        raise TransformError(f"{draft.text!r} have filters of their own; leave the filter here blank")
+        raise TransformError(f"{draft.text!r} have their own filters; leave this filter blank")
     return found
 
 
 def _spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]) -> Specs:
-    """Without the filter. Raises :class:`TransformError`
-    for a name that is none of these, :class:`ShippingError` for a function that cannot be sent.
-    """
+    """Do the work of :func:`spec_of`, without the filter."""
     if draft.kind == "default":
         return None
     if draft.kind == "text":
@@ -141,12 +140,12 @@ def _spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]
 
 
 def fitting_functions(functions: Mapping[str, FunctionType]) -> list[str]:
-    """The names of the functions that look like transforms: one argument, annotated as one, or called like one."""
+    """The names of the functions that look like transforms: one argument, with the annotation or name of one."""
     return sorted(name for name, function in functions.items() if _fits(function))
 
 
 def functions_in(names: Mapping[str, Any]) -> dict[str, FunctionType]:
-    """The functions among a notebook's names, without the private ones."""
+    """The public functions among a notebook's names."""
     return {name: value for name, value in tuple(names.items()) if isinstance(value, FunctionType) and name[:1] != "_"}
 
 
@@ -165,13 +164,13 @@ def _fits(function: Callable[..., Any]) -> bool:
     annotation = first.annotation
     if annotation is first.empty:
         return first.name == "graft_input"
-    # Under `from __future__ import annotations` it is text, which may name the module in any way.
+    # Under `from __future__ import annotations` it is text, and the module may have any alias.
     written = annotation.strip("'\"") if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return str(written).rpartition(".")[2] == GraftTransformInput.__name__
 
 
 def source_of(spec: Specs) -> str:
-    """The source to read, or a comment that says why there is none. Imports nothing."""
+    """The source of a transform, or a comment with the reason why it is unavailable. Imports nothing."""
     if isinstance(spec, tuple):
         return "\n\n".join(f"{_comment(each.described)}\n{source_of(each)}" for each in spec)
     if spec is None:
@@ -188,7 +187,7 @@ def source_of(spec: Specs) -> str:
 
 
 def _comment(text: str) -> str:
-    """Paragraphs, some of them lists, as lines of Python that need no scrolling."""
+    """Format paragraphs and lists as wrapped Python comments."""
     lines: list[str] = []
     for paragraph in re.sub(r":\w+:`(\w+)`", r"\1", text).split("\n\n"):
         for item in re.split(r"\n(?=- )", paragraph):
@@ -205,5 +204,5 @@ def _function_of(spec: TransformSpec) -> Any:
 
 
 def difference(old: str, new: str, old_name: str, new_name: str) -> list[str]:
-    """The unified diff, a line each; empty where nothing differs."""
+    """The lines of a unified diff; empty if the texts are equal."""
     return list(difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm=""))

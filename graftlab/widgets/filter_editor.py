@@ -1,10 +1,9 @@
-"""The filter editor: the plan's four filters, a line each, checked while they are typed and applied while ranks run.
+"""The filter editor: the plan's four filters, one line each, checked while typing and applied while ranks run.
 
-What is applied is what is on the screen: Apply asks every line for its text, and Ctrl-Enter brings that of its own line
-along.
+Apply publishes the texts on the screen: it fetches the text of every line, and Ctrl-Enter includes that of its line.
 
-The plan can be changed from anywhere. A line in which nobody has typed follows it. A line with text of its own keeps
-that text, says what is in force, and only that line's filter is changed by Apply.
+The plan can also change elsewhere. An unedited line follows the plan. An edited line keeps its text and shows the
+filter in force, and Apply only changes the filters of edited lines.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from graftlab.widgets.rename_list import RenameList, rules_of
 class FilterEditor(Panel):
     """Edit the filters of a session's plan while its ranks run: ``session.filter_editor()``.
 
-    Below each line: where the text is at fault, or how many of the taps seen so far it matches, and which. A tap that
-    both b2t and t2b match is marked, and nothing can be applied until none is.
+    Below each line: the syntax error, or the number and names of the taps seen so far that the filter matches. A tap
+    that both b2t and t2b match is marked, and blocks Apply.
     """
 
     style_sheet = view.STYLE
-    closed_message = "The session is closed; its plan cannot be changed any more."
+    closed_message = "The session is closed; its plan can no longer be changed."
 
     def __init__(self, session: SessionCore) -> None:
         super().__init__(session)
         self._plan = session.plan
         self._taps: list[dict[str, Any]] = []
         self._tags_seen: set[str] = set()
-        # What the plan calls the taps by; see _follow.
+        # The pairs and renames that name the taps; see _follow.
         self._names: tuple[object, ...] = (session.plan.pairs, session.plan.rename)
         self._shown: object = None
         self._judged_run: Run | None = None
@@ -53,8 +52,8 @@ class FilterEditor(Panel):
         for line in self._lines.values():
             line.editor.on_change(self.guarded(partial(self._on_change, line)))
             line.editor.on_submit(self.guarded(partial(self._on_key, line)))
-        self._apply = self.button("Apply", "apply", "Publish the filters as they are on the screen", self.apply)
-        self._revert = self.button("Revert", "revert", "Drop what was typed", self.revert)
+        self._apply = self.button("Apply", "apply", "Publish the filters on the screen", self.apply)
+        self._revert = self.button("Revert", "revert", "Discard your changes", self.revert)
         keys = NOT_BUILT if isinstance(self._lines["b2t"].editor, TextAreaEditor) else "Ctrl/⌘-Enter applies"
         self._adopted = widgets.HTML().add_class("graftlab-adopted")
         self._renames = RenameList(self)
@@ -62,7 +61,7 @@ class FilterEditor(Panel):
         self.add_class("graftlab-filter-editor")
         self._open(
             [
-                # Above all that grows and shrinks while one types: a button that moves between the press and the
+                # Above everything that changes size while typing: a button that moves between the press and the
                 # release of the mouse is not clicked.
                 row(self._apply, self._revert, widgets.HTML(f'<span class="quiet">{keys}</span>')),
                 self._message_line,
@@ -77,11 +76,11 @@ class FilterEditor(Panel):
     # ---- for the caller -----------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Publish what is on the screen, as the button does; without a browser that shows it nothing happens."""
+        """Publish the filters on the screen, as the button does. Without a browser page nothing happens."""
         self.submit("apply")
 
     def revert(self) -> None:
-        """Show the filters in force in place of what was typed."""
+        """Replace the typed texts by the filters in force."""
         with self._lock:
             self._plan = self.session.plan
             for line in self._lines.values():
@@ -89,16 +88,16 @@ class FilterEditor(Panel):
             self.say("")
 
     def propose(self, name: str, text: str) -> None:
-        """Add what ``text`` matches to a filter, as if it had been typed: Apply publishes it, Revert drops it."""
+        """Extend a filter by ``text`` as if it had been typed: Apply publishes it, Revert discards it."""
         with self._lock:
             editor = self._lines[name].editor
             wanted = either(editor.value.strip(), text)
             if wanted != editor.value.strip():
                 editor.set_text(wanted)
-            self.say(f"{name} is changed here, and not in force yet: Apply publishes it.", "good")
+            self.say(f"{name} is changed here but not published yet: Apply publishes it.", "good")
 
     def restore(self, plan: GraftPlan) -> None:
-        """Publish an earlier plan anew: its filters, its transform, its renames and its pairs, as the next version."""
+        """Publish the filters, transform, renames and pairs of an earlier plan as the next version."""
         with self._lock:
             new = self.session.edit(
                 **{name: getattr(plan, name) for name in FILTERS},
@@ -107,14 +106,14 @@ class FilterEditor(Panel):
                 pairs=plan.pairs,
             )
             self.revert()
-            self.say(f"Version {plan.version} is restored, as version {new.version}.")
+            self.say(f"Restored version {plan.version} as version {new.version}.")
 
     def static_html(self, with_figures: bool = False) -> str:
         plan = self.session.plan
         lines = [f"<tr>{cell(name)}{cell(getattr(plan, name) or '(matches nothing)')}</tr>" for name in FILTERS]
         return f"<p>Filters of plan {plan.version}</p>{table(('filter', 'expression'), lines)}"
 
-    # ---- what the browser says ----------------------------------------------------------------------------------
+    # ---- events from the browser --------------------------------------------------------------------------------
 
     def _on_change(self, line: FilterLine, text: str) -> None:
         with self._lock:
@@ -148,26 +147,26 @@ class FilterEditor(Panel):
             if not is_same(text, self._lines[name].in_force)
         }
         if not changes:
-            self.say(f"Nothing to apply: these filters are in force, as version {self._plan.version}.")
+            self.say(f"Nothing to apply: version {self._plan.version} already has these filters.")
             return
         self._plan = self.session.edit(**changes)
         for line in self._lines.values():
             line.settle(self._plan)
-        self.say(f"Version {self._plan.version} is published; it changes {' and '.join(changes)}.")
+        self.say(f"Published version {self._plan.version}, which changes {' and '.join(changes)}.")
 
-    # ---- what is shown ------------------------------------------------------------------------------------------
+    # ---- display ------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         plan = self.session.plan
         if plan is not self._plan:
             self._plan = plan
-            # It was about a plan that is no longer in force.
+            # The message was about a plan that is no longer in force.
             self._said = ("", "quiet")
             for line in self._lines.values():
                 line.follow(plan)
         taps = self.session.taps
         if self._names != (plan.pairs, plan.rename):
-            # Taps are called otherwise now, so what a text matches is to be looked at anew.
+            # Taps have new names, so every filter must be matched again.
             self._names, self._taps, self._tags_seen = (plan.pairs, plan.rename), [], set()
             for line in self._lines.values():
                 line.forget()
@@ -180,7 +179,7 @@ class FilterEditor(Panel):
         run = next(iter(self.session.runs[-1:]), None)
         if run is not None and run.done and run is not self._judged_run:
             self._judged_run = run
-            # Reads the rows of the run.
+            # In the background, because it reads the rows of the run.
             self.in_background(self._judge, run)
 
     def _judge(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""One line of the filter editor: a filter's text, and what is said about it below."""
+"""One line of the filter editor: a filter's text, and the feedback below it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import code_editor
 from graftlab.widgets.panel import update
 
-# Their values are those of the moment in which a tap was first seen.
+# Tags whose values are known only from the first time a tap was seen.
 _MOMENT_TAGS = frozenset({"step", "side", "rank"})
-# Beside a line, where the sentences of the plan's own table have no room.
+# Shorter than the plan's own descriptions, to fit beside a line.
 _CAPTIONS = {
     "b2t": "baseline → target",
     "t2b": "target → baseline",
@@ -24,15 +24,15 @@ _CAPTIONS = {
 
 
 class FilterLine(widgets.HBox):  # type: ignore[misc]
-    """One filter: its editor, the text that is in force, and what is shown about the text below it."""
+    """One filter: its editor, the text in force, and the feedback on the typed text."""
 
     def __init__(self, name: str, plan: GraftPlan) -> None:
         self.name = name
         self.in_force = text_of(plan, name)
         self.is_overtaken = False
-        """Whether the filter in force was changed by somebody else after this text had been typed."""
+        """Whether the filter in force changed elsewhere after this text was typed."""
         self.missed: tuple[str, int] | None = None
-        """A text that was in force and matched no tap in the run of this number, the newest one."""
+        """A text that was in force and matched no tap in the newest run, and the number of that run."""
         self.check = FilterCheck(self.in_force)
         self.editor = code_editor(self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}")
         self._below = widgets.HTML().add_class("graftlab-below")
@@ -47,11 +47,11 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
 
     @property
     def is_typed(self) -> bool:
-        """Whether the text is another one than that in force."""
+        """Whether the text differs from the one in force."""
         return not is_same(self.editor.value, self.in_force)
 
     def follow(self, plan: GraftPlan) -> None:
-        """Take the plan's text, if nobody has typed here."""
+        """Take the plan's text, unless the line was edited."""
         text = text_of(plan, self.name)
         if text == self.in_force:
             return
@@ -61,28 +61,28 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         self.is_overtaken = self.is_typed
 
     def take(self, plan: GraftPlan) -> None:
-        """Take the plan's text, whatever was typed."""
+        """Take the plan's text and discard the typed one."""
         self.in_force = text_of(plan, self.name)
         self.is_overtaken = False
         self.editor.set_text(self.in_force)
 
     def settle(self, plan: GraftPlan) -> None:
-        """What was typed here has been put in force."""
+        """Mark the typed text as published."""
         self.in_force = text_of(plan, self.name)
         self.is_overtaken = False
 
     def forget(self) -> None:
-        """The taps that were judged are there no more under their names."""
+        """Discard the matches, after taps were renamed."""
         self.check = FilterCheck(self.editor.value)
 
     def look(self, taps: Sequence[Tags]) -> None:
-        """Judge the text that is there by these taps."""
+        """Match the current text against these taps."""
         if self.check.text != self.editor.value:
             self.check = FilterCheck(self.editor.value)
         self.check.catch_up(taps)
 
     def show(self, taps: Sequence[Tags], tags_seen: Set[str], both: Collection[int]) -> None:
-        """Say below what the text matches; ``both`` are the taps that stop Apply."""
+        """Show which taps the text matches; ``both`` are the taps that block Apply."""
         check, parts = self.check, []
         if check.fault is not None:
             parts.append(view.fault(check.fault))
@@ -102,7 +102,7 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
 
 
 def text_of(plan: GraftPlan, name: str) -> str:
-    """The text of one of a plan's filters."""
+    """The text of one filter of a plan."""
     return getattr(plan, name) or ""
 
 
@@ -119,5 +119,5 @@ def _remarks(check: FilterCheck, taps: Sequence[Tags], tags_seen: Set[str]) -> l
         remarks += [view.meant(text, value) for text, value in unknown_values(check.filter, taps).items()]
     moment = sorted(check.filter.names & _MOMENT_TAGS)
     if moment:
-        remarks.append(view.quiet(f"judged by the {' and '.join(moment)} at which each tap was first seen"))
+        remarks.append(view.quiet(f"matched by the {' and '.join(moment)} at which each tap was first seen"))
     return remarks

@@ -1,4 +1,4 @@
-"""What the filter editor says about a text, as HTML made from values alone: its faults and its taps."""
+"""The filter editor's feedback on a text, as HTML: its syntax error and the taps it matches."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from graftlab.errors import FilterError
 from graftlab.filters.check import Tags
 
 NAMES_SHOWN = 12
-"""Taps that are named at once; more are folded."""
+"""Taps shown at once; further ones are folded."""
 
 NAMES_LISTED = 500
-"""Taps that are named at all."""
+"""Taps listed in total."""
 
-# Characters on each side of a fault that are shown again, however much was pasted.
+# Characters shown on each side of an error, however long the text.
 _ECHO = 40
 _TEXT_SHOWN = 160
 _LABEL_SHOWN = 80
 
 
 def fault(error: FilterError) -> str:
-    """The text around the fault, a caret below it, and the message."""
+    """The text around the error, with a caret below, and the message."""
     text, at = error.expression, error.position
     start, stop = max(0, at - _ECHO), at + _ECHO
     before = ("…" if start else "") + _one_line(text[start:at])
     after = _one_line(text[at:stop]) + ("…" if stop < len(text) else "")
-    # The same characters, invisible, rather than as many blanks: in some scripts characters are wider.
+    # The same characters, invisible, instead of blanks: some scripts have wider characters.
     caret = f'<span class="unseen" aria-hidden="true">{html.escape(before)}</span><b>^</b>'
     message = html.escape(shortened(error.message, 2 * _TEXT_SHOWN))
     return (
@@ -42,19 +42,19 @@ def _one_line(text: str) -> str:
 
 
 def overlap(number: int) -> str:
-    """Why nothing can be applied; not marked up."""
-    taps = "1 tap is" if number == 1 else f"{number:,} taps are"
-    return f"{taps} matched by both b2t and t2b; narrow one of them"
+    """Why Apply is disabled; plain text."""
+    taps = "1 tap" if number == 1 else f"{number:,} taps"
+    return f"both b2t and t2b match {taps}; narrow one of the filters"
 
 
 def matches(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], limit: int) -> str:
-    """How many of the ``taps`` seen a text matches, and which; those in ``both`` are marked, and come first."""
+    """The matching taps among those seen, and their number; those in ``both`` come first, marked."""
     if not taps:
-        return quiet("no tap has been seen yet")
+        return quiet("no taps seen yet")
     of = f"{len(taps):,} seen" if len(taps) <= limit else f"the first {limit:,} of {len(taps):,} seen"
     none = "" if hits else " none"
     count = f'<span class="count{none}"><b>{len(hits):,}</b> of {of}</span>'
-    # What stops Apply is never among those that are not listed.
+    # Taps that block Apply come first, so that they are always listed.
     order = [*both, *(index for index in hits if index not in both)]
     names = [_tap(taps[index], index in both) for index in order[:NAMES_LISTED]]
     shown, folded = names[:NAMES_SHOWN], names[NAMES_SHOWN:]
@@ -83,16 +83,16 @@ def meant(text: str, value: str) -> str:
 
 
 def missed(run: int) -> str:
-    """Of a filter in force that matched no tap of the newest run."""
+    """A note that the filter in force matched no tap of the newest run."""
     return f'<div class="missed" role="status">matched no tap in run {run}</div>'
 
 
 def in_force(text: str, overtaken: bool) -> str:
-    """What is in force where something else has been typed."""
+    """The filter in force, beside an edited one."""
     now = f"in force: {code(text) or 'nothing'}"
     if not overtaken:
         return quiet(now, "in-force")
-    return f'<div class="overtaken" role="status">changed elsewhere meanwhile, and what you typed is kept; {now}</div>'
+    return f'<div class="overtaken" role="status">changed elsewhere, and your text is kept; {now}</div>'
 
 
 def code(text: str) -> str:

@@ -66,7 +66,7 @@ class TextInput(BrowserInput, widgets.Text):  # type: ignore[misc]
 
 
 class ChoiceButtons(BrowserInput, widgets.ToggleButtons):  # type: ignore[misc]
-    """A row of buttons, one of which is pressed."""
+    """A row of buttons for a single choice."""
 
 
 class NameBox(BrowserInput, widgets.Combobox):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The taps that a draft can be tried on: those with a kept pair, and those that would have one under another filter."""
+"""The taps on which a draft can be tried: those with a kept pair, and those that another filter would keep."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from graftlab.plan.plan import GraftPlan
 
 Tags = tuple[tuple[str, Any], ...]
 
-# Keywords of Session.try_transform, which a tag of that name could not be told from.
+# Keywords of Session.try_transform, which would clash with tags of the same names.
 _NOT_SELECTABLE = frozenset({"transform", "limit", "self"})
 
 
 @dataclass(frozen=True)
 class TapOption:
-    """One tap: of one receiving rank (``side`` and ``rank``), which keeps a pair of it, or not kept at all.
+    """A tap with a pair kept on one receiving rank (``side`` and ``rank``), or a tap that is not kept.
 
-    ``tags`` are the caller's. Of several pairs the newest is meant.
+    ``tags`` are the caller's. If several pairs are kept, this stands for the newest.
     """
 
     name: str
@@ -42,8 +42,8 @@ class TapOption:
 
     @property
     def selection(self) -> dict[str, Any]:
-        """The keywords that make :meth:`Session.try_transform` take this pair."""
-        # NaN equals nothing, so nothing can be found by it.
+        """The keywords with which :meth:`Session.try_transform` selects this pair."""
+        # NaN equals nothing, so it cannot select anything.
         tags = {name: value for name, value in self.tags if name not in _NOT_SELECTABLE and value == value}
         return {**tags, "name": self.name, "side": self.side, "rank": self.rank}
 
@@ -63,9 +63,9 @@ class TapOption:
 
 
 def _is_as_given(value: object) -> bool:
-    """Whether the value of a tag is what the model's code gave, so that a filter can compare the tag with it.
+    """Whether a tag still has the value that the model's code gave, so that a filter can compare with it.
 
-    Of an object only the repr has come here; leaving it out means more taps, not none.
+    Objects arrive as their repr; leaving them out of a filter makes it match more taps, not none.
     """
     if type(value) is str:
         return not any(bracket in value for bracket in "(<[{")
@@ -73,12 +73,12 @@ def _is_as_given(value: object) -> bool:
 
 
 def kept_options(kept: Iterable[Mapping[str, Any]]) -> list[TapOption]:
-    """One for each tap and rank, in the order in which they were first kept."""
+    """One option for each tap and rank, in the order in which they were first kept."""
     return list(dict.fromkeys(TapOption(str(tags["name"]), _own(tags), tags["side"], tags["rank"]) for tags in kept))
 
 
 def other_options(seen: Iterable[Mapping[str, Any]], kept: Iterable[TapOption]) -> list[TapOption]:
-    """The taps seen so far of which no pair is kept anywhere."""
+    """The taps seen so far that have no kept pair."""
     known = {(option.name, option.tags) for option in kept}
     found = dict.fromkeys(TapOption(str(tags["name"]), _own(tags)) for tags in seen)
     return [option for option in found if (option.name, option.tags) not in known]
@@ -89,9 +89,9 @@ def _own(tags: Mapping[str, Any]) -> Tags:
 
 
 def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
-    """The ``keep`` filter of ``plan`` with this tap added; without a tap, with what the plan grafts, or else compares.
+    """The ``keep`` filter of ``plan`` extended by this tap; or, without one, by the grafted or else the compared taps.
 
-    The plan's own text where nothing is to be added.
+    Returns the plan's own text if it needs no extension.
     """
     now = (plan.keep or "").strip()
     if option is not None:
@@ -105,17 +105,17 @@ def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
 
 
 def either(now: str, text: str) -> str:
-    """The filter ``now`` with what ``text`` matches added, if it is not part of it already."""
+    """Join two filters by ``or``, unless the first already contains the second."""
     if text and text != now and now != "True" and f"({_closed(text)})" not in now:
         return f"{_grouped(now)} or ({_closed(text)})" if now else text
     return now
 
 
 def _closed(text: str) -> str:
-    # A comment would take the bracket after it along.
+    # Otherwise a comment would swallow the closing bracket.
     return f"{text}\n" if "#" in text else text
 
 
 def _grouped(text: str) -> str:
-    """As the first operand of an ``or``; only a conditional expression binds weaker."""
+    """Bracket the first operand of an ``or`` where needed; only a conditional expression binds weaker."""
     return f"({_closed(text)})" if re.search(r"\bif\b|#", text) else text

@@ -1,9 +1,9 @@
-// Two lists of taps in execution order, and links between them by how sure each pair is. Plain DOM and SVG: it loads
-// nothing. It is sent `state` by graftlab.widgets.match_editor, and says by messages what a person wants done.
+// Two lists of taps in execution order, with links between them styled by certainty. Plain DOM and SVG, without
+// dependencies. graftlab.widgets.match_editor sends `state`; messages to it request actions.
 
 const ROW = 24; // pixels of a line, see STYLE
 const GAP = 180; // pixels between the lists
-// Colour and dashes: what is sure is a whole line.
+// Colour and dashes: certain pairs have solid lines.
 const LOOKS = {
   exact: ["#009e73", ""], near: ["#0072b2", ""], confirmed: ["#56b4e9", "10 3"], rule: ["#e69f00", "6 4"], guess: ["#cc79a7", "2 4"],
 };
@@ -71,9 +71,9 @@ export function mount(root, act) {
   const fold = element("input", "fold"); fold.type = "checkbox";
   const folding = element("label"); folding.append(fold, " fold layers");
   fold.addEventListener("change", () => { chosen = null; act("fold", [], fold.checked); });
-  const apply = button("Apply", "apply", "Have the plan use these pairs, guesses left out", () => act("apply"));
-  const undo = button("Undo", "undo", "Take the last change back", () => act("undo"));
-  const unsure = button("Accept rules", "accept-rules", "Take every pair that a rule gave for sure", () => {
+  const apply = button("Apply", "apply", "Put these pairs into the plan, without the guesses", () => act("apply"));
+  const undo = button("Undo", "undo", "Undo the last change", () => act("undo"));
+  const unsure = button("Accept rules", "accept-rules", "Accept every pair found by a rule", () => {
     act("accept", state.links.filter((link) => link.sureness === "rule").flatMap((link) => link.targets));
   });
   const show = button("Show code", "show-code", "session.edit(pairs=[...]), ready to paste", () => {
@@ -168,13 +168,13 @@ export function mount(root, act) {
     }
     const targets = [...new Set(links.flatMap((link) => link.targets))], bar = element("div", "bar");
     const sure = links.every((link) => ["exact", "near", "confirmed"].includes(link.sureness));
-    const accept = button("Accept", "accept", "Take these pairs for sure", () => act("accept", targets));
+    const accept = button("Accept", "accept", "Accept these pairs", () => act("accept", targets));
     accept.disabled = sure;
-    bar.append(accept, button("Reject", "reject", "Leave these pairs out", () => { chosen = null; act("reject", targets); }));
+    bar.append(accept, button("Reject", "reject", "Reject these pairs", () => { chosen = null; act("reject", targets); }));
     detail.replaceChildren(...parts, bar);
   }
 
-  // Keys typed here are not the notebook's.
+  // Keep key presses from the notebook.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   return { show(next) { state = next; draw(); } };
 }

@@ -1,7 +1,7 @@
-"""The widget for pairs: both sides' taps in execution order, linked by how sure each pair is, to accept or reject.
+"""The editor of tap pairs: both sides' taps in execution order, with links to accept or reject.
 
-The browser's half is ``match_editor.js``. It speaks in custom messages, each a dict of ``what`` was asked for and the
-``targets`` that it is about; what it shows it has from ``state``.
+The browser's half is ``match_editor.js``. It shows ``state`` and sends custom messages, each a dict with the requested
+action, ``what``, and the ``targets`` of the pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STYLE = ".graftlab-match .graftlab-message { margin-top: 4px }"
 
 
 class MatchView(anywidget.AnyWidget):
-    """What the browser shows."""
+    """The widget in the browser."""
 
     _esm = _SCRIPT
     state: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
@@ -34,7 +34,7 @@ class MatchView(anywidget.AnyWidget):
 class MatchEditor(Panel):
     """Shows a proposal: ``session.match_editor(proposal)`` or ``%graft match EXPR``.
 
-    ``proposal`` is the one with what was accepted and rejected so far; Apply has the plan use its pairs.
+    ``proposal`` includes the pairs accepted and rejected so far; Apply puts its pairs into the plan.
     """
 
     style_sheet = _STYLE
@@ -63,10 +63,10 @@ class MatchEditor(Panel):
             change = self.proposal.accept if what == "accept" else self.proposal.reject
             self.proposal = change(*targets)
             count = f"{len(targets)} {'tap' if len(targets) == 1 else 'taps'}"
-            self.say(f"{count} {what}ed. Apply has the plan use the pairs.")
+            self.say(f"{count} {what}ed. Apply puts the pairs into the plan.")
         elif what == "undo" and self._before:
             self.proposal = self._before.pop()
-            self.say("The last change was taken back.")
+            self.say("Undid the last change.")
         elif what == "apply":
             plan = self.session.edit(pairs=self.proposal)
             self._applied = self.proposal
@@ -123,7 +123,7 @@ def _link(group: list[Pair]) -> dict[str, Any]:
 
 
 def _without(unmatched: Mapping[str, str], is_folded: bool) -> dict[str, dict[str, Any]]:
-    """What has no partner and why; names that differ in their numbers alone together, where the reason is the same."""
+    """The taps without a partner, and why; those with the same reason that differ only in numbers are grouped."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, why in unmatched.items():
         groups.setdefault((pattern_of(name) if is_folded else name, why), []).append(name)

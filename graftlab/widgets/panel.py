@@ -1,4 +1,4 @@
-"""The base of every widget that shows a session: what each would otherwise solve by itself."""
+"""The base of every widget that shows a session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graftlab.widgets.style import PANEL_STYLE
 
 logger = logging.getLogger(__name__)
 
-# What stays in the notebook is made anew this often at the most, in seconds, and takes this part of one core.
+# The snapshot is renewed at most this often, in seconds, and takes at most this share of one core.
 _SNAPSHOT_INTERVAL = 2.0
 _SNAPSHOT_SHARE = 0.1
 
@@ -34,37 +34,37 @@ STATUSES = ("quiet", "good", "bad", "overtaken")
 
 
 class Panel(widgets.VBox):  # type: ignore[misc]
-    """Shows a session, is kept up to date by its refresher, and acts on it.
+    """Shows a session and acts on it; the session's refresher keeps it up to date.
 
-    - What fails in a callback, in the background or in a refresh is shown in the panel's message.
-    - :meth:`submit` acts on what is on the screen at the click, however busy the kernel is, and then raises
-      ``acknowledged``.
-    - When nobody looks any more, because the output was cleared, the panel is left alone until somebody does.
+    - An exception in a callback, in the background or in a refresh is shown in the panel's message.
+    - :meth:`submit` acts on the inputs as they were on the screen at the click, however busy the kernel is, and then
+      raises ``acknowledged``.
+    - While no page shows the panel, because its output was cleared, it is not refreshed.
     - :meth:`close`, or the end of the session, ends its work.
 
     A panel with a ``parent`` is a part of it: it shares the parent's lock and thread, and shows its messages there.
     Methods may be called from any thread.
 
-    A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` takes in what is new in the session,
-    :meth:`_show` shows the state, and :meth:`_act` does what was submitted; the first two with the lock held.
+    A subclass makes its widgets and calls :meth:`_open`. :meth:`_follow` reads the changes of the session,
+    :meth:`_show` shows the state, and :meth:`_act` performs a submitted action; the first two with the lock held.
     """
 
-    message = traitlets.Unicode(read_only=True, help="What is said at this moment; empty for nothing.")
-    status = traitlets.Enum(STATUSES, "quiet", read_only=True, help="How the message is meant.")
-    acknowledged = traitlets.Int(0, read_only=True, help="How many submits were acted on.")
-    busy = traitlets.Bool(False, read_only=True, help="Whether something goes on in the background.")
+    message = traitlets.Unicode(read_only=True, help="The current message; empty for none.")
+    status = traitlets.Enum(STATUSES, "quiet", read_only=True, help="The kind of message.")
+    acknowledged = traitlets.Int(0, read_only=True, help="The number of processed submits.")
+    busy = traitlets.Bool(False, read_only=True, help="Whether work runs in the background.")
 
     style_sheet = ""
-    """What the subclass looks like, beside :data:`PANEL_STYLE`."""
+    """The subclass's CSS, in addition to :data:`PANEL_STYLE`."""
 
     closed_message = ""
-    """What is said instead of anything else once the session is closed."""
+    """The only message once the session is closed."""
 
     def __init__(self, session: SessionCore, *, parent: Panel | None = None) -> None:
         self.session = session
         self._parent = parent
         self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
-        # Starts its thread when there is something to do.
+        # Starts its thread with the first task.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
         self._in_progress = 0
         self._said = ("", "quiet")
@@ -79,7 +79,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         super().__init__()
 
     def _open(self, children: Sequence[widgets.Widget], inputs: Mapping[str, PanelInput] | None = None) -> None:
-        """Show these widgets, and keep them up to date from now on."""
+        """Show these widgets and keep them up to date."""
         if inputs is not None:
             self._inputs = Inputs(inputs, self.guarded(self._on_read))
         self.add_class("graftlab-panel" if self._parent is None else "graftlab-part")
@@ -89,7 +89,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.children = tuple(children)
         self.refresh()
         if self._parent is None:
-            # Front ends that count views say when the last one is gone.
+            # Front ends that count views report when the last one closes.
             self._view_count = 0
             self.observe(self.guarded(self._on_view_count), "_view_count")
             refresher_of(self.session).add(self)
@@ -97,25 +97,25 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     # ---- for the caller -----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Show what is new in the session; called by its refresher, and cheap where nothing is."""
+        """Show the changes of the session. Called by its refresher; cheap without changes."""
         with self._lock:
             if not self._closed:
-                # Before it is shown: what ends meanwhile, with its last rows, is not what this shows.
+                # Before the display: a run that ends meanwhile, with its last rows, is not shown yet.
                 stage = self._stage()
                 self._follow()
                 self._show()
                 if stage is not None:
-                    self._renew_snapshot((*stage, self.session.digest.behind > 0), stage[0])
+                    self._renew_snapshot(stage, stage[0])
 
     def _stage(self) -> tuple[bool, int, bool, int] | None:
-        """Whether the session is closed, and how far it has come; None where nothing stays in the notebook."""
+        """Whether the session is closed, and its progress; None for a panel without a snapshot."""
         if self._parent is not None or not self._snapshot.is_shown:
             return None
         session, runs = self.session, self.session.runs
         return session.closed, len(runs), bool(runs) and runs[-1].done, session.plan.version
 
     def _renew_snapshot(self, state: object, closed: bool) -> None:
-        """Bring what stays in the notebook up to date when a run or the session has ended, or the plan changed."""
+        """Renew the snapshot when a run or the session has ended, or the plan has changed."""
         if state == self._snapshot_state:
             return
         if closed:
@@ -123,7 +123,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._snapshot.update(self.static_html(with_figures=True))
         elif time.monotonic() >= self._next_snapshot:
             self._snapshot_state = state
-            # Not again before this one is done.
+            # Not again before this one is finished.
             self._next_snapshot = math.inf
             self.in_background(self._take_snapshot)
 
@@ -135,13 +135,13 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._next_snapshot = began + max(_SNAPSHOT_INTERVAL, (time.monotonic() - began) / _SNAPSHOT_SHARE)
 
     def show_error(self, text: str) -> None:
-        """Show why a refresh failed; the empty text says that it works again."""
+        """Show why a refresh failed; an empty text means that it works again."""
         with self._lock:
             self._trouble = text
             self._show_message()
 
     def say(self, text: str, status: str = "quiet") -> None:
-        """Show a message in the place of the one before; ``status`` is one of :data:`STATUSES`."""
+        """Replace the message; ``status`` is one of :data:`STATUSES`."""
         if self._parent is not None:
             self._parent.say(text, status)
             return
@@ -151,9 +151,9 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 self._show()
 
     def submit(self, action: str, **known: Any) -> None:
-        """Do ``action`` with what is on the screen; without a browser that shows the panel nothing happens.
+        """Perform ``action`` with the inputs on the screen. Without a page that shows the panel nothing happens.
 
-        ``known`` are inputs whose value came along with a key.
+        ``known`` are inputs whose value arrived with a key press.
         """
         if self._parent is not None:
             self._parent.submit(action, **known)
@@ -161,9 +161,9 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._inputs.read(action, **known)
 
     def static_html(self, with_figures: bool = False) -> str:
-        """The state as markup alone, for where no kernel and no widget is: a saved notebook, a page made of one.
+        """The state as plain HTML, for places without a kernel or widgets, such as a saved notebook.
 
-        ``with_figures`` are drawn too, which may take a second.
+        ``with_figures`` adds figures, which may take a second.
         """
         return f"<p>{html.escape(self.message)}</p>"
 
@@ -174,7 +174,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.refresh()
 
     def close(self) -> None:
-        """Take the panel out of the browser and leave the session alone; what waits to be done is forgotten."""
+        """Remove the panel from the browser and drop its waiting work; the session stays open."""
         with self._lock:
             if self._closed:
                 return
@@ -189,18 +189,18 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     # ---- for the subclass ---------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Take in what is new in the session."""
+        """Read the changes of the session."""
 
     def _show(self) -> None:
-        """Show the state; the browser is only to be sent what has changed."""
+        """Show the state; only send changes to the browser."""
         self._show_message()
 
     def _act(self, action: str, values: dict[str, Any]) -> None:
-        """Do what was submitted, with the values of all inputs."""
+        """Perform a submitted action with the values of all inputs."""
         raise NotImplementedError
 
     def guarded(self, callback: Callable[..., object]) -> Callable[..., None]:
-        """The callback, with its exceptions shown: nobody else would show them."""
+        """Wrap a callback so that its exceptions are shown in the panel."""
 
         @functools.wraps(callback)
         def call(*arguments: Any) -> None:
@@ -209,7 +209,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             except Exception as error:
                 if not isinstance(error, GraftError):
                     logger.exception("a callback of the %s failed", type(self).__name__)
-                # Not by say, which shows everything: what fails may be just that.
+                # Not with say, which redraws everything: that may be what failed.
                 panel = self if self._parent is None else self._parent
                 with panel._lock:
                     panel._said = explain(error), "bad"
@@ -218,7 +218,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         return call
 
     def in_background(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Call it on the panel's one thread, after what has been given there before."""
+        """Call it on the panel's one background thread, after earlier calls."""
         if self._parent is not None:
             self._parent.in_background(callback, *arguments)
             return
@@ -268,14 +268,14 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.set_trait("message", text)
         self.set_trait("status", status)
         role = "alert" if status == "bad" else "status"
-        # Several lines are code with a mark below it, which only a font of one width keeps in its place.
+        # Several lines are code with a caret below it, which needs a monospaced font.
         kind = f"{status} lines" if "\n" in text else status
         shown = f'<div class="{kind}" role="{role}">{html.escape(text)}</div>' if text else ""
         update(self._message_line, value=shown)
 
 
 class FoldableBox(widgets.VBox):  # type: ignore[misc]
-    """What is only of interest now and then: a button that shows and hides it. ipywidgets' own has no keys."""
+    """A button that shows and hides its content. The one of ipywidgets cannot be used by keyboard."""
 
     def __init__(self, content: widgets.Widget) -> None:
         self._content = content
@@ -297,7 +297,7 @@ class FoldableBox(widgets.VBox):  # type: ignore[misc]
 
     @property
     def title(self) -> str:
-        """What is written on the button."""
+        """The text on the button."""
         title: str = self._button.description
         return title
 
@@ -307,13 +307,13 @@ class FoldableBox(widgets.VBox):  # type: ignore[misc]
 
 
 def update(widget: Any, **values: Any) -> None:
-    """Set several traits. The browser is sent those that have another value now than before."""
+    """Set several traits. Only changed values are sent to the browser."""
     for trait, value in values.items():
         setattr(widget, trait, value)
 
 
 def close_all(widget: widgets.Widget) -> None:
-    """Close a widget with what is in it, which ipywidgets leaves open."""
+    """Close a widget and its children, which ipywidgets leaves open."""
     if not isinstance(widget, Panel):
         for child in getattr(widget, "children", ()):
             close_all(child)
@@ -321,7 +321,7 @@ def close_all(widget: widgets.Widget) -> None:
 
 
 def _watch(shown: Sequence[widgets.Widget]) -> list[widgets.Widget]:
-    """What tells the page that the kernel has ended, beside widgets that take anywidget too: a page may have none."""
+    """A :class:`KernelWatch`, if the page needs anywidget for other widgets anyway: a front end may lack it."""
     if not any(_takes_anywidget(each) for each in shown):
         return []
     return [KernelWatch()]
@@ -332,11 +332,11 @@ def _takes_anywidget(widget: widgets.Widget) -> bool:
 
 
 def row(*children: widgets.Widget) -> widgets.HBox:
-    """Widgets next to each other, or below where there is no room."""
+    """Put widgets side by side, wrapping where space is short."""
     return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap", align_items="center"))
 
 
-# The mark is the one that JupyterLab sets at a restart. Front ends whose widgets do not know their kernel have no mark.
+# Sets the class that JupyterLab sets at a restart. Other front ends may not give widgets access to their kernel.
 _WATCH_SCRIPT = """
 export default {
   render({ model, el }) {
@@ -351,7 +351,7 @@ export default {
 
 
 class KernelWatch(anywidget.AnyWidget):
-    """Shows nothing; marks the panel that it is in as not live when the kernel is shut down."""
+    """Invisible; marks its panel as not live when the kernel shuts down, which JupyterLab does only at a restart."""
 
     _esm = _WATCH_SCRIPT
 
@@ -359,7 +359,7 @@ class KernelWatch(anywidget.AnyWidget):
         super().__init__(layout=widgets.Layout(display="none"))
 
 
-# :has is in all browsers since 2023. Viewers that drop styles show the markup, as they show no widget.
+# All browsers support :has since 2023. Viewers that drop styles show the HTML, since they show no widget.
 _SNAPSHOT_STYLE = """<style>
 .jp-OutputArea:has(.graftlab-panel) > .jp-OutputArea-child:has(.graftlab-static) { display: none }
 .jp-OutputArea:has(.graftlab-static) > .jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))) { display: none }
@@ -370,7 +370,12 @@ _SNAPSHOT_STYLE = """<style>
 
 
 class Snapshot:
-    """The output that follows a widget's own. Any thread may update it."""
+    """The plain HTML that stays in a saved notebook in place of a widget.
+
+    Without its kernel a notebook cannot show widgets: JupyterLab shows "model not found", other viewers a name. So each
+    panel is followed by an output of plain HTML, which is hidden beside a live panel and shown without one. Any thread
+    may update it.
+    """
 
     def __init__(self) -> None:
         self._id = f"graftlab-{uuid.uuid4().hex}"
@@ -378,18 +383,18 @@ class Snapshot:
         self._shown = ""
 
     def display(self, widget: dict[str, Any] | None) -> None:
-        """Show the widget, by its MIME bundle, and an output below it for :meth:`update`."""
+        """Display the widget's MIME bundle, and below it an output for :meth:`update`."""
         data = dict(widget or {})
         if not data:
             return
-        # What viewers without widgets would show beside the markup: a repr of the widget's parts.
+        # Otherwise viewers without widgets would show a repr beside the HTML.
         data["text/plain"] = ""
         publish_display_data(data)  # type: ignore[no-untyped-call]
         self._publish("", update=False)
         self.is_shown = True
 
     def update(self, markup: str) -> None:
-        """Bring what is saved with the notebook up to date."""
+        """Replace the HTML that is saved with the notebook."""
         if markup != self._shown:
             self._shown = markup
             self._publish(markup, update=True)

@@ -15,7 +15,7 @@ _LISTED = 30
 
 
 class PlanList(FoldableBox):
-    """A session's plans but for the one in force, newest first, each with a button that calls ``restore``."""
+    """A session's earlier plans, newest first, each with a button that calls ``restore``."""
 
     def __init__(self, panel: Panel, restore: Callable[[GraftPlan], object]) -> None:
         self._panel = panel
@@ -26,7 +26,7 @@ class PlanList(FoldableBox):
         self.add_class("graftlab-earlier")
 
     def show(self, plans: Sequence[GraftPlan], closed: bool) -> None:
-        """List all of ``plans`` but the last one."""
+        """List all plans except the last."""
         earlier = plans[:-1]
         listed = {plan.version: plan for plan in reversed(earlier[-_LISTED:])}
         if listed.keys() != self._rows.keys():
@@ -41,7 +41,7 @@ class PlanList(FoldableBox):
         update(self.layout, display=None if listed else "none")
 
     def _row(self, plan: GraftPlan) -> widgets.HBox:
-        again = f"Publish version {plan.version} anew"
+        again = f"Publish version {plan.version} again"
         button = self._panel.button(f"Restore {plan.version}", "restore", again, partial(self._restore, plan))
         return row(button, widgets.HTML(described(plan))).add_class(f"graftlab-plan-{plan.version}")
 
@@ -50,9 +50,9 @@ _RANKS_SHOWN = 16
 
 
 def adoption(version: int, adopted: Mapping[str, int], alive: Sequence[str], closed: bool) -> str:
-    """From which step on each rank that is alive uses the plan."""
+    """The steps from which the live ranks use the plan."""
     if closed or not alive:
-        return quiet(f"Plan {version} was the last one." if closed else f"Plan {version}; no rank is alive.")
+        return quiet(f"The last plan was version {version}." if closed else f"Plan {version}; no rank is alive.")
     steps: dict[int, list[str]] = {}
     for rank in alive:
         if rank in adopted:
@@ -74,7 +74,7 @@ def _ranks(ranks: Sequence[str]) -> str:
 
 
 def described(plan: GraftPlan) -> str:
-    """An earlier plan in a line."""
+    """An earlier plan in one line."""
     texts = {name: getattr(plan, name) or "" for name in FILTERS}
     filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]
     transforms = [f"transform {code(spec.described)}" for spec in plan.transforms]

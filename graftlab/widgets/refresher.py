@@ -1,8 +1,8 @@
-"""The one thread that keeps a session's widgets up to date: it asks each of them, some times a second, to refresh.
+"""The thread that keeps a session's widgets up to date: it refreshes each of them several times a second.
 
-Widgets look at the session, the session never calls widgets. So however fast ranks make rows, what the browser is
-sent is bounded by the interval, and the last state is always shown: the tick after a change sees it, and the tick
-after the session's end is the last one.
+Widgets read the session; the session never calls widgets. So however fast ranks make rows, the interval bounds the
+traffic to the browser, and the last state is always shown: the tick after a change shows it, and the tick after the
+session has closed is the last.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ INTERVAL = 0.15
 
 
 class RefreshTarget(Protocol):
-    """What a widget has, to be kept up to date."""
+    """A widget that a refresher keeps up to date."""
 
     def refresh(self) -> None:
-        """Show what is new. Called from a thread of the refresher; cheap where nothing is new."""
+        """Show changes. Called from the refresher's thread; cheap without changes."""
 
     def show_error(self, text: str) -> None:
-        """Show why a refresh failed; the empty text says that it works again."""
+        """Show why a refresh failed; an empty text means that it works again."""
 
 
 class Refresher:
     """Refreshes the widgets that are added to it, every ``interval`` seconds, until they are removed.
 
-    ``interval`` may be changed at any time, as over a slow line to the browser. The first tick is an interval away, for
-    a widget shows itself when it is made. A tick that takes longer than the interval is followed by a pause of the same
-    length, so that half of one core is the most it ever takes. The thread runs while there are widgets and ends with a
-    last refresh when the session is closed. An exception in a widget's ``refresh`` is shown in that widget and logged
-    once, and the others go on. All methods may be called from any thread.
+    ``interval`` may change at any time, for example for a slow connection to the browser. The first tick comes after
+    one interval, since a widget shows itself when it is made. A tick that takes longer than the interval is followed by
+    a pause of the same length, so that the thread takes at most half a core. The thread runs while it has widgets and
+    ends with a last refresh when the session is closed. An exception in a widget's ``refresh`` is shown in that widget
+    and logged once; the other widgets are unaffected. All methods may be called from any thread.
     """
 
     def __init__(self, session: SessionCore, interval: float = INTERVAL) -> None:
-        # The widgets hold the session; the refresher alone must not.
+        # Only widgets may keep the session alive.
         self._session = weakref.ref(session)
         self.interval = interval
-        # Reentrant: ipywidgets closes a widget that nobody holds any more once again, at whatever moment the garbage
-        # collector runs, so also in a thread that has this lock.
+        # Reentrant: ipywidgets closes an unreferenced widget again when the garbage collector runs, which may happen in
+        # a thread that holds this lock.
         self._lock = threading.RLock()
         self._widgets: list[RefreshTarget] = []
         self._errors: dict[int, str] = {}
@@ -56,7 +56,7 @@ class Refresher:
         self._stop = threading.Event()
 
     def add(self, widget: RefreshTarget) -> None:
-        """Refresh ``widget`` from now on; if the session is closed already, once."""
+        """Refresh ``widget`` from now on; only once if the session is already closed."""
         with self._lock:
             if widget not in self._widgets:
                 self._widgets.append(widget)
@@ -68,7 +68,7 @@ class Refresher:
                 self._thread.start()
 
     def remove(self, widget: RefreshTarget) -> None:
-        """Leave ``widget`` alone from now on. A refresh of it that is going on in the thread is not waited for."""
+        """Stop refreshing ``widget``, without waiting for a running refresh."""
         with self._lock:
             if widget in self._widgets:
                 self._widgets.remove(widget)
@@ -78,13 +78,13 @@ class Refresher:
                 self._thread = None
 
     def __contains__(self, widget: object) -> bool:
-        """Whether this widget is refreshed."""
+        """Whether this refresher has the widget."""
         with self._lock:
             return widget in self._widgets
 
     @property
     def running(self) -> bool:
-        """Whether there is anything left to refresh."""
+        """Whether the thread runs."""
         return self._thread is not None
 
     def tick(self) -> None:
@@ -99,7 +99,7 @@ class Refresher:
         while not stop.wait(pause):
             began = time.monotonic()
             session = self._session()
-            # Asked before the tick, so that the last tick shows the closed session.
+            # Read before the tick, so that the last tick shows the closed session.
             closed = session is None or session.closed
             del session
             if closed:
@@ -150,7 +150,7 @@ def refresher_of(session: SessionCore) -> Refresher:
 
 
 def explain(error: BaseException) -> str:
-    """What a widget shows of an exception: graftlab's own message as it is, anything else with where it came from."""
+    """The text of an exception for a widget: graftlab's own messages unchanged, others with their location."""
     if isinstance(error, GraftError):
         return str(error)
     return "".join(traceback.format_exception(error, limit=-3)).rstrip()

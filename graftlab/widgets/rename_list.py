@@ -1,4 +1,4 @@
-"""The part of the filter editor that edits renames: rules that rewrite one side's names before taps are paired."""
+"""The part of the filter editor for renames: rules that rewrite the names of one side's taps before pairing."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Rule = tuple[Side, str, str]
 
 
 class RenameList(FoldableBox):
-    """A plan's rules, each with a button that drops it, and fields for another one, with what it would rewrite."""
+    """A plan's rules, each with a button that removes it, and fields for a new rule with a preview."""
 
     def __init__(self, panel: Panel) -> None:
         self._panel = panel
         self._rules: tuple[Rule, ...] | None = None
         self._buttons: list[widgets.Button] = []
         self._list = widgets.VBox().add_class("graftlab-rules")
-        # What is typed arrives when the field is left, which a click on the button does.
+        # Typed text arrives when the field loses focus, as by a click on the button.
         self._side = widgets.Dropdown(
             options=["target", "baseline"], description="Names of the", style={"description_width": "auto"}
         )
         self._side.layout.width = "auto"
         self._pattern = widgets.Text(placeholder=r"regular expression, such as ^model\.", continuous_update=False)
         self._pattern.description = "that match"
-        self._new = widgets.Text(placeholder="what stands there instead; may be empty", continuous_update=False)
+        self._new = widgets.Text(placeholder="replacement; may be empty", continuous_update=False)
         self._new.description = "become"
         for field in (self._side, self._pattern, self._new):
             field.observe(panel.guarded(lambda _: self._preview()), "value")
-        self._add = panel.button("Add rule", "add-rule", "Publish the rules with this one", self._on_add)
+        self._add = panel.button("Add rule", "add-rule", "Add this rule and publish the rules", self._on_add)
         self._found = widgets.HTML().add_class("graftlab-rule-preview")
         content = widgets.VBox([self._list, row(self._side, self._pattern, self._new, self._add), self._found])
         super().__init__(content)
@@ -61,7 +61,7 @@ class RenameList(FoldableBox):
     def _line(self, rule: Rule) -> widgets.HBox:
         side, pattern, new = rule
         drop = self._panel.button(
-            "Drop", "drop-rule", f"Drop the rule {pattern} of the {side}", partial(self._drop, rule)
+            "Remove", "drop-rule", f"Remove the rule {pattern} of the {side}", partial(self._drop, rule)
         )
         said = f"{side}: <code>{html.escape(pattern)}</code> → <code>{html.escape(new) or '(nothing)'}</code>"
         return row(drop, widgets.HTML(said))
@@ -70,31 +70,31 @@ class RenameList(FoldableBox):
         left = [each for each in self._panel.session.plan.rename if each != rule]
         plan = self._panel.session.edit(rename=_as_given(left))
         self._panel.refresh()
-        self._panel.say(f"Version {plan.version} is published, without that rule.")
+        self._panel.say(f"Published version {plan.version} without that rule.")
 
     def _on_add(self) -> None:
         side, pattern, new = self._side.value, self._pattern.value, self._new.value
         if not pattern:
-            raise PlanError(r"write the regular expression that the names match, such as ^model\.")
+            raise PlanError(r"enter the regular expression that the names match, such as ^model\.")
         if (side, pattern, new) in self._panel.session.plan.rename:
-            self._panel.say(f"Nothing to add: {pattern} is rewritten so in names of the {side} already.")
+            self._panel.say(f"Nothing to add: the {side} already has this rule for {pattern}.")
             return
         rules = self._rules_without(side, pattern)
         plan = self._panel.session.edit(rename=_as_given([*rules, (side, pattern, new)]))
         update(self._pattern, value="")
         update(self._new, value="")
         self._panel.refresh()
-        self._panel.say(f"Version {plan.version} is published; it rewrites {pattern} in names of the {side}.")
+        self._panel.say(f"Published version {plan.version}, which rewrites {pattern} in names of the {side}.")
 
     def _preview(self) -> None:
-        """What the rule that is written here would rewrite, of the taps seen, and how many of them would then pair."""
+        """Show which of the taps seen the new rule would rewrite, and how many of them would then pair."""
         side, pattern, new = self._side.value, self._pattern.value, self._new.value
         if not pattern:
             update(self._found, value="")
             return
         session = self._panel.session
         other: Side = "target" if side == "baseline" else "baseline"
-        # A tap says which side reached it first; what both have needs no rule.
+        # A tap lists the side that reached it first; taps that both sides have need no rule.
         mine, theirs = (
             {str(tap.get(f"{each}_name") or tap["name"]) for tap in session.taps if tap.get("side") == each}
             for each in (side, other)
@@ -105,7 +105,7 @@ class RenameList(FoldableBox):
             rewrite = bounded_rewrite(pattern, new)
             matched = {name: made for name in sorted(mine) if (made := rewrite(name)) is not None}
             known = {plan.rewrite(other, name) for name in theirs}
-            # The first rule that matches rewrites a name.
+            # Only the first matching rule rewrites a name.
             changed = {name: made for name, made in matched.items() if plan.rewrite(side, name) == made}
         except (PlanError, FilterError) as error:
             update(self._found, value=f'<div class="bad">{html.escape(str(error))}</div>')
@@ -113,19 +113,19 @@ class RenameList(FoldableBox):
         pairs = len(set(changed.values()) & known)
         shown = ", ".join(f"{old} → {name or '(nothing)'}" for old, name in list(changed.items())[:_EXAMPLES])
         more = f" and {len(changed) - _EXAMPLES} more" if len(changed) > _EXAMPLES else ""
-        said = f"{len(matched)} names seen match; {pairs} of them are then names of the {other}"
+        said = f"{len(matched)} names seen match; {pairs} of the new names exist on the {other}"
         if len(changed) < len(matched):
-            said += f"; an earlier rule rewrites {len(matched) - len(changed)} of them"
+            said += f"; an earlier rule rewrites {len(matched) - len(changed)} first"
         text = html.escape(f"{said}. {shown}{more}" if shown else said)
         update(self._found, value=f'<div class="{"good" if pairs else "quiet"}">{text}</div>')
 
     def _rules_without(self, side: Side, pattern: str) -> list[Rule]:
-        """The plan's rules, but for the one that a new one of this side and pattern replaces."""
+        """The plan's rules, except one with the same side and pattern, which a new rule replaces."""
         return [each for each in self._panel.session.plan.rename if each[:2] != (side, pattern)]
 
 
 def rules_of(plan: GraftPlan) -> dict[Side, dict[str, str]]:
-    """A plan's renames as ``session.edit`` takes them."""
+    """A plan's renames in the form that ``session.edit`` takes."""
     return _as_given(plan.rename)
 
 

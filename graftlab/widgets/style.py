@@ -1,8 +1,8 @@
-"""What all panels look like. Colours are the theme's: JupyterLab's, or VS Code's, or shades of the text around them."""
+"""The style sheet of all panels. Colours come from JupyterLab's or VS Code's theme, or from the surrounding text."""
 
 from __future__ import annotations
 
-# Colours that mean something are mixed with that of the text, which makes them darker on light and lighter on dark.
+# Signal colours are mixed with the text colour: darker on a light page and lighter on a dark one.
 PANEL_STYLE = """
 .graftlab-panel {
   --gl-ink: var(--jp-ui-font-color1, var(--vscode-foreground, currentColor));
@@ -44,7 +44,7 @@ PANEL_STYLE = """
   border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
 }
 .graftlab-panel.jupyter-widgets-disconnected::before {
-  content: "Not live: the kernel that this belonged to was restarted or has ended. Run the cell again.";
+  content: "Not live: the kernel was restarted or has ended. Run the cell again.";
   font: inherit; font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--gl-bad); padding: 0 0 4px;
 }
 .graftlab-panel.jupyter-widgets-disconnected > * { opacity: 0.55; pointer-events: none }

@@ -1,4 +1,4 @@
-"""The part of the transform editor in which one chooses the kept tensors that a draft is tried on."""
+"""The part of the transform editor that chooses the kept tensors to try a draft on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from graftlab.widgets.panel import Panel, row, update
 
 logger = logging.getLogger(__name__)
 
-LOAD_ONLY = "nothing: only load it"
+LOAD_ONLY = "nothing (only load it)"
 # ipywidgets takes None for no selection.
 _NOTHING = ""
 LISTED = 300
-"""Taps that the menu has at once. Words that are typed find the others."""
+"""Taps in the menu at once. The search field finds others."""
 
-# So few need no finding.
+# Up to this many taps need no search field.
 _FEW = 12
-# Asking the ranks what they keep takes this part of the time at the most, and is done this often, in seconds.
+# Queries to the ranks about kept pairs take at most this share of the time, and are this many seconds apart.
 _ASKING_SHARE = 0.1
 _ASKING_INTERVAL = 0.5
 _TEXT_SHOWN = 200
 
 
 class TapChooser(Panel):
-    """A menu of the taps that are kept, then of those that are not; and a button that has the plan keep more.
+    """A menu of the kept taps, then of the others, and a button that extends the plan's keep filter.
 
     The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`.
     """
@@ -64,27 +64,27 @@ class TapChooser(Panel):
 
     @property
     def chosen(self) -> TapOption | None:
-        """The tap that is chosen, as far as the kernel knows; one that is not kept cannot be tried on."""
+        """The chosen tap, according to the kernel; a draft cannot be tried on one that is not kept."""
         return self.tap_of(self.menu.value)
 
     @staticmethod
     def tap_of(value: object) -> TapOption | None:
-        """The tap that a value of the menu stands for, if it stands for one."""
+        """The tap of a menu value, if any."""
         return value if isinstance(value, TapOption) else None
 
     def keep(self, tap: TapOption | None) -> None:
-        """Have the plan keep this tap, or without one what it grafts, or else compares."""
+        """Make the plan keep this tap; without one, the taps that it grafts, or else compares."""
         plan = self.session.plan
         wanted = filter_to_keep(plan, tap)
         if wanted == (plan.keep or "").strip():
-            self.say("The plan keeps this already; the next step brings tensors.", "good")
+            self.say("The plan already keeps this; tensors arrive with the next step.", "good")
             return
         plan = self.session.edit(keep=wanted)
         kept = shortened(wanted, _TEXT_SHOWN)
-        self.say(f"Plan {plan.version} keeps {kept}; the next step brings tensors.", "good")
+        self.say(f"Plan {plan.version} keeps {kept}; tensors arrive with the next step.", "good")
 
     def _follow(self) -> None:
-        """What is kept, as far as it is known; asks the ranks for news in the background, and not too often."""
+        """Update the menu, and query the ranks for kept pairs in the background, at intervals."""
         plans = self.session.plans
         state = (len(plans), self.session.row_count)
         is_due = state != self._asked_at and time.monotonic() >= self._next_asking and not self.session.closed
@@ -99,8 +99,8 @@ class TapChooser(Panel):
         try:
             kept = kept_options(self.session.kept(failed=True))
         except SessionError as error:
-            # A rank may be too busy to answer, or be gone; the next rows bring another attempt.
-            logger.debug("what is kept is not known: %s", error)
+            # A rank may be too busy to answer, or be gone; the next rows trigger another attempt.
+            logger.debug("querying the kept pairs failed: %s", error)
         finally:
             with self._lock:
                 self._is_asking = False
@@ -121,10 +121,10 @@ class TapChooser(Panel):
         found = [option for option in every if all(word in option.label.lower() for word in words)]
         chosen = self.chosen
         if chosen is None and not self._is_picked and self._kept:
-            # Without a choice, take any kept pair, so that a draft can be tried.
+            # By default choose a kept pair, so that a draft can be tried.
             chosen = self._kept[0]
         elif chosen is not None and chosen not in every:
-            # It is kept by now, or no longer.
+            # It has been kept since, or is no longer kept.
             same = [option for option in every if (option.name, option.tags) == (chosen.name, chosen.tags)]
             chosen = same[0] if same else None
         options = found[:LISTED]
@@ -133,7 +133,7 @@ class TapChooser(Panel):
         self.menu.fill([(LOAD_ONLY, _NOTHING), *((option.label, option) for option in options)], chosen)
         update(self._search.layout, display=None if len(every) > _FEW else "none")
         more = len(found) - LISTED
-        shown = f"{more:,} more; type words of their names to find them" if more > 0 else ""
+        shown = f"{more:,} more; type part of a name to find them" if more > 0 else ""
         if words and not found:
             shown = "no tap has these words in its name or tags"
         update(self._more, value=f'<span class="quiet">{shown}</span>' if shown else "")
@@ -153,11 +153,11 @@ class TapChooser(Panel):
         more = wanted != (plan.keep or "").strip() and not self.session.closed
         needed = not chosen.kept if chosen is not None else not self._kept
         grafts = any(text and text.strip() for text in (plan.b2t, plan.t2b))
-        label = "Keep this tap" if chosen is not None else "Keep what is grafted" if grafts else "Keep every tap"
+        label = "Keep this tap" if chosen is not None else "Keep grafted taps" if grafts else "Keep all taps"
         hint = ""
         if needed:
-            hint = "No tensors of it are kept" if chosen is not None else "No tensors are kept"
-            hint += ", so a draft is loaded and not run." if more else " yet; the next step brings some."
+            hint = "Its tensors are not kept" if chosen is not None else "No tensors are kept"
+            hint += ", so a draft is only loaded, not run." if more else " yet; they arrive with the next step."
         tooltip = f"Set the plan's keep filter to {shortened(wanted, _TEXT_SHOWN)}"
         update(self._keep, description=label, tooltip=tooltip)
         update(self._keep.layout, display=None if needed and more else "none")

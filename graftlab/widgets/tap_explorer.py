@@ -1,7 +1,7 @@
-"""The part of the dashboard that shows the taps: the conclusion, and a figure and a table that point at each other.
+"""The part of the dashboard that shows the taps: the conclusion, and a linked figure and table.
 
-The browser's half is ``graftlab/plots/explorer.js``, which reports carry too. It speaks in custom messages, each a dict
-of ``what`` was asked for and a ``value``; what it shows it has from traits.
+The browser's half is ``graftlab/plots/explorer.js``, which reports contain too. It shows traits and sends custom
+messages, each a dict with the requested action, ``what``, and a ``value``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.store import to_frame
-from graftlab.verdict.tap_lines import UNMEASURED, Following, SoFar, TapLine, so_far
+from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapLine, conclude_from
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
 logger = logging.getLogger(__name__)
 
-# In a picture of the widget, which does not scroll.
+ROWS_A_TICK = 3000
+"""Rows read in one tick. At 50,000 rows a second, this leaves time for the rest of the kernel."""
+
+# In static HTML, which does not scroll.
 _STATIC_LIMIT = 100
 
 
 class TapView(anywidget.AnyWidget):
-    """What the browser shows. ``taps`` is only sent when there are others."""
+    """The widget in the browser. ``taps`` is only sent when the set of taps changes."""
 
     _esm = explorer.SCRIPT
     taps: traitlets.Dict[str, Any] = traitlets.Dict({"label": [], "order": []}).tag(sync=True)
@@ -42,18 +45,18 @@ class TapView(anywidget.AnyWidget):
 
 
 class TapExplorer(widgets.VBox):  # type: ignore[misc]
-    """The taps of the newest run. ``panel`` does what is asked for, and says what goes wrong.
+    """Shows the taps of the newest run. ``panel`` runs its actions and shows its errors.
 
-    ``grafts(text)`` is called with a filter that matches a tap, when that tap is to be grafted.
+    **Graft this** calls ``grafts(text)`` with a filter that matches the tap.
     """
 
     def __init__(self, panel: Panel, grafts: Any) -> None:
         self._panel = panel
         self._grafts = grafts
         self._noise_floor: float | None = None
-        self._following = Following(panel.session.digest)
-        self._counts = (-1, -1)
-        self.found = so_far([])
+        session = panel.session
+        self._conclusion = LiveConclusion(session.live_taps(), session.frame_of, self._has_ended)
+        self.found = conclude_from([])
         self.view = TapView()
         self.view.figures = explorer.figures(self.found)
         self.view.add_class("graftlab-tap-view")
@@ -61,21 +64,22 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._pair = widgets.HTML().add_class("graftlab-pair")
         super().__init__([self.view, self._pair])
 
-    def show(self, taken: int, behind: int) -> None:
-        """Show what was summed up of ``taken`` rows, while so many others are not yet."""
-        if (taken, behind) != self._counts:
-            self._counts = taken, behind
-            self._render()
+    def follow(self) -> None:
+        """Find what is new in the session's rows."""
+        self.found = self._conclusion.look(self._panel.session.taps, self._noise_floor, ROWS_A_TICK)
 
-    def _render(self) -> None:
-        taken, behind = self._counts
-        self.found = self._following.look(self._panel.session.taps, self._noise_floor)
-        catching_up = f", {behind:,} not summed up yet" if behind else ""
+    def _has_ended(self, number: int) -> bool:
+        session = self._panel.session
+        return session.closed or all(run.done for run in session.runs if run.number == number)
+
+    def show(self) -> None:
+        """Show what :meth:`follow` found."""
+        behind = f", {self._conclusion.behind:,} not read yet" if self._conclusion.behind else ""
         taps = explorer.taps(self.found)
         with self.view.hold_sync():
             if taps != self.view.taps:
                 self.view.taps = taps
-            figures = explorer.figures(self.found, f"{counted(taken + behind, 'row')}{catching_up}")
+            figures = explorer.figures(self.found, f"{counted(self._conclusion.row_count, 'row')}{behind}")
             if figures != self.view.figures:
                 self.view.figures = figures
 
@@ -83,7 +87,8 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         what, value = content["what"], content["value"]
         if what == "floor":
             self._noise_floor = None if value is None else float(value)
-            self._render()
+            self.follow()
+            self.show()
         elif what == "chosen":
             update(self._pair, value="")
         else:
@@ -101,31 +106,31 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         elif what == "keep":
             wanted = filter_to_keep(session.plan, option)
             if wanted == (session.plan.keep or "").strip():
-                self._panel.say("The plan keeps this tap already; the next step brings tensors.", "good")
+                self._panel.say("The plan already keeps this tap; tensors arrive with the next step.", "good")
             else:
                 plan = session.edit(keep=wanted)
-                self._panel.say(f"Plan {plan.version} keeps {line.name}; the next step brings tensors.", "good")
+                self._panel.say(f"Plan {plan.version} keeps {line.name}; tensors arrive with the next step.", "good")
         elif what == "open":
             self._panel.in_background(self._open, line)
 
     def _open(self, line: TapLine) -> None:
-        """Show a kept pair; where none is kept, say so and what would keep one."""
+        """Show a kept pair, or explain how to keep one."""
         plot = SessionPlots(self._panel.session)
         [option] = kept_options([line.row.tags])
         chosen = {tag: value for tag, value in option.selection.items() if tag != "name"}
         try:
             pictures = {
                 "where the pair differs": plot.heatmap(option.name, **chosen),
-                "the values and the differences": plot.histogram(option.name, **chosen),
+                "values and differences": plot.histogram(option.name, **chosen),
             }
         except GraftError as error:
             update(self._pair, value=f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return
         shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
-        update(self._pair, value=STYLE + self._of_which_step(option, line) + "".join(shown))
+        update(self._pair, value=STYLE + self._step_note(option, line) + "".join(shown))
 
-    def _of_which_step(self, option: TapOption, line: TapLine) -> str:
-        """Says so where the newest pair that is kept is older than the row that the table has."""
+    def _step_note(self, option: TapOption, line: TapLine) -> str:
+        """A warning if the newest kept pair is older than the row in the table."""
         steps = [
             int(tags["step"])
             for tags in self._panel.session.kept()
@@ -134,27 +139,27 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         ]
         if not steps or max(steps) >= line.row.step:
             return ""
-        said = f"This pair is of step {max(steps)}; of step {line.row.step}, which the table shows, none is kept."
+        said = f"This pair is from step {max(steps)}. The table shows step {line.row.step}, but no pair of it is kept."
         return f'<div class="bad">{said}</div>'
 
 
-_KEEP_IT = '<div class="quiet">“Keep this tap” has the plan hold its tensors from the next step on.</div>'
+_KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'
 
 
-def static_html(found: SoFar, with_figure: bool) -> str:
-    """The same without a browser's script: the conclusion, perhaps the figure, and the worst taps."""
+def static_html(found: Conclusion, with_figure: bool) -> str:
+    """The taps as static HTML: the conclusion, an optional figure, and the worst taps."""
     said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
     if not lines:
         return said
     if with_figure:
-        # In the order in which they stand, as if all were of one step.
+        # In their present order, as if all were from one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         figure = plots.divergence(frame, noise_floor=found.floor)
         said += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "way", "")
     more = len(found.lines) - len(lines)
-    rest = f"<p>and {more:,} taps more, none of them worse</p>" if more else ""
+    rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
     return said + table(head, [_line_html(line) for line in lines]) + rest
 
 
@@ -164,7 +169,7 @@ def _line_html(line: TapLine) -> str:
     cells = [
         cell(shortened(line.name, 90)),
         cell(row.status, "bad" if row.status in UNMEASURED else ""),
-        # The figure is that of what is finite, and may be 0.
+        # rel_l2 covers the finite elements only, and may be 0.
         cell("not finite", "number bad") if nonfinite else cell(number(row.rel_l2), "number"),
         cell(number(row.max_abs), "number"),
         cell(nonfinite or "", "number bad" if nonfinite else "number"),

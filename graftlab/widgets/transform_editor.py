@@ -1,9 +1,9 @@
-"""The transform editor: a transform is written, tried on kept tensors and put in force while the ranks run.
+"""The transform editor: write a transform, try it on kept tensors and publish it while the ranks run.
 
-What Try and Apply take is what is on the screen. Everything slow runs in the background.
+Try and Apply use the draft on the screen. Everything slow runs in the background.
 
-The plan can be changed from anywhere. The editor follows it as long as nothing in it waits to be applied; otherwise
-what was written stays, and the editor says that another transform is in force.
+The plan can also change elsewhere. The editor follows it unless it has an unpublished draft; then it keeps the draft
+and reports that a different transform is in force.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
+from graftlab.verdict.conclusion import of_newest_run
 from graftlab.widgets import trial_view as view
 from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.draft_box import DraftBox
@@ -44,7 +45,7 @@ from graftlab.widgets.tap_chooser import TapChooser
 from graftlab.widgets.version_list import VersionList
 
 ROWS_A_TICK = 500
-"""Rows that are read at once, to tell whether the transform in force fails."""
+"""Rows read in one tick to find out whether the transform in force fails."""
 
 _UNTOUCHED = Draft("text", TEMPLATE)
 
@@ -96,12 +97,11 @@ class TaskQueue:
 class TransformEditor(Panel):
     """Write, try and apply the transform of a session's plan while its ranks run: ``session.transform_editor()``.
 
-    ``names`` is where functions are looked up by their name (default: the notebook's variables). A draft that is tried
-    is stopped after ``limit`` seconds.
+    ``names`` maps names to functions (default: the notebook's variables). A try is stopped after ``limit`` seconds.
     """
 
     style_sheet = view.STYLE
-    closed_message = "The session is closed; its plan cannot be changed any more."
+    closed_message = "The session is closed; its plan can no longer be changed."
 
     def __init__(self, session: SessionCore, *, names: Mapping[str, Any] | None = None, limit: float = 5.0) -> None:
         super().__init__(session)
@@ -109,13 +109,13 @@ class TransformEditor(Panel):
         self._names = _notebook_names() if names is None else names
         self._tasks = TaskQueue()
         self._publishing: tuple[Specs, Draft] | None = None
-        self._summed_up = -1
+        self._live = session.live_taps()
         self._rows: list[Row] = []
         self._functions: dict[str, Any] = {}
 
         in_force = session.plan.transform
         self._in_force = in_force
-        # What needs no applying, whatever the plan says; None once somebody else has put another in force.
+        # A draft that counts as published, whatever the plan says; None once another transform was published elsewhere.
         self._settled: Draft | None = _UNTOUCHED if in_force is None else None
 
         text = in_force.text if isinstance(in_force, TransformSpec) and in_force.kind == "source" else TEMPLATE
@@ -123,8 +123,8 @@ class TransformEditor(Panel):
         self._box = DraftBox(text, self._source_of)
         self.editor = self._box.editor
         self._taps = TapChooser(self)
-        try_ = "Run it on the chosen tensors; the ranks and their run are not touched"
-        apply = "Try it, and put it in force if that went well"
+        try_ = "Run the draft on the chosen tensors, without touching the ranks"
+        apply = "Try the draft, and publish it if that succeeds"
         self._try = self.button("Try", "try", try_, partial(self.submit, "try"))
         self._apply = self.button("Apply", "apply", apply, partial(self.submit, "apply"))
         self._revert = self.button("Revert", "revert", "Show the transform in force", partial(self.submit, "revert"))
@@ -158,7 +158,7 @@ class TransformEditor(Panel):
         )
 
     def close(self) -> None:
-        """Take the editor out of the browser and leave the session alone; a draft that is being tried is forgotten."""
+        """Remove the editor from the browser; the session stays open, and the result of a running try is dropped."""
         with self._lock:
             self._tasks.clear()
         super().close()
@@ -169,7 +169,7 @@ class TransformEditor(Panel):
             return f"<p>Plan {plan.version} has the default transform.</p>"
         return f"<p>Transform of plan {plan.version}</p><pre>{html.escape(source_of(plan.transform))}</pre>"
 
-    # ---- what the browser says ----------------------------------------------------------------------------------
+    # ---- events from the browser --------------------------------------------------------------------------------
 
     def _act(self, action: str, values: dict[str, Any]) -> None:
         draft, tap = self._box.of(values), self._taps.tap_of(values["tap"])
@@ -208,7 +208,7 @@ class TransformEditor(Panel):
         return draft in (self._settled, self._versions.in_force.draft)
 
     def _replace(self, draft: Draft, version: Version) -> None:
-        """Show a version in the place of ``draft``, which is set aside if it is nowhere else."""
+        """Show a version instead of ``draft``, and save the draft if it exists nowhere else."""
         if not self._is_applied(draft) and draft.text != TEMPLATE:
             self._versions.set_aside(draft)
         self._box.take(version.draft)
@@ -217,16 +217,16 @@ class TransformEditor(Panel):
     def _use(self, version: Version, action: str, draft: Draft) -> None:
         self._replace(draft, version)
         if action == "restore" and version.plan is not None:
-            # It has been in force before, so it needs no trying.
+            # It has been in force before, so it needs no try.
             self._add(DraftTask(version.draft, tried=False, published=True))
         else:
-            self.say(f"In the editor now, {version.label}. Apply puts it in force.")
+            self.say(f"Loaded {version.label}. Apply publishes it.")
 
     def _source_of(self, draft: Draft) -> str:
         try:
             return source_of(spec_of(draft, self._names, self._versions.versions))
         except Exception as error:
-            # The full message comes with Try; the name may not have been typed to its end yet.
+            # Try shows the full message; the name may still be incomplete.
             return "\n".join(f"# {line}" for line in explain(error).splitlines())
 
     def _show_source(self) -> None:
@@ -250,7 +250,7 @@ class TransformEditor(Panel):
             task = self._tasks.begin_next()
             if task is None:
                 return
-            # The result of an earlier draft would be taken for this one's.
+            # Otherwise the result of an earlier draft would look like this one's.
             update(self._trial, value="")
             self.say("")
         try:
@@ -263,16 +263,16 @@ class TransformEditor(Panel):
     def _run(self, task: DraftTask) -> None:
         spec = spec_of(task.draft, self._names, self._versions.versions)
         if spec is None and not task.published:
-            raise SessionError("the default transform needs no trying: the rows show what it makes of each tap")
+            raise SessionError("the default transform cannot be tried here: the rows show its result at each tap")
         if (task.tried and spec is not None and not self._went_well(task, spec)) or not task.published:
             return
         if spec == self.session.plan.transform:
-            self.say(f"Nothing to apply: this is in force, as of plan {self.session.plan.version}.")
+            self.say(f"Nothing to apply: plan {self.session.plan.version} already has this transform.")
             return
         with self._lock:
             self._publishing = spec, task.draft
         try:
-            # Without the lock: this loads the transform here, which runs the person's code.
+            # Without the lock, because loading the transform runs user code.
             plan = self.session.edit(transform=spec)
         finally:
             with self._lock:
@@ -282,9 +282,9 @@ class TransformEditor(Panel):
         self.say(f"Applied as plan {plan.version}.{missed}", "overtaken" if missed else "good")
 
     def _missed(self, where: str) -> str:
-        """What to say of a filter that matches none of the taps seen; empty where it matches one."""
+        """A warning if the filter matches none of the taps seen; empty otherwise."""
         check, taps = FilterCheck(where), self.session.taps
-        # What a filter on the step or the rank will match, those at which taps were first seen do not tell.
+        # A filter on the step or rank may match later, whatever values the taps had when first seen.
         if not where.strip() or not taps or check.filter is None or check.filter.names & PLACE_TAGS:
             return ""
         check.catch_up(taps)
@@ -305,21 +305,16 @@ class TransformEditor(Panel):
             if on_screen:
                 self.editor.show_error(view.summary(trial.error), trial.error_line)
             if task.published:
-                elsewhere = " To apply it all the same, choose other tensors to try on, or none." if selection else ""
-                self.say(f"Not applied, because it failed.{elsewhere}", "bad")
+                elsewhere = " To apply it anyway, try it on other tensors, or on none." if selection else ""
+                self.say(f"Not applied: the draft failed.{elsewhere}", "bad")
             return False
 
-    # ---- what is in force ---------------------------------------------------------------------------------------
+    # ---- transform in force -------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         self._follow_plan()
         self._follow_functions()
-        digest = self.session.digest
-        digest.catch_up(ROWS_A_TICK)
-        if (run := digest.newest) is not None and self._summed_up != (
-            summed_up := self.session.row_count - digest.behind
-        ):
-            self._rows, self._summed_up = [tap.last for tap in list(run.taps)], summed_up
+        self._rows = of_newest_run(self._live.look(ROWS_A_TICK))
         self._taps.refresh()
 
     def _follow_plan(self) -> None:
@@ -336,7 +331,7 @@ class TransformEditor(Panel):
         self._functions.clear()
 
     def _adopt(self, draft: Draft) -> None:
-        """Show what somebody else has put in force, but for a text that the kernel has not heard of yet."""
+        """Show a transform that was published elsewhere, unless the browser has newer text."""
         self._settled = None
         if draft.kind == self._box.kinds.value == "text":
             self.editor.clear_error()
@@ -344,12 +339,12 @@ class TransformEditor(Panel):
             self._box.where.value = draft.where
         else:
             self._box.take(draft)
-        self._said = f"Put in force elsewhere, and shown here: {label_of(self._in_force)}.", "quiet"
+        self._said = f"Changed elsewhere, and shown here: {label_of(self._in_force)}.", "quiet"
 
     def _overtaken(self) -> None:
         self._settled = None
         what = f"{label_of(self._in_force)} (plan {self._versions.in_force.plan})"
-        self._said = f"Put in force elsewhere: {what}. What you have not applied stays; Revert shows that.", "overtaken"
+        self._said = f"Changed elsewhere to {what}. Your draft is kept; Revert replaces it.", "overtaken"
 
     def _follow_functions(self) -> None:
         functions = functions_in(self._names)
@@ -360,7 +355,7 @@ class TransformEditor(Panel):
             self._box.propose(names)
             self._show_source()
 
-    # ---- what is shown ------------------------------------------------------------------------------------------
+    # ---- display ------------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         if self._closed:
@@ -371,14 +366,14 @@ class TransformEditor(Panel):
         update(
             self._header, value=view.in_force(self._versions.in_force, applied, plan) + view.failing(plan, self._rows)
         )
-        jobs = self._tasks.open
-        stopped = closed or bool(jobs)
+        tasks = self._tasks.open
+        stopped = closed or bool(tasks)
         update(self._try, disabled=stopped or draft.kind == "default")
         update(self._apply, disabled=stopped, button_style="" if applied or closed else "primary")
         for button in (self._revert, self._versions.buttons["restore"]):
             update(button, disabled=stopped)
-        update(self._progress, value=view.busy(jobs[0].label, len(jobs) - 1) if jobs else "")
-        update(self._keys.layout, display=None if not jobs and draft.kind == "text" else "none")
+        update(self._progress, value=view.busy(tasks[0].label, len(tasks) - 1) if tasks else "")
+        update(self._keys.layout, display=None if not tasks and draft.kind == "text" else "none")
         alive = [rank.label for rank in self.session.ranks if rank.alive]
         update(self._adopted, value=adoption(plan.version, self.session.adopted(plan.version), alive, closed))
 

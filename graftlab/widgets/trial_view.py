@@ -35,25 +35,25 @@ STYLE = """
 .graftlab-diff span { display: block }
 """
 
-# An exception's own line in a traceback, which unlike the others is not indented.
+# The line of the exception in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
 _ERROR_SHOWN = 300
 _DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine", "nonfinite_differ")
 
 
 def summary(error: str) -> str:
-    """What is wrong, in a line or a few: the end of a traceback, or the text itself where it is none."""
+    """The end of a traceback in a few lines, or the first line of any other error text."""
     lines = error.splitlines()
     if "Traceback (most recent call last):" not in lines or lines[0].startswith("the draft called"):
         return lines[0] if lines else ""
     starts = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
-    # Custom exceptions may be called anything; theirs is the last line that is not indented.
+    # Custom exceptions may have any name; theirs is the last unindented line.
     starts = starts or [number for number, line in enumerate(lines) if line[:1].strip()]
     return "\n".join(lines[starts[-1] :][:4])
 
 
 def trial_html(trial: Trial) -> str:
-    """What came of a trial: where it ran, what went in and out, the difference before and after, what it printed."""
+    """The result of a trial: where it ran, its inputs and output, the difference before and after, its prints."""
     parts = [_verdict(trial)]
     if trial.note is not None:
         parts.append(f'<div class="note">{html.escape(trial.note)}</div>')
@@ -74,7 +74,7 @@ def _verdict(trial: Trial) -> str:
         what = html.escape(summary(trial.error))
         return f'<div class="bad verdict" role="alert">✗ failed{where}: {what}</div>'
     if trial.seconds is None:
-        return '<div class="good verdict">✓ it loads; it was not run on any tensors</div>'
+        return '<div class="good verdict">✓ loads; not run on any tensors</div>'
     return f'<div class="good verdict">✓ ran{where} in {duration(trial.seconds)}</div>'
 
 
@@ -85,7 +85,7 @@ def _place(trial: Trial) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that leaves one to four digits before the point."""
+    """Format seconds with a unit that leaves one to four digits before the point."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
@@ -131,7 +131,7 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def in_force(version: Version, applied: bool, plan: GraftPlan) -> str:
-    """The transform in force, where it applies, and whether the editor has another one."""
+    """The transform in force, where it applies, and whether the editor has an unpublished draft."""
     where = ", ".join(where_of(spec, plan) for spec in each_of(version.spec))
     what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
     what += f" · {html.escape(where)}" if where else ""
@@ -139,14 +139,14 @@ def in_force(version: Version, applied: bool, plan: GraftPlan) -> str:
 
 
 def where_of(spec: TransformSpec, plan: GraftPlan) -> str:
-    """Which taps a transform is for, in words."""
+    """The taps that a transform applies to, in words."""
     if spec.where is not None:
         return f"where {spec.where}"
-    return "where the plan grafts" + (", which is nowhere" if plan.grafts_nothing else "")
+    return "where the plan grafts" + (" (nowhere)" if plan.grafts_nothing else "")
 
 
 def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
-    """Whether the transform in force fails, going by the newest row of each tap and rank; empty if it does not."""
+    """A warning if the transform in force fails, by the newest row of each tap and rank; empty otherwise."""
     of_plan = [row for row in rows if row.plan_version == plan.version]
     failed = [row for row in of_plan if row.status == "failed"]
     if not failed:
@@ -156,7 +156,7 @@ def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
     place = html.escape(f"{row.name} on {row.side}[{row.rank}], step {row.step}")
     return (
         f'<div class="failing"><span class="bad" role="status">✗ fails in {len(failed)} of the newest {len(of_plan)} '
-        f'rows: {why}</span> <span class="quiet">({place}; the run goes on with the tensor as it was)</span></div>'
+        f'rows: {why}</span> <span class="quiet">({place}; the run continues with the unchanged tensor)</span></div>'
     )
 
 
@@ -168,7 +168,7 @@ def busy(what: str, waiting: int) -> str:
 def difference_html(lines: Sequence[str]) -> str:
     """A unified diff."""
     if not lines:
-        return '<div class="graftlab-diff"><span class="quiet">no difference</span></div>'
+        return '<div class="graftlab-diff"><span class="quiet">no differences</span></div>'
     kinds = {"+": "added", "-": "gone", "@": "place"}
     shown = [
         f'<span class="{"place" if line[:3] in ("+++", "---") else kinds.get(line[:1], "")}">{html.escape(line)}</span>'

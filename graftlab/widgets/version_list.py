@@ -1,4 +1,4 @@
-"""The part of the transform editor that lists earlier transforms and texts that were set aside."""
+"""The part of the transform editor that lists earlier transforms and unpublished drafts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LISTED = 50
 _SET_ASIDE_LIMIT = 10
 
 ACTIONS = {
-    "compare": ("Compare", "Show what differs from what is in the editor"),
-    "load": ("Load", "Take it into the editor; nothing is applied"),
-    "restore": ("Restore", "Put it in force again"),
+    "compare": ("Compare", "Show the differences from the editor"),
+    "load": ("Load", "Load it into the editor without applying it"),
+    "restore": ("Restore", "Publish it again"),
 }
 
 
@@ -39,7 +39,7 @@ class VersionList(FoldableBox):
             for action, (label, tooltip) in ACTIONS.items()
         }
         self.compared: Version | None = None
-        """The version whose difference from what is in the editor is shown."""
+        """The version that is shown compared with the editor."""
         self._diff = widgets.HTML().add_class("graftlab-difference")
         super().__init__(widgets.VBox([row(self.menu, *self.buttons.values()), self._diff]))
         self.add_class("graftlab-versions")
@@ -50,7 +50,7 @@ class VersionList(FoldableBox):
         return self.versions[-1]
 
     def follow(self, plans: Sequence[GraftPlan]) -> bool:
-        """Take in the plans that are new; returns whether there were any."""
+        """Add new plans; returns whether there were any."""
         if len(plans) == self._plans:
             return False
         for plan in plans[self._plans :]:
@@ -61,14 +61,14 @@ class VersionList(FoldableBox):
         return True
 
     def set_aside(self, draft: Draft) -> None:
-        """Keep a text that is about to be replaced, if it is nowhere else."""
+        """Save a draft that is about to be replaced, unless it is listed already."""
         known = draft in self._set_aside or any(version.draft == draft for version in self.versions)
         if draft.kind == "text" and draft.text.strip() and not known:
             self._set_aside = [*self._set_aside, draft][-_SET_ASIDE_LIMIT:]
             self._fill()
 
     def compare(self, version: Version, draft_source: str) -> None:
-        """Show what has been changed since this version, until another one is chosen."""
+        """Show the changes since this version, until a different one is chosen."""
         self.compared = version
         lines = difference(source_of(version.spec), draft_source, version.label, "in the editor")
         self._diff.value = difference_html(lines)

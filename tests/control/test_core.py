@@ -26,8 +26,8 @@ from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.plans import Plans
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
-from graftlab.control.seen_taps import SeenTaps
-from graftlab.control.works import Works, arguments
+from graftlab.control.tap_catalog import TapCatalog
+from graftlab.control.work import WorkFactory, arguments
 from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -41,13 +41,13 @@ from graftlab.ranks.messages import (
     Execute,
     Failure,
     Interrupt,
-    Kept,
     KeptTags,
+    KeptValue,
     Output,
     PlanAdopted,
     PlanUpdate,
     Query,
-    Refused,
+    Refusal,
     Reply,
     RunDone,
     RunRequest,
@@ -74,7 +74,7 @@ def processes(ranks: list[TalkingRank]) -> list[Any]:
 
 
 def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
-    works = Works()
+    works = WorkFactory()
     called = works.of("baseline", max, (1, 2), {"key": abs})
     assert isinstance(called, Call)
     assert shipping.unpack_call(called.packed) == (max, (1, 2), {"key": abs})
@@ -116,7 +116,7 @@ def test_arguments_are_what_was_given() -> None:
 )
 def test_what_cannot_be_done_is_refused_before_any_rank_begins(make: Any, says: str) -> None:
     with pytest.raises(SessionError, match=says):
-        make(Works())
+        make(WorkFactory())
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_it_is_told_from_which_step_on_each_rank_uses_a_plan(ranks: list[Talking
 
 
 def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[TalkingRank]) -> None:
-    taps = SeenTaps()
+    taps = TapCatalog()
     first = {"name": "attn", "step": 0, "side": "baseline", "rank": 0, "layer": 3}
     taps.note(TapSeen(first), ranks[0].rank)
     taps.note(TapSeen({**first, "step": 4, "side": "target", "rank": 1}), ranks[2].rank)
@@ -157,7 +157,7 @@ def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[Talkin
 
 
 def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -> None:
-    taps = SeenTaps()
+    taps = TapCatalog()
     for side, name, rank in (("baseline", "a", ranks[0]), ("target", "b", ranks[2]), ("target", "a", ranks[2])):
         taps.note(TapSeen({"name": name, "step": 0, "side": side, "rank": 0}), rank.rank)
     listed = [(t["name"], t["baseline_name"], t["target_name"]) for t in taps.all(GraftPlan(pairs=[("a", "b")]))]
@@ -287,11 +287,11 @@ def test_each_answer_comes_to_whoever_asked(ranks: list[TalkingRank]) -> None:
 
 def test_a_refusal_and_an_answer_to_something_else_are_errors_that_name_the_rank(ranks: list[TalkingRank]) -> None:
     queries = Queries(60.0)
-    answering(queries, ranks[1], {AskStacks: Refused("ValueError: no")})
+    answering(queries, ranks[1], {AskStacks: Refusal("ValueError: no")})
     with pytest.raises(SessionError, match=r"target\[0\]: ValueError: no"):
         queries.ask(ranks[1].rank, AskStacks(), Stacks)
-    answering(queries, ranks[1], {AskStacks: Kept(None)})
-    with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with Kept, not Stacks"):
+    answering(queries, ranks[1], {AskStacks: KeptValue(None)})
+    with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with KeptValue, not Stacks"):
         queries.ask(ranks[1].rank, AskStacks(), Stacks)
 
 
@@ -330,8 +330,8 @@ class Shelf:
         for tags, value in reversed(pairs):
             is_there = value is not None or isinstance(question, AskKeptInput)
             if is_there and tags["name"] == question.name and question.tags.items() <= tags.items():
-                return Kept(shipping.pack_result(value))
-        return Kept(None)
+                return KeptValue(shipping.pack_result(value))
+        return KeptValue(None)
 
 
 def tags(name: str, step: int, **more: Any) -> dict[str, Any]:
@@ -527,7 +527,7 @@ def test_queries_are_answered_while_a_run_goes_on(core: SessionCore, ranks: list
                 kept = [tags("x", 0, layer=1 << 70)] if each is ranks[1] else []
                 each.line.send(Reply(query.number, KeptTags(kept)))
             else:
-                each.line.send(Reply(query.number, Kept(shipping.pack_result(pair))))
+                each.line.send(Reply(query.number, KeptValue(shipping.pack_result(pair))))
         return asked
 
     answering = in_background(answer)

@@ -402,7 +402,7 @@ def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor
 
     with monkeypatch.context() as patch:
         patch.setattr(multiprocessing.context.ForkServerProcess, "start", dies)
-        with pytest.raises(gl.LaunchError, match="the forkserver, which starts the ranks, died meanwhile"):
+        with pytest.raises(gl.LaunchError, match="the forkserver, which starts the ranks, died; launch again"):
             gl.launch(1, 1)
     assert descriptors() - before == set()
     gl.launch(1, 1).close()

@@ -1,4 +1,4 @@
-"""The hub hands on what each rank sends, in order and all of it, whatever one of them, or the listener, does wrong."""
+"""The hub hands on what each rank sends, in order and all of it, whatever one of them, or the sink, does wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.encoding import encode
 
 
-class Listener:
+class RecordingSink:
     """Notes what it is told, as ``(label, what)``; raises where ``fails`` says so."""
 
     def __init__(self, fails: Callable[[Any], bool] = lambda what: False) -> None:
@@ -52,7 +52,7 @@ class Listener:
 
 
 def row(order: int) -> tuple[str, bytes]:
-    """What the listener notes of :func:`a_row` with this order."""
+    """What the sink notes of :func:`a_row` with this order."""
     return "row", encode(a_row(order=order))
 
 
@@ -63,8 +63,8 @@ def ranks(tmp_path: Path) -> Iterator[list[TalkingRank]]:
 
 
 @contextmanager
-def hearing(ranks: list[TalkingRank], listener: Listener) -> Iterator[Hub]:
-    hub = Hub([each.rank for each in ranks], listener)
+def hearing(ranks: list[TalkingRank], sink: RecordingSink) -> Iterator[Hub]:
+    hub = Hub([each.rank for each in ranks], sink)
     try:
         yield hub
     finally:
@@ -79,129 +79,129 @@ def endless_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_and_messages_of_a_rank_arrive_in_the_order_in_which_it_sent_them(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
+    sink = RecordingSink()
     expected: list[Any] = []
-    with hearing(ranks, listener):
+    with hearing(ranks, sink):
         for order in range(500):
             ranks[1].line.row(a_row(order=order))
             expected.append(row(order))
             if order % 7 == 0:
                 ranks[1].line.send(Output(str(order)))
                 expected.append(("target[0]", Output(str(order))))
-        assert listener.next(len(expected)) == expected
+        assert sink.next(len(expected)) == expected
 
 
 def test_what_many_ranks_send_at_once_is_all_heard_each_in_its_order(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
-    with hearing(ranks, listener):
+    sink = RecordingSink()
+    with hearing(ranks, sink):
         for number in range(100):
             for each in ranks:
                 each.line.send(PlanAdopted(number, number))
-        told = listener.next(300)
+        told = sink.next(300)
     for each in ranks:
         assert [what.version for whose, what in told if whose == each.rank.label] == list(range(100))
 
 
 @pytest.mark.usefixtures("endless_rests")
 def test_rows_gather_until_the_bell_rings(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
-    with hearing(ranks, listener):
+    sink = RecordingSink()
+    with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=1))
-        assert listener.next(1) == [row(1)]
+        assert sink.next(1) == [row(1)]
         ranks[1].line.row(a_row(order=2))
         ranks[2].line.send(Output("something that somebody may wait for"))
-        told = listener.next(2)
+        told = sink.next(2)
         assert sorted(whose for whose, _ in told) == ["row", "target[1]"]
 
 
 @pytest.mark.usefixtures("endless_rests")
 def test_more_rows_than_the_socket_holds_ring_the_bell(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
-    with hearing(ranks, listener):
+    sink = RecordingSink()
+    with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=0))
-        assert listener.next(1) == [row(0)]
+        assert sink.next(1) == [row(0)]
         sent = 0
         while not ranks[1].channel.backed_up:
             sent += 1
             ranks[1].line.row(a_row(order=sent))
-        assert listener.next(1) == [row(1)]
+        assert sink.next(1) == [row(1)]
 
 
 @pytest.mark.usefixtures("endless_rests")
 def test_the_end_of_a_rank_ends_a_rest(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
-    with hearing(ranks, listener):
+    sink = RecordingSink()
+    with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=1))
-        assert listener.next(1) == [row(1)]
+        assert sink.next(1) == [row(1)]
         ranks[2].die()
-        assert listener.next(1) == [("target[1]", "gone")]
+        assert sink.next(1) == [("target[1]", "gone")]
     assert not ranks[2].rank.alive
     assert ranks[1].rank.alive
 
 
 def test_what_a_rank_sent_before_its_end_comes_before_the_news_of_it(ranks: list[TalkingRank]) -> None:
-    listener = Listener()
-    with hearing(ranks, listener):
+    sink = RecordingSink()
+    with hearing(ranks, sink):
         for order in range(100):
             ranks[2].line.row(a_row(order=order))
         ranks[2].line.send(Output("the end"))
         ranks[2].die()
         expected = [*(row(order) for order in range(100)), ("target[1]", Output("the end")), ("target[1]", "gone")]
-        assert listener.next(102) == expected
+        assert sink.next(102) == expected
 
 
 @pytest.mark.usefixtures("endless_rests")
 def test_stopping_reads_what_has_come(ranks: list[TalkingRank]) -> None:
-    listener, others = Listener(), set(threading.enumerate())
-    with hearing(ranks, listener) as hub:
+    sink, others = RecordingSink(), set(threading.enumerate())
+    with hearing(ranks, sink) as hub:
         ranks[1].line.row(a_row(order=1))
-        assert listener.next(1) == [row(1)]
+        assert sink.next(1) == [row(1)]
         for each in ranks:
             each.line.row(a_row(order=each.rank.place.world_rank + 10))
         hub.stop()
         new = [thread.name for thread in set(threading.enumerate()) - others]
         assert "graftlab-hub" not in new, "it rests no more"
-        assert sorted(listener.all()) == sorted([row(10), row(11), row(12)])
+        assert sorted(sink.all()) == sorted([row(10), row(11), row(12)])
         hub.stop()
 
 
 def test_a_listener_that_raises_costs_what_it_was_told_then_and_nothing_after_it(
     ranks: list[TalkingRank], caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = Listener(fails=lambda what: what in (row(3)[1], Output("bad")))
+    sink = RecordingSink(fails=lambda what: what in (row(3)[1], Output("bad")))
     settled = RunSettled(0, 1)
-    with caplog.at_level(logging.ERROR, "graftlab"), hearing(ranks, listener):
+    with caplog.at_level(logging.ERROR, "graftlab"), hearing(ranks, sink):
         # In one piece, so that all of it is read at once.
         ranks[1].line.row(a_row(order=3))
         ranks[1].line.send(Output("bad"))
         ranks[1].line.send(settled)
         ranks[2].line.send(Output("good"))
-        assert sorted(listener.next(2), key=str) == [("target[0]", settled), ("target[1]", Output("good"))]
+        assert sorted(sink.next(2), key=str) == [("target[0]", settled), ("target[1]", Output("good"))]
     assert ranks[1].rank.alive
     assert "could not handle what target[0] sent" in caplog.text
     assert "planted at b" in caplog.text
 
 
 def test_a_listener_that_raises_at_a_ranks_end_goes_on_hearing_the_others(ranks: list[TalkingRank]) -> None:
-    listener = Listener(fails=lambda what: what == "gone")
-    with hearing(ranks, listener):
+    sink = RecordingSink(fails=lambda what: what == "gone")
+    with hearing(ranks, sink):
         ranks[1].die()
         ranks[2].line.send(Output("still heard"))
-        assert listener.next(1) == [("target[1]", Output("still heard"))]
+        assert sink.next(1) == [("target[1]", Output("still heard"))]
 
 
 @pytest.mark.parametrize("frame", [b"", b"garbage", b"m", b"m\x81\xa4type\xa7Nothing"], ids=repr)
 def test_a_rank_that_sends_what_is_no_message_is_dropped_with_the_reason(
     frame: bytes, ranks: list[TalkingRank], caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = Listener()
-    with caplog.at_level(logging.ERROR, "graftlab"), hearing(ranks, listener):
+    sink = RecordingSink()
+    with caplog.at_level(logging.ERROR, "graftlab"), hearing(ranks, sink):
         ranks[1].line.row(a_row(order=1))
         ranks[1].channel.send(frame)
         ranks[1].line.send(Output("whatever this means now"))
-        assert listener.next(2) == [row(1), ("target[0]", "gone")]
+        assert sink.next(2) == [row(1), ("target[0]", "gone")]
         ranks[2].line.send(Hello(7))
-        assert listener.next(1) == [("target[1]", Hello(7))]
+        assert sink.next(1) == [("target[1]", Hello(7))]
     assert not ranks[1].rank.alive
     assert ranks[1].rank.how_it_ended().startswith("was dropped: ")
     assert "target[0] is dropped" in caplog.text

@@ -14,8 +14,8 @@ from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.control import core
-from graftlab.control.groups import collective_in
 from graftlab.control.plans import Plans
+from graftlab.control.process_groups import collective_in
 
 pytestmark = pytest.mark.ranks
 

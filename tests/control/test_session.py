@@ -487,13 +487,13 @@ def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_c
     def loop() -> None:
         from graftlab.ranks import worker
 
-        usual = worker.may_raise_at
-        worker.may_raise_at = lambda frame: False
+        usual = worker.is_interruptible_at
+        worker.is_interruptible_at = lambda frame: False
         try:
             while True:
                 gl.tap("x", torch.ones(1)) if tapping else gl.step()
         finally:
-            worker.may_raise_at = usual
+            worker.is_interruptible_at = usual
 
     run = session.start(loop, loop)
     run.wait_steps(0 if tapping else 2)
@@ -509,7 +509,7 @@ def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_c
 @pytest.mark.ranks
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
-    wait_until(lambda: late.whereabouts().state == "idle", "the end of what was before")
+    wait_until(lambda: late.status().state == "idle", "the end of what was before")
     os.kill(late.pid, signal.SIGSTOP)
     try:
         run = session.start(holds, holds, args=(str(tmp_path),))
@@ -651,7 +651,7 @@ def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Ses
         session.run(fails, fails)
     failures = caught.value.failures
     assert list(failures) == ["baseline[0]", "target[0]", "target[1]"]
-    assert failures["baseline[0]"] == "the code called exit(4); the rank goes on"
+    assert failures["baseline[0]"] == "the code called exit(4); the rank keeps running"
     assert failures["target[1]"] == "'shard 1'"
     for part in ("baseline[0] raised SystemExit", "target[0] raised KeyError", "target[1] raised KeyError"):
         assert part in str(caught.value)

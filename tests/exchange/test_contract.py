@@ -244,16 +244,16 @@ def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are
         one.tap = "mlp"
         for mailbox in (one, other):
             mailbox.note("running")
-        for where in ("target[0]: computing since", "target[1]: computing since"):
+        for where in ("target[0]: computing for", "target[1]: computing for"):
             wait_until(lambda where=where: knows_where(sender, where), "the word of where they are")  # type: ignore[misc]
         sender.publish(key("first"), torch.zeros(2 * MIB, dtype=torch.uint8))
         with pytest.raises(BufferFullError) as raised:
             sender.publish(key("second", step=3), A_MIB)
         message = str(raised.value)
         assert "baseline[0] could not publish tap 'second' of step 3: its buffer of 2 MiB stayed full" in message
-        assert "target[0]: computing since" in message
+        assert "target[0]: computing for" in message
         assert "last seen at tap 'mlp' of step 7" in message
-        assert "target[1]: computing since" in message
+        assert "target[1]: computing for" in message
         # It was not published, and what is said instead frees the receiver.
         sender.exchange.decline(key("second", step=3))
         world.deliver()

@@ -18,7 +18,7 @@ import torch
 from kit.implementations import MakeWorld
 from kit.mailboxes import DEADLINE, MIB, Mailbox, World, in_background, key, settles
 
-from graftlab.exchange.interrupts import may_raise_at
+from graftlab.exchange.interrupts import is_interruptible_at
 
 # What Python drops it warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -47,7 +47,7 @@ class Interrupter:
         if not self.armed or time.monotonic() < self._again_from:
             return
         in_exchange = frame is not None and frame.f_globals["__name__"].startswith("graftlab.exchange.")
-        if not may_raise_at(frame) or (self._only_in_waits and not in_exchange):
+        if not is_interruptible_at(frame) or (self._only_in_waits and not in_exchange):
             self.held_back += in_exchange
             return
         self._again_from = time.monotonic() + 1.0
@@ -181,7 +181,7 @@ def test_outside_an_exchange_an_exception_may_be_raised_and_in_its_callbacks_not
     seen: list[bool] = []
 
     def look(number: int, frame: FrameType | None) -> None:
-        seen.append(may_raise_at(frame))
+        seen.append(is_interruptible_at(frame))
 
     before = signal.signal(signal.SIGUSR2, look)
     try:
@@ -193,4 +193,4 @@ def test_outside_an_exchange_an_exception_may_be_raised_and_in_its_callbacks_not
         signal.signal(signal.SIGUSR2, before)
     # Before the wait, when it begins, and when it ends.
     assert seen == [True, False, False]
-    assert may_raise_at(None)
+    assert is_interruptible_at(None)

@@ -29,7 +29,7 @@ BASELINE, TARGET = 0, 1
 
 def who_died(world: Processes, *ranks: int) -> dict[int, str]:
     """What a receiver says of these ranks of the baseline. Over a network it cannot know whose fault the end is."""
-    how = "died" if world.shares_memory else "died, or the network between us failed"
+    how = "died" if world.shares_memory else "died, or the network connection to it failed"
     return {rank: f"baseline[{rank}] {how}" for rank in ranks}
 
 
@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_still_found_where_it_was(processes: MakeProcesses) ->
         world.lines[TARGET].send("go on")
         absent, timed_out = world.hear(TARGET)
         assert timed_out
-        assert "baseline[0] did not reach this tap within 0.1 s: computing since" in absent[0]
+        assert "baseline[0] did not reach this tap within 0.1 s: computing for" in absent[0]
         assert "last seen at tap 'x' of step 0" in absent[0]
 
 

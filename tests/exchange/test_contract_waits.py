@@ -155,7 +155,10 @@ def test_of_two_that_wait_for_each_other_the_higher_rank_yields_at_once_and_the_
     yielded = waits[0].result(DEADLINE)
     assert yielded.contributions == []
     assert not yielded.timed_out
-    why = "baseline[0] waits for another tap of target[0], which cannot come while this one is waited for: waiting"
+    why = (
+        "baseline[0] waits for a different tap of target[0], "
+        "which target[0] cannot reach while it waits for this one: waiting"
+    )
     assert yielded.absent[0].startswith(why)
     assert not waits[1].done()
     target.publish(key("what baseline waits for"), 3.0)
@@ -169,7 +172,7 @@ def test_of_two_that_wait_for_each_other_the_one_yields_whose_tap_the_other_side
     for rank in (baseline, target):
         rank.exchange.end_step(0)
     known, never = wait_for(target, key("known", step=1)), wait_for(baseline, key("never", step=1))
-    assert "target[0] waits for another tap of baseline[0]" in never.result(DEADLINE).absent[0]
+    assert "target[0] waits for a different tap of baseline[0]" in never.result(DEADLINE).absent[0]
     assert not known.done()
     baseline.publish(key("known", step=1), 2.0)
     assert [each.tensor.item() for each in known.result(DEADLINE).contributions] == [2.0]

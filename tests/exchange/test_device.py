@@ -161,7 +161,7 @@ def test_where_the_receivers_device_is_full_the_tap_is_missing_and_its_memory_co
     sender.publish(key(), on_gpu(A_MIB) if sent_from == "gpu" else A_MIB)
     receipt = receiver.exchange.receive(key(), torch.zeros(()).as_subclass(Full))
     assert receipt.contributions == []
-    assert receipt.absent == {0: "baseline[0] sent this tap, but its tensor cannot be brought here: out of memory"}
+    assert receipt.absent == {0: "baseline[0] sent this tap, but its tensor cannot be read here: out of memory"}
     hear(receiver)
     hear(sender)
     assert sender.bytes_in_use() == 0
@@ -349,7 +349,7 @@ def test_what_fits_in_no_chunk_goes_through_the_host_with_one_note(
     with a_world_of_gpus(1, 1, machine=machine, budget=2 * MIB) as world:
         sender, receiver = world.begin().mailboxes
         large = on_gpu(torch.ones(3 * MIB, dtype=torch.uint8))
-        with pytest.warns(GraftWarning, match=r"gl.tap on baseline\[0\].*3145728 bytes do not fit") as noted:
+        with pytest.warns(GraftWarning, match=r"gl.tap on baseline\[0\].*no room for 3145728 bytes") as noted:
             cross_three_times(sender, [receiver], large)
         assert len(noted) == 1
         assert sender.gpu.chunks == [MIB]
@@ -407,7 +407,7 @@ def test_a_receiver_that_fails_late_costs_what_was_under_way_and_no_more(
         sender.publish(key("lost"), on_gpu(torch.ones(2 * MIB, dtype=torch.uint8)))
         receipt = receiver.receive(key("lost"))
         assert receipt.contributions == []
-        assert "baseline[0] sent this tap, but its tensor cannot be brought here" in receipt.absent[0]
+        assert "baseline[0] sent this tap, but its tensor cannot be read here" in receipt.absent[0]
         receipt.release()
         hear(receiver)
         hear(sender)

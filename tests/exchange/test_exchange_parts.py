@@ -1,4 +1,4 @@
-"""What the shared-memory exchange is made of: the allocator, the segment, the channel and the whereabouts page."""
+"""What the shared-memory exchange is made of: the allocator, the segment, the channel and the status page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kit.values import assert_values
 
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.lanes import _Looker
-from graftlab.exchange.whereabouts import Whereabouts, WhereaboutsPage
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.exchange.waiter_threads import _Waiter
 from graftlab.ranks import forkserver
 
 SEGMENT = PAGE + 64 * ALIGNMENT
@@ -135,14 +135,14 @@ def test_a_segment_that_cannot_be_made_leaves_no_open_descriptor(monkeypatch: py
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = (Channel(end) for end in socket.socketpair())
+def ends() -> Iterator[tuple[SocketChannel, SocketChannel]]:
+    one, other = (SocketChannel(end) for end in socket.socketpair())
     yield one, other
     one.close()
     other.close()
 
 
-def receive(channel: Channel, count: int) -> list[bytes]:
+def receive(channel: SocketChannel, count: int) -> list[bytes]:
     """So many frames, or all until the end of the stream."""
     frames: list[bytes] = []
 
@@ -163,7 +163,7 @@ sizes = st.lists(st.sampled_from([0, 1, 7, 65535, 65536, 65537, 1 << 20, (1 << 2
 
 @given(sizes)
 def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
+    one, other = (SocketChannel(end) for end in socket.socketpair())
     frames = [os.urandom(length) for length in lengths]
     for frame in frames:
         one.send(frame)
@@ -172,7 +172,7 @@ def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
     other.close()
 
 
-def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> None:
+def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     frames = [os.urandom(1 << 20) for _ in range(32)] + [str(number).encode() for number in range(20_000)]
 
@@ -187,7 +187,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[Channel, Channel]) -> No
 
 
 @pytest.mark.slow
-def test_frames_of_several_threads_are_not_torn(ends: tuple[Channel, Channel]) -> None:
+def test_frames_of_several_threads_are_not_torn(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     with eager_threads():
         done = [
@@ -207,7 +207,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     stream = b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
     pieces = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     raw, end = socket.socketpair()
-    channel = Channel(end)
+    channel = SocketChannel(end)
     received: list[bytes] = []
     for start, stop in zip([0, *pieces], pieces, strict=False):
         raw.sendall(stream[start:stop])
@@ -225,7 +225,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     channel.close()
 
 
-def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Channel, Channel]) -> None:
+def test_what_was_sent_before_the_end_still_arrives(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(b"last words")
     one.close()
@@ -233,7 +233,7 @@ def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Channel, Channel
     assert other.closed
 
 
-def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[Channel, Channel]) -> None:
+def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     other.close()
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[Channel, Channel
 
 
 @pytest.mark.parametrize("who", ["sender", "reader"])
-def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[Channel, Channel]) -> None:
+def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(bytes(32 << 20))
     poller = select.poll()
@@ -259,7 +259,7 @@ def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[Ch
     assert one.drain(DEADLINE)
 
 
-def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[Channel, Channel]) -> None:
+def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     other.send(b"unread")
     one.close()
@@ -268,14 +268,14 @@ def test_a_closed_channel_neither_sends_nor_receives(ends: tuple[Channel, Channe
     assert receive(other, 1) == []
 
 
-# ---- the whereabouts page -------------------------------------------------------------------------------------------
+# ---- the status page -------------------------------------------------------------------------------------------
 
 
-def a_page() -> tuple[Arena, WhereaboutsPage]:
+def a_page() -> tuple[Arena, StatusPage]:
     descriptor, size = create_segment()
     arena = Arena(descriptor, size, writable=True)
     os.close(descriptor)
-    return arena, WhereaboutsPage(arena.map)
+    return arena, StatusPage(arena.map)
 
 
 @given(
@@ -291,7 +291,7 @@ def a_page() -> tuple[Arena, WhereaboutsPage]:
 def test_what_is_written_is_read(state: str, step: int, version: int, taps: int, tap: str, awaits: set[int]) -> None:
     arena, page = a_page()
     page.write(state, step=step, plan_version=version, taps=taps, tap=tap, awaits=awaits)
-    look = WhereaboutsPage(arena.map).read()
+    look = StatusPage(arena.map).read()
     assert (look.state, look.step, look.plan_version, look.taps) == (state, step, version, taps)
     assert look.awaits == tuple(sorted(awaits))
     readable = tap.encode("utf-8", "replace").decode()
@@ -306,14 +306,14 @@ def test_a_page_that_was_never_written_says_starting() -> None:
 @pytest.mark.parametrize(
     ("look", "text"),
     [
-        (Whereabouts("idle", tap="q"), "idle"),
-        (Whereabouts("waiting", step=3, since=0.0, tap="q"), "waiting at tap 'q' of step 3 for "),
-        (Whereabouts("running", step=3, since=0.0, tap="q"), "last seen at tap 'q' of step 3"),
-        (Whereabouts("running", step=3, since=0.0), "last seen before its first tap of step 3"),
+        (RankStatus("idle", tap="q"), "idle"),
+        (RankStatus("waiting", step=3, since=0.0, tap="q"), "waiting at tap 'q' of step 3 for "),
+        (RankStatus("running", step=3, since=0.0, tap="q"), "last seen at tap 'q' of step 3"),
+        (RankStatus("running", step=3, since=0.0), "last seen before its first tap of step 3"),
     ],
     ids=["idle", "waiting", "running", "before the first tap"],
 )
-def test_whereabouts_in_words(look: Whereabouts, text: str) -> None:
+def test_rank_status_in_words(look: RankStatus, text: str) -> None:
     assert text in str(look)
 
 
@@ -341,7 +341,7 @@ class Stopped:
 )
 @pytest.mark.parametrize("before", range(4))
 def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(
-    before: int, write: Callable[[WhereaboutsPage], None]
+    before: int, write: Callable[[StatusPage], None]
 ) -> None:
     arena, page = a_page()
     for number in range(before):
@@ -350,7 +350,7 @@ def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(
     page._page = Stopped(arena.map, at=1)  # type: ignore[assignment]
     with pytest.raises(InterruptedError):
         write(page)
-    assert WhereaboutsPage(arena.map).read() == was
+    assert StatusPage(arena.map).read() == was
 
 
 def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
@@ -364,7 +364,7 @@ def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
 
 
 def test_names_without_end_do_not_fill_the_memory_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlab.exchange.whereabouts._NAMES_LIMIT", 5)
+    monkeypatch.setattr("graftlab.exchange.status_page._NAMES_LIMIT", 5)
     _, page = a_page()
     for number in range(23):
         page.pass_tap(0, 0, number, f"request {number}")
@@ -375,7 +375,7 @@ def test_names_without_end_do_not_fill_the_memory_of_a_page(monkeypatch: pytest.
 @pytest.mark.ranks
 def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     descriptor, size = create_segment()
-    page = WhereaboutsPage(Arena(descriptor, size, writable=False).map)
+    page = StatusPage(Arena(descriptor, size, writable=False).map)
     forkserver.prepare()
     context = torch.multiprocessing.get_context("forkserver")
     line, theirs = context.Pipe()
@@ -407,12 +407,12 @@ def test_a_segment_seen_first_in_inference_mode_can_be_written_outside_of_it() -
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Whereabouts)
+    assert_values(RankStatus)
 
 
 def test_a_thread_that_waits_wakes_for_whichever_descriptors_it_follows() -> None:
     pipes = [os.pipe() for _ in range(3)]
-    looker = _Looker()
+    looker = _Waiter()
     try:
         for readers in ({0}, {0, 1}, {1, 2}, {2}, set()):
             looker.follow(frozenset(pipes[at][0] for at in readers))

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from graftlab.base.tags import TapKey, plain
 from graftlab.exchange.frames import (
     KINDS,
-    Announced,
-    ChunkAnswered,
-    ChunkShared,
-    Declined,
+    AnnouncementFrame,
+    ChunkFrame,
+    ChunkReplyFrame,
+    DeclineFrame,
     DeviceLocation,
     Frame,
-    IsAt,
-    Published,
-    Released,
-    RunEnded,
-    StepEnded,
-    WaitsForYou,
-    Yield,
+    PublishFrame,
+    ReleaseFrame,
+    RunEndFrame,
+    StatusFrame,
+    StepEndFrame,
+    YieldFrame,
+    YieldQueryFrame,
     decode,
     encode,
 )
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 
 # Half a surrogate pair is no Unicode, and yet a str may have one.
 text = st.text(st.characters(exclude_categories=[]), max_size=8)
@@ -48,8 +48,8 @@ keys = st.builds(
     occurrence=numbers,
 )
 FRAMES = {
-    Published: st.builds(
-        Published,
+    PublishFrame: st.builds(
+        PublishFrame,
         key=keys,
         id=numbers,
         dtype=st.sampled_from(["float32", "bool"]),
@@ -58,19 +58,19 @@ FRAMES = {
         location=st.one_of(st.none(), numbers, st.builds(DeviceLocation, numbers, numbers, numbers, st.binary())),
         extras=st.none() | st.binary(),
     ),
-    Declined: st.builds(Declined, keys),
-    Released: st.builds(Released, st.lists(numbers)),
-    StepEnded: st.builds(StepEnded, st.integers(-1, 2**62)),
-    RunEnded: st.just(RunEnded()),
-    Announced: st.builds(Announced, numbers, st.binary()),
-    ChunkShared: st.builds(ChunkShared, numbers, st.binary()),
-    ChunkAnswered: st.builds(ChunkAnswered, st.none() | st.text()),
-    WaitsForYou: st.builds(WaitsForYou, numbers, st.booleans()),
-    Yield: st.builds(Yield, numbers),
-    IsAt: st.builds(
-        IsAt,
+    DeclineFrame: st.builds(DeclineFrame, keys),
+    ReleaseFrame: st.builds(ReleaseFrame, st.lists(numbers)),
+    StepEndFrame: st.builds(StepEndFrame, st.integers(-1, 2**62)),
+    RunEndFrame: st.just(RunEndFrame()),
+    AnnouncementFrame: st.builds(AnnouncementFrame, numbers, st.binary()),
+    ChunkFrame: st.builds(ChunkFrame, numbers, st.binary()),
+    ChunkReplyFrame: st.builds(ChunkReplyFrame, st.none() | st.text()),
+    YieldQueryFrame: st.builds(YieldQueryFrame, numbers, st.booleans()),
+    YieldFrame: st.builds(YieldFrame, numbers),
+    StatusFrame: st.builds(
+        StatusFrame,
         st.builds(
-            WhereaboutsToTell,
+            WireStatus,
             *(st.sampled_from(["idle", "running", "waiting"]), numbers, numbers, numbers, st.floats(0, 1e6)),
             *(st.text(), st.lists(numbers).map(tuple)),
         ),
@@ -89,8 +89,8 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
     back = decode(encode(frame))
     assert type(back) is type(frame)
     assert back == frame
-    if isinstance(frame, Published | Declined):
-        assert isinstance(back, Published | Declined)
+    if isinstance(frame, PublishFrame | DeclineFrame):
+        assert isinstance(back, PublishFrame | DeclineFrame)
         assert type(back.key) is TapKey
         assert hash(back.key) == hash(frame.key)
         # Equal is not enough to be the same: 1 equals True and 1.0.
@@ -99,11 +99,20 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
 
 def test_each_kind_of_frame_has_its_number_by_which_other_processes_know_it() -> None:
     key = TapKey(1, "x", (), "original", 0)
-    where = WhereaboutsToTell("idle", 0, 0, 0, 0.0, "", ())
+    where = WireStatus("idle", 0, 0, 0, 0.0, "", ())
     made: list[Frame] = [
-        *(Published(key, 1, "float32", (), 4, None, None), Declined(key), Released([1]), StepEnded(1), RunEnded()),
-        *(Announced(1, b""), ChunkShared(1, b""), ChunkAnswered(None), WaitsForYou(1, True), Yield(1)),
-        *(Declined(TapKey(1, "\ud800", (), "original", 0)), IsAt(where, 0)),
+        PublishFrame(key, 1, "float32", (), 4, None, None),
+        DeclineFrame(key),
+        ReleaseFrame([1]),
+        StepEndFrame(1),
+        RunEndFrame(),
+        AnnouncementFrame(1, b""),
+        ChunkFrame(1, b""),
+        ChunkReplyFrame(None),
+        YieldQueryFrame(1, True),
+        YieldFrame(1),
+        DeclineFrame(TapKey(1, "\ud800", (), "original", 0)),
+        StatusFrame(where, 0),
     ]
     assert [msgspec.msgpack.decode(encode(frame))[0] for frame in made] == list(range(12))
 
@@ -115,7 +124,7 @@ class Mischief:
         return os._exit, (13,)
 
 
-HEADER = encode(Declined(TapKey(1, "x", (("layer", 1),), "original", 0)))
+HEADER = encode(DeclineFrame(TapKey(1, "x", (("layer", 1),), "original", 0)))
 NOT_FRAMES = {
     "nothing": b"",
     "a pickle": pickle.dumps((0, Mischief())),
@@ -131,9 +140,9 @@ NOT_FRAMES = {
     "cut off": HEADER[:-1],
     "something behind it": HEADER + b"x",
     "a length beyond its end": b"\x92\x02\xdd\xff\xff\xff\xff",
-    "an escaped frame without a key": msgspec.msgpack.encode([10, [1, b"x", [], "original", 0], encode(RunEnded())]),
+    "an escaped frame without a key": msgspec.msgpack.encode([10, [1, b"x", [], "original", 0], encode(RunEndFrame())]),
     "an escaped frame in an escaped frame": msgspec.msgpack.encode(
-        [10, [1, b"x", [], "", 0], encode(Declined(TapKey(1, "\ud800", (), "", 0)))]
+        [10, [1, b"x", [], "", 0], encode(DeclineFrame(TapKey(1, "\ud800", (), "", 0)))]
     ),
     "an escaped value of no kind": msgspec.msgpack.encode([10, [1, b"x", [[b"a", b"?1"]], "", 0], HEADER]),
     "an escaped value of no bytes": msgspec.msgpack.encode([10, [1, b"x", [[b"a", b""]], "", 0], HEADER]),
@@ -156,7 +165,7 @@ def test_bytes_that_were_changed_on_the_way_are_a_frame_or_refused(frame: Frame,
     with contextlib.suppress(ValueError):
         back = decode(bytes(changed))
         assert type(back) in KINDS
-        if isinstance(back, Published | Declined):
+        if isinstance(back, PublishFrame | DeclineFrame):
             hash(back.key)
 
 

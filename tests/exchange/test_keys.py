@@ -12,7 +12,7 @@ import zmq
 
 from graftlab.errors import ConfigError
 from graftlab.exchange import keys
-from graftlab.exchange.keys import keys_of, new_token, read_token, write_token
+from graftlab.exchange.keys import derive_keys, new_token, read_token, write_token
 
 
 def test_tokens_have_256_bits_and_are_different() -> None:
@@ -24,9 +24,9 @@ def test_tokens_have_256_bits_and_are_different() -> None:
 
 def test_both_ends_work_out_the_same_keys_and_each_role_has_its_own() -> None:
     token = "t" * 43
-    made = keys_of(token)
-    assert made == keys_of(token)
-    assert len({*made, *keys_of("u" * 43)}) == 8
+    made = derive_keys(token)
+    assert made == derive_keys(token)
+    assert len({*made, *derive_keys("u" * 43)}) == 8
     assert zmq.curve_public(made.server_secret) == made.server_public
     assert zmq.curve_public(made.client_secret) == made.client_public
     # Ends of different versions have to agree.
@@ -35,9 +35,9 @@ def test_both_ends_work_out_the_same_keys_and_each_role_has_its_own() -> None:
 
 
 def test_a_token_that_could_be_guessed_is_refused() -> None:
-    keys_of("x" * 40)
-    with pytest.raises(ConfigError, match="has 39 characters; it takes one that"):
-        keys_of("x" * 39)
+    derive_keys("x" * 40)
+    with pytest.raises(ConfigError, match="has 39 characters; use the token that"):
+        derive_keys("x" * 39)
 
 
 def test_a_token_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_token_that_others_may_have_seen_is_refused(mode: int, tmp_path: Path)
     path = tmp_path / "token"
     write_token(path, new_token())
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"others can read .*token, or it is not yours; chmod 600 it"):
+    with pytest.raises(ConfigError, match=r"others can read .*token, or it is not yours; run chmod 600 on it"):
         read_token(path)
     path.chmod(0o400)
     read_token(path)

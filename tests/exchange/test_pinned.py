@@ -100,7 +100,7 @@ def test_without_pinned_memory_a_tensor_takes_other_memory_and_a_warning_says_so
             assert [each.tensor.item() for each in receipt.contributions] == [number]
             receipt.release()
 
-        with pytest.warns(GraftWarning, match="not pinned, which is slower: pinned is forbidden") as told:
+        with pytest.warns(GraftWarning, match="unpinned memory, which is slower: pinned is forbidden") as told:
             passes_on(0)
         # Each end has its own memory.
         assert sorted(str(each.message).split(":")[0] for each in told) == [

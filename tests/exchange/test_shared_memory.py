@@ -17,7 +17,7 @@ from kit.mailboxes import MIB, Mailbox, World, a_world, key
 
 import graftlab as gl
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.frames import KINDS, DeviceLocation, Published, encode
+from graftlab.exchange.frames import KINDS, DeviceLocation, PublishFrame, encode
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_who_sends_what_cannot_be_read_is_cut_off_and_named_and_the_others_go_on
         assert receiver.take(key("before")) == [1.0, 1.0]
         receipt = receiver.receive(key("after"))
         assert [(each.rank, each.tensor.item()) for each in receipt.contributions] == [(1, 3.0)]
-        why = "was cut off, for it sent what target[0] cannot read ("
+        why = "was disconnected: it sent a frame that target[0] cannot read ("
         assert receipt.absent[0].startswith(f"baseline[0] {why}")
-        assert "do all ranks run the same graftlab?" in receipt.absent[0]
+        assert "do all ranks run the same release of graftlab?" in receipt.absent[0]
         assert not receipt.timed_out
         assert [record.levelname for record in caplog.records if f"baseline[0] {why}" in record.message] == ["ERROR"]
         assert f"baseline[0]: {why}" in receiver.exchange.where_peers_are()
@@ -116,7 +116,7 @@ def test_who_sends_what_cannot_be_read_is_cut_off_and_named_and_the_others_go_on
 
 FAULTS = {
     "a dtype of another torch": ({"dtype": "float3"}, "torch has no dtype 'float3'"),
-    "another shape": ({"shape": (5,)}, "16 bytes are no torch.float32 tensor of shape [5]"),
+    "another shape": ({"shape": (5,)}, "16 bytes do not make a torch.float32 tensor of shape [5]"),
     "a place outside": ({"location": 1 << 60}, "out of bounds for storage"),
     "a GPU that it has not shown": ({"location": DeviceLocation(3, 0, 0, b"")}, "(0, 3)"),
 }
@@ -128,11 +128,11 @@ def test_a_tensor_that_cannot_be_looked_at_is_missing_and_its_memory_comes_back(
 ) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key("real"), torch.zeros(4))
-    frame = Published(key("x"), id=1, dtype="float32", shape=(4,), nbytes=16, location=PAGE, extras=None)
+    frame = PublishFrame(key("x"), id=1, dtype="float32", shape=(4,), nbytes=16, location=PAGE, extras=None)
     sender.channels[0].send(encode(msgspec.structs.replace(frame, **changes)))
     receipt = receiver.receive(key("x"))
     assert receipt.contributions == []
-    assert "baseline[0] sent this tap, but its tensor cannot be brought here" in receipt.absent[0]
+    assert "baseline[0] sent this tap, but its tensor cannot be read here" in receipt.absent[0]
     assert why in receipt.absent[0]
     receipt.release()
     receiver.exchange.end_step(-1)

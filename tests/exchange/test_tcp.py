@@ -18,20 +18,20 @@ from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
-from graftlab.exchange.frames import ChunkShared, DeviceLocation, Published, encode
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Carried, Post, RemoteChannel
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
 
 
 @pytest.fixture
-def posts() -> Iterator[tuple[Post, Post]]:
+def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
     made = make_post(0), make_post(1)
     yield made
     for post in made:
         post.close()
 
 
-def joined(posts: tuple[Post, Post]) -> tuple[RemoteChannel, RemoteChannel]:
+def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
     """Both ends of a connection; the second post has made it."""
     first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
@@ -47,7 +47,7 @@ def joined(posts: tuple[Post, Post]) -> tuple[RemoteChannel, RemoteChannel]:
     return theirs, ours
 
 
-def heard(channel: RemoteChannel, count: int) -> list[bytes]:
+def heard(channel: TcpChannel, count: int) -> list[bytes]:
     frames: list[bytes] = []
 
     def enough() -> bool:
@@ -58,7 +58,7 @@ def heard(channel: RemoteChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[Post, Post]) -> None:
+def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[RouterSocket, RouterSocket]) -> None:
     third = make_post(2)
     try:
         first, second = posts
@@ -93,10 +93,10 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_path: Path) -> None:
-    stranger = Post(keys_of(new_token()), b"stranger")
+def test_who_does_not_know_the_token_is_not_heard(posts: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
+    stranger = RouterSocket(derive_keys(new_token()), b"stranger")
     channel = stranger.connect(posts[0].name, "127.0.0.1", posts[0].port)
-    frame = Published(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
+    frame = PublishFrame(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
     channel.send(encode(frame))
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
     assert (channel.reached, channel.linked) == (True, False)
@@ -110,7 +110,7 @@ def test_who_does_not_know_the_token_is_not_heard(posts: tuple[Post, Post], tmp_
     stranger.close()
 
 
-def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[Post, Post]) -> None:
+def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         channel = posts[0].connect(b"host", *other.getsockname())
         connection, _ = other.accept()
@@ -127,7 +127,7 @@ def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
-def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[Post, Post]) -> None:
+def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_connection(("127.0.0.1", posts[0].port)) as noisy:
         noisy.sendall(said)
         theirs, ours = joined(posts)
@@ -144,7 +144,7 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
             to.sendall(data)
 
 
-def test_what_travels_cannot_be_read_on_the_way(posts: tuple[Post, Post]) -> None:
+def test_what_travels_cannot_be_read_on_the_way(posts: tuple[RouterSocket, RouterSocket]) -> None:
     secret, seen = b"what nobody else may know " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
@@ -163,7 +163,9 @@ def test_what_travels_cannot_be_read_on_the_way(posts: tuple[Post, Post]) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
-def test_what_is_attached_arrives_in_pieces_that_are_whole_together(size: int, posts: tuple[Post, Post]) -> None:
+def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
+    size: int, posts: tuple[RouterSocket, RouterSocket]
+) -> None:
     theirs, ours = joined(posts)
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
     ours.send(b"before")
@@ -171,13 +173,13 @@ def test_what_is_attached_arrives_in_pieces_that_are_whole_together(size: int, p
     ours.send(b"after")
     frames = heard(theirs, 3)
     assert frames == [b"before", b"tensor", b"after"]
-    assert isinstance(frames[1], Carried)
+    assert isinstance(frames[1], FrameWithPayload)
     assert b"".join(bytes(piece) for piece in frames[1].payload) == sent.numpy().tobytes()
     assert max(map(len, frames[1].payload)) <= 4 * MIB
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
-def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[Post, Post]) -> None:
+def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[RouterSocket, RouterSocket]) -> None:
     theirs, ours = joined(posts)
     if ends == "who was connected to":
         posts, theirs, ours = (posts[1], posts[0]), ours, theirs
@@ -191,7 +193,9 @@ def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[P
     theirs.send(b"in vain")
 
 
-def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(posts: tuple[Post, Post]) -> None:
+def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(
+    posts: tuple[RouterSocket, RouterSocket],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     for _ in range(3):
@@ -206,8 +210,8 @@ def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_agai
 # ---- what a rank on another machine may not send --------------------------------------------------------------------
 
 FORBIDDEN = {
-    "a handle of GPU memory, which torch would unpickle": ChunkShared(0, pickle.dumps(0)),
-    "a place on its GPU": Published(key(), 1, "float32", (), 4, DeviceLocation(0, 0, 0, b""), None),
+    "a handle of GPU memory, which torch would unpickle": ChunkFrame(0, pickle.dumps(0)),
+    "a place on its GPU": PublishFrame(key(), 1, "float32", (), 4, DeviceLocation(0, 0, 0, b""), None),
 }
 
 
@@ -218,13 +222,13 @@ def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(fra
         world.baseline.channels[0].send(encode(frame))
         receipt = world.target.receive(key())
         assert receipt.contributions == []
-        assert "was cut off, for it sent what target[0] cannot read" in receipt.absent[0]
+        assert "was disconnected: it sent a frame that target[0] cannot read" in receipt.absent[0]
 
 
 def _attached(world: World, nbytes: int, attached: bytes) -> str:
-    frame = Published(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
+    frame = PublishFrame(key(), 7, "float32", (nbytes // 4,), nbytes, 4096, None)
     channel = world.baseline.channels[0]
-    assert isinstance(channel, RemoteChannel)
+    assert isinstance(channel, TcpChannel)
     channel.send(encode(frame), memoryview(attached) if attached else None)
     receipt = world.target.receive(key())
     receipt.release()
@@ -235,7 +239,7 @@ def _attached(world: World, nbytes: int, attached: bytes) -> str:
 def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached: bytes) -> None:
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
-        assert f"cannot be brought here: received {len(attached)} of {nbytes} bytes" in why
+        assert f"cannot be read here: {len(attached)} bytes came of {nbytes}" in why
 
 
 def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() -> None:
@@ -283,7 +287,7 @@ def test_a_word_of_a_wait_that_is_older_than_what_was_sent_counts_for_nothing() 
 
         def waits_for_sender() -> bool:
             sender.exchange.end_step(-1)  # reads what has come
-            return bool(peers.who_waits_for_me())
+            return bool(peers.ranks_waiting_for_me())
 
         waiting = in_background(lambda: receiver.receive(key("later")))
         receiver.until_it_waits()

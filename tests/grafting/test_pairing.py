@@ -452,7 +452,7 @@ def test_a_timeout_ends_the_wait_and_the_row_says_where_each_peer_is(tmp_path: P
         rows = run.frame[run.frame["side"] == "target"].set_index("name")
         assert rows["status"].to_dict() == {"early": "grafted", "late": "timeout"}
         for rank in (0, 1):
-            reached = f"baseline[{rank}] did not reach this tap within 0.5 s: computing since"
+            reached = f"baseline[{rank}] did not reach this tap within 0.5 s: computing for"
             assert reached in rows.loc["late", "error"]
         assert rows.loc["late", "error"].count("last seen at tap 'early' of step 0") == 2
         # What came too late was sent for nobody.
@@ -474,7 +474,10 @@ def test_two_sides_that_wait_for_each_other_are_freed_at_once() -> None:
             ("baseline", "up"): "grafted",
             ("baseline", "down"): "unmatched",
         }
-        cannot_come = "baseline[0] waits for another tap of target[0], which cannot come while this one is waited for"
+        cannot_come = (
+            "baseline[0] waits for a different tap of target[0], "
+            "which target[0] cannot reach while it waits for this one"
+        )
         assert f"{cannot_come}: waiting at tap 'up'" in rows.loc[("target", "down"), "error"]
         assert run.baseline == [[20.0, 10.0]]
         assert run.target == [[20.0, 20.0]]
@@ -579,7 +582,7 @@ def test_a_tap_of_the_target_alone_is_not_waited_for_while_the_baseline_waits_fo
         rows = run.frame
         assert set(rows[rows["name"] == "extra"]["status"]) == {"missing"}
         error = rows[rows["name"] == "extra"]["error"].iloc[0]
-        assert "waits for another tap of target[" in error
+        assert "waits for a different tap of target[" in error
         assert set(rows[rows["name"] == "b"]["status"]) == {"grafted"}
         assert set(rows[rows["name"].isin(["a", "c"])]["status"]) == {"compared"}
 

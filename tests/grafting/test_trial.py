@@ -216,7 +216,7 @@ def test_a_fault_while_the_draft_is_loaded_is_told_with_its_line(session: gl.Ses
 def test_a_loop_ends_at_the_limit_and_the_ranks_are_unharmed(session: gl.Session) -> None:
     pids = [rank.pid for rank in session.ranks]
     looping = tried(session, "while True:", "    pass", limit=0.3)
-    assert looping.error == "the draft did not end within 0.3 s and was stopped; does it loop?"
+    assert looping.error == "the draft did not end within 0.3 s and was stopped; does it loop forever?"
     stuck = session.try_transform("import threading\nthreading.Event().wait()\n" + source("return 1"), limit=0.3)
     assert stuck.error == looping.error
     assert_unharmed(session, pids)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import graftlab as gl
 from graftlab.config import GraftConfig
-from graftlab.exchange.keys import keys_of, new_token, write_token
+from graftlab.exchange.keys import derive_keys, new_token, write_token
 
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
@@ -104,7 +104,7 @@ def test_an_address_is_a_place_on_the_network_or_on_this_machine(
 ) -> None:
     config = GraftConfig(**COMPLETE, address=address, port=port).require_complete()
     assert config.endpoint == where
-    assert config.meeting.is_absolute()
+    assert config.rendezvous.is_absolute()
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1"])
@@ -143,8 +143,8 @@ def test_a_token_is_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -
 
 def test_a_token_that_could_be_guessed_is_refused() -> None:
     with pytest.raises(gl.ConfigError, match="has 6 characters"):
-        keys_of("secret")
-    one, other = keys_of(new_token()), keys_of(new_token())
+        derive_keys("secret")
+    one, other = derive_keys(new_token()), derive_keys(new_token())
     assert not set(one) & set(other)
 
 

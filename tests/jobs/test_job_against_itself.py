@@ -12,11 +12,11 @@ from kit.grafters import OneThreadExchange, Post
 
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.messages import RunAgainstItself
+from graftlab.ranks.messages import RunSelfGraft
 from graftlab.rows.schema import Row
 
 
@@ -50,7 +50,7 @@ def job(reports: Reports, post: Post) -> JobGrafter:
     place, run = Place("baseline", 0, 1, 1), RunInfo(0, 0, (0, 1))
     exchange: Any = OneThreadExchange(place, post)
     OneThreadExchange(Place("target", 0, 1, 1), post).begin_run(run)
-    page = WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+    page = StatusPage(mmap.mmap(-1, mmap.PAGESIZE))
     grafter = JobGrafter(place, exchange, page, ContextVar("tags", default=()), reports, KeptPairs())
     grafter.begin_run(run, GraftPlan(version=1))
     return grafter
@@ -67,7 +67,7 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
     sent = post.sent
     step(job)
     assert len(sent) == 1
-    job.run_against_itself(RunAgainstItself(2, ("record", "repeat"), budget=1 << 20))
+    job.run_against_itself(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
     # Ordered, and not yet: the plan is another one.
     step(job)
     assert len(sent) == 2
@@ -91,11 +91,11 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
 
 def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job: JobGrafter, post: Post) -> None:
     """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
-    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     # For a plan that is not in force yet.
-    job.run_against_itself(RunAgainstItself(3, ("repeat",)))
+    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
     step(job)
     step(job)
     assert not post.sent
@@ -112,7 +112,7 @@ def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job
 
 
 def test_an_order_for_a_plan_that_became_somebody_elses_is_forgotten_at_once(job: JobGrafter, post: Post) -> None:
-    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     job.forget_itself(2)
@@ -134,18 +134,18 @@ def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job
 
 def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
     with pytest.raises(SessionError, match="nothing is recorded here to run against"):
-        job.run_against_itself(RunAgainstItself(2, ("repeat",)))
-    job.run_against_itself(RunAgainstItself(2, ("record",)))
-    job.run_against_itself(RunAgainstItself(3, ("repeat",)))
+        job.run_against_itself(RunSelfGraft(2, ("repeat",)))
+    job.run_against_itself(RunSelfGraft(2, ("record",)))
+    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
     job.forget_itself(4)
     with pytest.raises(SessionError, match="nothing is recorded"):
-        job.run_against_itself(RunAgainstItself(4, ("graft",)))
+        job.run_against_itself(RunSelfGraft(4, ("graft",)))
 
 
 def test_what_fails_in_there_ends_graftlab_and_not_the_job(job: JobGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Exception] = []
     job.on_failure = failures.append
-    job.run_against_itself(RunAgainstItself(2, ("record",), budget=1 << 20))
+    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     monkeypatch.setattr("graftlab.grafting.self_graft.plain_tensor", lambda shown: 1 / 0)

@@ -14,9 +14,9 @@ from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
 
 from graftlab.base.tags import TagItems
 from graftlab.base.world import RunInfo
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.job_grafter import JobGrafter, Offer
+from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 
@@ -49,17 +49,17 @@ class Job:
         return float(taken[0])
 
     def offer(self, mailbox: Mailbox, run: RunInfo) -> list[str]:
-        """Offer to go on in another world; the list tells when that is closed instead."""
+        """WorldOffer to go on in another world; the list tells when that is closed instead."""
         closed: list[str] = []
         self.grafter.offer(
-            Offer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))
+            WorldOffer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))
         )
         self.mailbox = mailbox
         return closed
 
 
-def _page() -> WhereaboutsPage:
-    return WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+def _page() -> StatusPage:
+    return StatusPage(mmap.mmap(-1, mmap.PAGESIZE))
 
 
 @pytest.fixture(params=WORLDS)

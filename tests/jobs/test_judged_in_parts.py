@@ -115,7 +115,7 @@ def test_ranks_that_share_no_memory_are_judged_as_those_that_do(
         judged = Judged(session, tmp_path)
         closing.callback(judged.stop.touch)
         [address, _] = re.findall(r"GRAFTLAB_ADDRESS=(\S+)", capsys.readouterr().out)
-        told = {"address": address, "token_file": tmp_path / "run" / ".meeting" / "token"}
+        told = {"address": address, "token_file": tmp_path / "run" / ".rendezvous" / "token"}
         for side, size in sizes.items():
             for rank in range(size):
                 # Where one would hand another its memory is a folder of its own.

@@ -69,7 +69,7 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
         with pytest.raises(gl.SessionError, match="jobs of their own"):
             refused()
     assert session.plan.version == plan.version
-    with pytest.raises(gl.LaunchError, match="somebody listens"):
+    with pytest.raises(gl.LaunchError, match="a session already listens"):
         gl.listen(folder=folder, append=True)
     session.close()
     assert [job.poll() for job in jobs] == [None, None]

@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_on_another_machine_frees_the_others_and_joins_aga
     # A wait for one that has many steps to make up may reach its limit.
     assert require_right_pairs(tmp_path) <= {"grafted", "missing", "unmatched", "timeout"}
     first_run = frame[(frame["run"] == 0) & (frame["status"] == "missing")]
-    assert first_run["error"].iloc[-1] == "target[0] died, or the network between us failed"
+    assert first_run["error"].iloc[-1] == "target[0] died, or the network connection to it failed"
     again = frame[frame["run"] == 1]
     assert set(again["note"]) == {"generation 2 of target"}
     assert again[again["status"] == "grafted"]["step"].min() > first_run["step"].max()

@@ -134,4 +134,4 @@ def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_gra
     assert ["target[0]" in run.failures for run in session.runs] == [True, True]
     assert all("baseline[0]" not in run.failures for run in session.runs)
     session.close()
-    assert not (folder / ".meeting" / "socket").exists()
+    assert not (folder / ".rendezvous" / "socket").exists()

@@ -28,8 +28,8 @@ def ranks_of(
     return jobs
 
 
-def host_has_ended(folder: Path) -> None:
-    wait_until(lambda: not (folder / ".meeting" / "socket").exists(), "the end of the host")
+def server_has_ended(folder: Path) -> None:
+    wait_until(lambda: not (folder / ".rendezvous" / "socket").exists(), "the end of the host")
 
 
 def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
     said = "keep_filter (GRAFTLAB_KEEP_FILTER) is \"nam == 'hidden'\" and matched no tap here: 0 of "
     assert [said in err for _, _, err in ends] == [True, True, False, False]
     assert "did you mean 'name'?" in ends[1][2]
-    host_has_ended(tmp_path / "run")
+    server_has_ended(tmp_path / "run")
     frame = gl.load_run(tmp_path / "run")
     measured = frame[frame["name"] == "hidden"]
     assert len(measured) == 3 * 3 * 2
@@ -65,14 +65,14 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
 
 def test_both_sides_meet_at_a_port_too_and_a_second_time_is_a_run_of_its_own(tmp_path: Path) -> None:
     told = {"address": "localhost", "port": 20001, "group_name": f"{tmp_path.name}-{os.getpid()}", "run_dir": tmp_path}
-    meeting = GraftConfig(address="localhost", port=20001, group_name=str(told["group_name"])).meeting
+    rendezvous = GraftConfig(address="localhost", port=20001, group_name=str(told["group_name"])).rendezvous
     for _ in range(2):
         jobs = [
             *ranks_of("trusted_model.py", "baseline", 1, 1, 1, 1, **told),
             *ranks_of("engine_rank.py", "target", 1, 1, 1, 1, **told),
         ]
         assert [end(job)[0] for job in jobs] == [0, 0]
-        host_has_ended(meeting)
+        server_has_ended(rendezvous)
     assert sorted(gl.load_run(tmp_path)["run"].unique()) == [0, 1]
 
 
@@ -95,7 +95,7 @@ def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_pa
 def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Path) -> None:
     first = start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path))
     try:
-        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the baseline's joining")
+        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "session-server.log"), "the baseline's joining")
         second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
         code, _, err = end(second)
         assert code == 1
@@ -114,7 +114,9 @@ def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Pat
     )
     holds = start("trusted_model.py", **first)
     try:
-        wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "host.log"), "the joining of the first")
+        wait_until(
+            lambda: "baseline[0] has joined" in _read(tmp_path / "session-server.log"), "the joining of the first"
+        )
         code, out, err = end(start("trusted_model.py", **waits))
         assert (code, out) == (0, "done False\n")
         assert err.count("GraftWarning") == 1
@@ -136,7 +138,7 @@ def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> 
     assert end(killed)[0] == -signal.SIGKILL
     code, out, err = end(stays)
     assert (code, out) == (0, "done True\n"), err
-    host_has_ended(tmp_path)
+    server_has_ended(tmp_path)
     frame = gl.load_run(tmp_path)
     received = frame[(frame["name"] == "hidden") & (frame["layer"] == 0)].sort_values("step")
     assert received["status"].tolist() == ["grafted"] * 3 + ["missing"] * 37
@@ -153,7 +155,7 @@ def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: 
     assert "graftlab failed on target[0] and takes no more taps; the job goes on (planted in graftlab)" in err
     code, out, err = end(trusted)
     assert (code, out) == (0, "done True\n"), err
-    host_has_ended(tmp_path)
+    server_has_ended(tmp_path)
     assert (gl.load_run(tmp_path)["status"] == "compared").sum() == 1
 
 
@@ -164,7 +166,7 @@ def test_what_fails_in_graftlab_keeps_the_other_side_waiting_for_nothing(tmp_pat
     assert end(failing)[0] == 0
     code, out, err = end(waits)
     assert (code, out) == (0, "done True\n"), err
-    host_has_ended(tmp_path)
+    server_has_ended(tmp_path)
     rows = gl.load_run(tmp_path)
     assert rows["status"].tolist() == ["compared", "missing", "missing", "missing"]
     # The step at which it fails ends a moment before the run does.

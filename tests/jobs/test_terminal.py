@@ -14,14 +14,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from kit.digests import row
 from kit.job_scripts import end, start, variables
+from kit.rows import row
 from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.exchange.keys import new_token, read_token
-from graftlab.jobs.looking import look_into, seen, shown
+from graftlab.jobs.status_query import answer_status_query, format_status, query_status
 
 
 def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_taps_are_shown_with_their_tags_and_columns_without_a_word_are_left_out(
     status = pd.DataFrame([{"side": "target", "rank": 0, "awaits": "", "note": "alone"}])
     session: Any = SimpleNamespace(ranks=[SimpleNamespace(label="target[0]")], status=lambda: status, row_count=2)
     taps: Any = SimpleNamespace(look=lambda: rows, behind=0)
-    lines = shown(seen(session, taps, stacks=False)).splitlines()
+    lines = format_status(answer_status_query(session, taps, stacks=False)).splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["hidden", "layer=0"], ["hidden", "layer=1"]]
     assert lines[2].split() == ["side", "rank", "note"]
 
@@ -76,7 +76,7 @@ def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pyte
         err = capsys.readouterr().err
         assert "no session of jobs is open" in err
         assert "gl.load_run reads the rows of one that has ended" in err
-    assert look_into(tmp_path) is None
+    assert query_status(tmp_path) is None
 
 
 def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,7 @@ def test_nothing_listens_on_a_network_unless_it_is_asked_for(tmp_path: Path) -> 
     with gl.listen(folder=tmp_path / "two", address="tcp://127.0.0.1:0") as session:
         (added,) = listening() - before
         assert "0100007F:" in added  # 127.0.0.1
-        token = session.folder / ".meeting" / "token"
+        token = session.folder / ".rendezvous" / "token"
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert listening() == before
 
@@ -184,7 +184,7 @@ def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.C
     with gl.listen(folder=tmp_path, address="tcp://127.0.0.1:0") as session:
         said = capsys.readouterr().out
         address = said.partition("GRAFTLAB_ADDRESS=")[2].split()[0]
-        assert (tmp_path / ".meeting" / "token").read_text().strip() in said
+        assert (tmp_path / ".rendezvous" / "token").read_text().strip() in said
         # The connection itself needs nobody's answer, so the time that passes here may be short.
         told = {"address": address, "timeout": 3, "token": new_token()}
         code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))

@@ -13,7 +13,7 @@ import torch
 
 import graftlab as gl
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from kit.mailboxes import MIB, Descriptors, Mailbox, key, settles
 from kit.support import wait_for_file, wait_until
 from kit.tensors import DTYPES, bits, layouts
@@ -173,7 +173,7 @@ def taps_in_a_child_too(folder: str) -> list[float]:
 
 
 def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
-    page = WhereaboutsPage(Arena(segment.descriptors[0], size, writable=True).map)
+    page = StatusPage(Arena(segment.descriptors[0], size, writable=True).map)
     number = 0
     while not line.poll():
         for _ in range(1000):

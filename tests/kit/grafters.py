@@ -17,7 +17,7 @@ from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, ShippingError
 from graftlab.exchange.contract import Contribution, Receipt
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.plan import GraftPlan
@@ -156,7 +156,7 @@ class Rank:
         self.tags_seen: list[dict[str, Any]] = []
         self.plans: list[tuple[int, int]] = []
         self.exchange = OneThreadExchange(place, post)
-        self.page = WhereaboutsPage(mmap.mmap(-1, mmap.PAGESIZE))
+        self.page = StatusPage(mmap.mmap(-1, mmap.PAGESIZE))
         self.kept = KeptPairs()
         exchange: Any = self.exchange
         self.grafter = Grafter(place, exchange, self.page, ambient, self, self.kept)

@@ -13,10 +13,10 @@ from typing import Any
 
 from graftlab.base.world import Place
 from graftlab.exchange.arena import PAGE
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.whereabouts import WhereaboutsPage
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.line import Line
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import StatusPage
+from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import ToRank, unpack_to_rank
 from graftlab.ranks.rank_process import RankProcess
 from graftlab.rows.schema import Row
@@ -50,26 +50,34 @@ class TalkingRank:
         self._map = mmap.mmap(segment, PAGE)
         ours, theirs = socket.socketpair()
         bell, their_bell = socket.socketpair()
-        lifeline, self.lifeline = socket.socketpair()
+        death_pipe, self.death_pipe = socket.socketpair()
         log = folder / f"{place.side}-{place.rank}.log"
         log.write_text(f"the last words of {place.label}\n")
         self.process = _Process()
         self.rank = RankProcess(
-            place, Seat("cpu", "gloo"), self.process, Channel(ours), bell, lifeline, segment, log, log
+            place,
+            DeviceAssignment("cpu", "gloo"),
+            self.process,
+            SocketChannel(ours),
+            bell,
+            death_pipe,
+            segment,
+            log,
+            log,
         )
         os.close(segment)
         self.rank.pid = os.getpid()
-        self.channel = Channel(theirs)
+        self.channel = SocketChannel(theirs)
         self.bell = their_bell
-        self.line = Line(self.channel, their_bell)
+        self.line = ControlConnection(self.channel, their_bell)
         self.signals: list[int] = []
-        self.rank.end_what_it_started = lambda: None  # type: ignore[method-assign]
+        self.rank.end_programs = lambda: None  # type: ignore[method-assign]
         self.rank.signal = self.signals.append  # type: ignore[method-assign]
         self._unread: list[ToRank] = []
 
     def is_at(self, state: str, step: int = 0) -> None:
         """Let the notebook see the rank in this state."""
-        WhereaboutsPage(self._map).write(state, step=step, plan_version=0, taps=0)
+        StatusPage(self._map).write(state, step=step, plan_version=0, taps=0)
 
     def hear(self) -> ToRank:
         """The next message of the notebook."""
@@ -103,7 +111,7 @@ def talking_ranks(folder: Path, baseline: int = 1, target: int = 1) -> Iterator[
         for each in ranks:
             each.rank.release()
             each.die()
-            each.lifeline.close()
+            each.death_pipe.close()
 
 
 def a_row(**values: Any) -> Row:

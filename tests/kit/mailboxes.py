@@ -19,13 +19,13 @@ import torch.multiprocessing
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.exchange.arena import Arena, create_segment
-from graftlab.exchange.channel import Channel
-from graftlab.exchange.contract import LiveExchange, Receipt
+from graftlab.exchange.channel import Channel, SocketChannel
+from graftlab.exchange.contract import Exchange, Receipt
 from graftlab.exchange.device import Gpu
-from graftlab.exchange.exchanging import RankExchange
-from graftlab.exchange.keys import keys_of, new_token
-from graftlab.exchange.tcp import Post, RemoteChannel
-from graftlab.exchange.whereabouts import WhereaboutsPage
+from graftlab.exchange.keys import derive_keys, new_token
+from graftlab.exchange.rank_exchange import RankExchange
+from graftlab.exchange.status_page import StatusPage
+from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.ranks import forkserver
 from kit.deadline import DEADLINE
 from kit.support import wait_until
@@ -70,7 +70,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Mailbox:
-    """One rank's exchange, with what the grafter would do around it: the whereabouts page is kept up to date.
+    """One rank's exchange, with what the grafter would do around it: the status page is kept up to date.
 
     ``put`` brings a tensor to where this kind of exchange has its tensors; ``gpu`` is the stand-in for its GPU.
     """
@@ -78,9 +78,9 @@ class Mailbox:
     def __init__(
         self,
         place: Place,
-        exchange: LiveExchange[Any],
-        page: WhereaboutsPage,
-        channels: Sequence[Channel | RemoteChannel],
+        exchange: Exchange[Any],
+        page: StatusPage,
+        channels: Sequence[Channel],
         put: Put = as_it_is,
         gpu: Any = None,
     ) -> None:
@@ -136,8 +136,8 @@ class Mailbox:
         for channel in self.channels:
             channel.close()
         for channel in self.channels:
-            if isinstance(channel, RemoteChannel):
-                channel._post.close()
+            if isinstance(channel, TcpChannel):
+                channel._router.close()
 
 
 class World:
@@ -257,23 +257,23 @@ def make_mailbox(
     place: Place,
     segments: list[int],
     size: int,
-    links: Mapping[int, socket.socket | RemoteChannel],
+    links: Mapping[int, socket.socket | TcpChannel],
     gpu: Callable[[int], Gpu] | None,
     put: Put,
     **options: Any,
 ) -> Mailbox:
     """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
-    channels = {rank: Channel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
+    channels = {rank: SocketChannel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
     arenas = {
         rank: Arena(descriptor, size, writable=rank == place.world_rank)
         for rank, descriptor in enumerate(segments)
-        if not isinstance(channels.get(rank), RemoteChannel)
+        if not isinstance(channels.get(rank), TcpChannel)
     }
     own = arenas[place.world_rank]
     peers: dict[int, Any] = {rank: (channel, arenas.get(rank)) for rank, channel in channels.items()}
     made = gpu(place.world_rank) if gpu else None
     exchange: RankExchange[Any] = RankExchange(place, own, peers, gpu=made, **options)
-    return Mailbox(place, exchange, WhereaboutsPage(own.map), list(channels.values()), put, made)
+    return Mailbox(place, exchange, StatusPage(own.map), list(channels.values()), put, made)
 
 
 class Wires:
@@ -300,10 +300,10 @@ TOKEN = new_token()
 _MARK = b"all before this has been delivered"
 
 
-def _take_mark(channel: RemoteChannel) -> bool:
+def _take_mark(channel: TcpChannel) -> bool:
     """Whether all that the other end had sent is here, or it has ended."""
-    channel._post.pump()
-    channel._post.rouse()
+    channel._router.pump()
+    channel._router.wake()
     # Not always the last: threads of the other end send, too.
     if _MARK not in channel.arrived:
         return channel.ended or channel.closed
@@ -311,29 +311,29 @@ def _take_mark(channel: RemoteChannel) -> bool:
     return True
 
 
-def make_post(rank: int, token: str = TOKEN) -> Post:
-    return Post(keys_of(token), f"rank {rank}".encode(), "127.0.0.1")
+def make_post(rank: int, token: str = TOKEN) -> RouterSocket:
+    return RouterSocket(derive_keys(token), f"rank {rank}".encode(), "127.0.0.1")
 
 
-def make_posts(count: int) -> list[Post]:
+def make_posts(count: int) -> list[RouterSocket]:
     return [make_post(rank) for rank in range(count)]
 
 
-Remote = dict[int, RemoteChannel]
+Remote = dict[int, TcpChannel]
 
 
-def connect_all(posts: list[Post]) -> dict[int, Remote]:
+def connect_all(posts: list[RouterSocket]) -> dict[int, Remote]:
     """Connect each to all before it; the channels of each rank to each other."""
     ports = [post.port for post in posts]
     made = [connect_to_lower(post, rank, ports) for rank, post in enumerate(posts)]
     return {rank: wait_for_links(post, made[rank], len(posts)) for rank, post in enumerate(posts)}
 
 
-def connect_to_lower(post: Post, rank: int, ports: list[int]) -> Remote:
+def connect_to_lower(post: RouterSocket, rank: int, ports: list[int]) -> Remote:
     return {lower: post.connect(f"rank {lower}".encode(), "127.0.0.1", ports[lower]) for lower in range(rank)}
 
 
-def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
+def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
     """All channels of a rank, those it has made and those of the others, once each has its other end."""
     links = dict(made)
 
@@ -346,7 +346,7 @@ def wait_for_links(post: Post, made: Remote, count: int) -> Remote:
         return len(links) == count - 1 and all(channel.linked for channel in links.values())
 
     wait_until(complete, "the connections")
-    post.rouse()
+    post.wake()
     return dict(sorted(links.items()))
 
 

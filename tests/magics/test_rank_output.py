@@ -109,13 +109,13 @@ def test_a_failure_is_looked_into_at_a_prompt_and_with_single_commands(notebook:
     assert reply.stdout.startswith("ValueError: no such scale: 6\n")
     assert "q: the end\n6\n" in reply.stdout
     assert "fails(3)" in reply.stdout
-    assert reply.stdout.count("cannot run on") == 2, "an empty answer repeats the command before"
+    assert reply.stdout.count("cannot be resumed") == 2, "an empty answer repeats the command before"
     assert typed(notebook, "%graft debug target[1] d").error == ""
     assert typed(notebook, "%graft debug target[1] p factor, scale").stdout == "(3, 6)\n"
     missing = notebook.run("%graft debug target p 1")
     assert "more than one rank; name one of target[0], target[1]" in missing.error
     typed(notebook, "%%graft target\n1")
-    assert "UsageError: %graft debug: nothing has failed in the newest run" in notebook.run("%graft debug").stderr
+    assert "UsageError: %graft debug: nothing failed in the newest run" in notebook.run("%graft debug").stderr
     assert "no failure is kept" in notebook.run("%graft debug target[1] w").error
 
 

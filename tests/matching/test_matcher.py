@@ -462,6 +462,16 @@ def test_what_a_notebook_shows_folds_layers_and_escapes_names() -> None:
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
 
 
+def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
+    # Without numbers, which would be folded.
+    names = [chr(97 + n % 26) + chr(97 + n // 26) for n in range(300)]
+    proposal = Proposal(tuple(Pair(f"h_{name}", f"p_{name}") for name in names), dict.fromkeys(names, "no value"))
+    assert len(repr(proposal)) < 200
+    rich = proposal._repr_mimebundle_()["text/html"]
+    assert rich.count("<tr>") <= 2 * 20 + 4
+    assert "and 280 lines more" in rich
+
+
 def test_taps_without_a_partner_take_a_line_for_all_layers_with_their_reason() -> None:
     left = {f"h.{n}.act": f"has the same values as h.{n}.mlp, which is paired" for n in range(12)}
     shown = Proposal((), {**left, "norm": "no target tap has its values"})

@@ -325,3 +325,22 @@ def test_a_transform_that_has_no_tap_to_apply_at_warns() -> None:
     assert [each.filename for each in warned] == [__file__], "the line of whoever edits, and none of a library's"
     GraftPlan(t2b="layer == 3", transform="torch.clone")
     GraftPlan(transform=("layer == 3", "torch.clone"))
+
+
+def test_a_plan_of_many_parts_is_shown_in_less_than_a_screen() -> None:
+    plan = GraftPlan(
+        b2t=" or ".join(f"name == 'layers.{n}.attn'" for n in range(100)),
+        pairs=[(f"h.{n}.attn.c_proj", f"model.layers.{n}.self_attn.o_proj") for n in range(200)],
+        rename={"target": {f"^m{n}[.]": "" for n in range(30)}},
+        transform=[(f"layer == {n}", F) for n in range(30)],
+    )
+    assert len(repr(plan)) <= 2048
+    assert "… 198 more)" in repr(plan)
+    rich = plan._repr_mimebundle_()["text/html"]
+    assert rich.count("<tr>") <= 24
+    assert "and 195 pairs more: <code>session.plan.pairs</code>" in rich
+
+
+def test_the_repr_of_a_small_plan_makes_an_equal_one() -> None:
+    plan = GraftPlan(b2t="layer == 3", rename={"target": {"^model[.]": ""}}).edit(keep="True")
+    assert eval(repr(plan), {"GraftPlan": GraftPlan}) == plan

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.ranks.devices import assign
+from graftlab.ranks.devices import assign_devices
 
 # One baseline rank and two target ranks.
 PLACES = Place("baseline", 0, 1, 2).everyone()
@@ -40,15 +40,15 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_are_spread_over_gpus_and_those_of_a_side_that_share_one_get_gloo(
     gpus: None, device: str | None, backend: str | None, devices: list[str], backends: list[str], noted: list[int]
 ) -> None:
-    seats = assign(PLACES, device, backend)
-    assert [seat.device for seat in seats] == devices
-    assert [seat.backend for seat in seats] == backends
-    assert [number for number, seat in enumerate(seats) if seat.notes] == noted
-    assert all("share one GPU" in seats[number].notes[0] for number in noted)
+    assignments = assign_devices(PLACES, device, backend)
+    assert [assignment.device for assignment in assignments] == devices
+    assert [assignment.backend for assignment in assignments] == backends
+    assert [number for number, assignment in enumerate(assignments) if assignment.notes] == noted
+    assert all("share one GPU" in assignments[number].notes[0] for number in noted)
 
 
 @pytest.mark.parametrize("gpus", [0, 2], indirect=True)
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "tpu"])
-def test_a_device_that_is_not_there_is_refused(gpus: None, device: str) -> None:
+def test_an_unavailable_device_is_refused(gpus: None, device: str) -> None:
     with pytest.raises(LaunchError, match=f"device='{device}'"):
-        assign(PLACES, device, None)
+        assign_devices(PLACES, device, None)

@@ -1,4 +1,4 @@
-"""What code on a rank displays is sent in the forms that a notebook shows, within a budget."""
+"""Displayed values of a rank are sent in the forms that a notebook shows, within a budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_frame_is_sent_as_a_table_and_a_figure_as_a_picture(sent: list[dict[st
     assert number == {"text/plain": "3"}
 
 
-def test_a_value_shows_itself_in_its_own_forms_and_a_fault_of_one_leaves_the_others() -> None:
+def test_a_value_is_sent_in_all_its_forms_though_one_of_them_raises() -> None:
     class Rich:
         def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, str], dict[str, str]]:
             return {"text/html": "<b>it</b>"}, {}
@@ -46,18 +46,18 @@ def test_a_value_shows_itself_in_its_own_forms_and_a_fault_of_one_leaves_the_oth
     assert set(bundle_of(pd.DataFrame)) == {"text/plain"}, "a class is not its instance"
 
 
-def test_what_is_too_large_or_too_much_is_said_and_not_sent(
+def test_displays_too_large_or_too_many_are_replaced_by_a_notice(
     sent: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.5]
     monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])
     show = Displays(sent.append)
     show.publish({"text/plain": "big", "text/html": "x" * (5 << 20)})
-    assert sent[0]["text/plain"].startswith("big\n[displayed with 5 MiB")
+    assert sent[0]["text/plain"].startswith("big\n[its display has 5 MiB")
     for number in range(100):
         show(number)
     assert len(sent) == 21
-    assert "more than 20 a second" in sent[-1]["text/plain"]
+    assert "more than 20 displays per second" in sent[-1]["text/plain"]
     clock[0] = 1.5
     show("again")
     assert sent[-1] == {"text/plain": "'again'"}
@@ -88,5 +88,5 @@ assert [sorted(each) for each in sent] == [
 
 
 @pytest.mark.ranks
-def test_display_is_where_code_looks_for_it_and_pyplot_shows_each_figure_once() -> None:
+def test_display_is_a_builtin_and_pyplot_shows_each_figure_once() -> None:
     subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=100)

@@ -1,4 +1,4 @@
-"""An interrupt leaves no half of a module behind on a rank, and ends an import that never ends."""
+"""An interrupt leaves no half-imported module on a rank, and ends an endless import."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def imports(folder: str, name: str) -> Any:
     return (Path(folder) / "begun").read_text()
 
 
-def test_an_import_ends_before_the_interrupt_does_anything(session: gl.Session, tmp_path: Path) -> None:
+def test_an_interrupt_waits_for_an_import_to_end(session: gl.Session, tmp_path: Path) -> None:
     (tmp_path / "slow_to_import.py").write_text(SLOW)
     run = session.start(imports, args=(str(tmp_path), "slow_to_import"))
     wait_for_file(tmp_path / "begun")

@@ -1,4 +1,4 @@
-"""A large last value of a cell stays on its rank, and says so."""
+"""A large last value of a cell stays on its rank, and the notebook gets a description."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.ranks.large_values import unless_large
+from graftlab.ranks.namespace import replace_large
 
 
 class Holder:
-    """Has its value in an attribute, and itself in another."""
+    """Has a value in one attribute and itself in another."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -36,24 +36,24 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_what_is_large_stays_and_names_itself(kind: str) -> None:
+def test_a_large_last_value_stays_on_the_rank_and_is_described(kind: str) -> None:
     value = LARGE[kind]
-    kept = unless_large(value, 2 * MIB - 1)
+    kept = replace_large(value, 2 * MIB - 1)
     assert kept is not value
     assert type(value).__qualname__ in repr(kept)
-    assert "`%graft run -o run EXPR` brings all of it" in repr(kept)
-    assert unless_large(value, 1 << 40) is value
+    assert "`%graft run -o run EXPR` fetches all of it" in repr(kept)
+    assert replace_large(value, 1 << 40) is value
 
 
-def test_a_tensor_says_its_shape_and_size() -> None:
-    assert repr(unless_large(torch.zeros(4, MIB), 2 * MIB)).startswith(
+def test_a_large_tensor_is_described_with_shape_and_size() -> None:
+    assert repr(replace_large(torch.zeros(4, MIB), 2 * MIB)).startswith(
         "<Tensor of shape [4, 1048576], torch.float32: 16 MiB, which stay on the rank."
     )
 
 
 @pytest.mark.parametrize("value", [None, 7, "text", [1, 2], {"a": 1}, torch.zeros(4), object(), int, np.float64(1)])
-def test_what_is_small_is_sent(value: Any) -> None:
-    assert unless_large(value) is value
+def test_a_small_last_value_is_sent(value: Any) -> None:
+    assert replace_large(value) is value
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,10 @@ def session() -> Iterator[gl.Session]:
 
 
 @pytest.mark.ranks
-def test_a_cell_ends_with_a_large_value_and_the_notebook_gets_a_line(session: gl.Session) -> None:
+def test_a_large_last_value_of_a_cell_is_shown_as_one_line(session: gl.Session) -> None:
     cell = "x = torch.zeros(64, 1 << 20)\nx"
     [shown] = session.execute(cell, "target").target
     assert repr(shown).startswith("<Tensor of shape [64, 1048576], torch.float32: 256 MiB, which stay on the rank.")
-    # It is there, and what is asked for comes.
+    # It is still on the rank, and is sent on request.
     [found] = session.run(None, "x[:9]").target
     assert found.shape == (9, 1 << 20)

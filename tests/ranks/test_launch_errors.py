@@ -1,4 +1,4 @@
-"""A launch that cannot work says what is wrong and what to do, soon, and leaves nothing behind."""
+"""A launch that cannot work soon reports what is wrong and what to do, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    """What :func:`graftlab.launch` says when it refuses; nothing that it started is left."""
+    """Return the message of a refused :func:`graftlab.launch`, which has left no process."""
     before = family(os.getpid())
     with pytest.raises(gl.LaunchError) as caught:
         gl.launch(*args, **kwargs)
@@ -55,25 +55,25 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         ({"timeout": float("nan")}, "timeout=nan: give seconds, more than 0"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(given: dict[str, Any], says: str) -> None:
+def test_unusable_launch_options_are_refused_by_name(given: dict[str, Any], says: str) -> None:
     assert says in refusal(**given)
 
 
-def test_more_ranks_than_the_limits_allow_are_refused_with_the_limits() -> None:
+def test_more_ranks_than_the_system_allows_are_refused_naming_its_limits() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, before[1]))
     try:
         said = refusal(10, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert said.startswith("shared memory and sockets for 20 ranks cannot be made: [Errno 24]")
+    assert said.startswith("cannot create shared memory and sockets for 20 ranks: [Errno 24]")
     assert "higher limits (ulimit -n" in said
 
 
 # ---- where things go ------------------------------------------------------------------------------------------------
 
 
-def test_a_home_that_cannot_be_made_is_named_with_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_home_is_named_with_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "file" / "home"))
     said = refusal()
@@ -81,7 +81,7 @@ def test_a_home_that_cannot_be_made_is_named_with_the_variable(tmp_path: Path, m
     assert f"set {HOME_VARIABLE} to a folder you can write to" in said
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_an_unusable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     said = refusal(folder=tmp_path / "file")
     assert f"the run folder {tmp_path / 'file'} cannot be made" in said
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def script(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a Python of its own, which finds the graftlab that is being tested."""
+    """Run a script in a separate Python that imports the graftlab under test."""
     roots = [environment.pop("FIRST", ""), str(Path(gl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, roots))
     return subprocess.run(
@@ -112,7 +112,7 @@ except gl.LaunchError as error:
 
 
 def launched(folder: Path, temporary: str) -> tuple[str, str]:
-    """What a script says that launches, and what its errors are, where this is the folder for temporary files."""
+    """Run a script that launches, with this temporary folder; returns its output and its errors."""
     path = folder / "launches.py"
     path.write_text(LAUNCH)
     roots = [str(Path(gl.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -121,11 +121,11 @@ def launched(folder: Path, temporary: str) -> tuple[str, str]:
         return process.communicate(timeout=DEADLINE)
 
 
-def test_a_folder_for_temporary_files_that_is_missing_does_no_harm(tmp_path: Path) -> None:
+def test_a_missing_temporary_folder_does_no_harm(tmp_path: Path) -> None:
     assert launched(tmp_path, str(tmp_path / "missing"))[0] == "[2]\n"
 
 
-def test_a_folder_for_temporary_files_with_too_long_a_path_is_explained(tmp_path: Path) -> None:
+def test_a_temporary_folder_with_too_long_a_path_is_explained(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"gl-{'long-' * 20}") as folder:
         told, errors = launched(tmp_path, folder)
         assert "the forkserver, which starts the ranks, cannot be started: AF_UNIX path too long" in told
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_while_starting_shows_the_end_of_its_log(monkeypatch: p
 
 
 def hooks(folder: Path, source: str) -> str:
-    """Have each process that is spawned from now on begin with this; the value for PYTHONPATH."""
+    """Make each spawned process run this first; returns the value for PYTHONPATH."""
     begin = "import os, sys\nif '--multiprocessing-fork' in sys.orig_argv:\n"
     (folder / "sitecustomize.py").write_text(begin + textwrap.indent(textwrap.dedent(source), "    "))
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_before_it_has_a_log_says_where_to_look(
     monkeypatch.setenv("PYTHONPATH", hooks(tmp_path, "os._exit(41)"))
     said = refusal(start_method="spawn")
     assert "died while starting (ended with exit code 41)" in said
-    assert "not come as far as its log; see what the notebook itself printed" in said
+    assert "had not opened its log yet; see the notebook's own output" in said
 
 
 def test_a_rank_whose_imports_fail_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_forkserver_that_was_killed_is_replaced() -> None:
 
 
 def test_ranks_start_after_a_notebook_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython's ``%reset`` leaves nothing in ``__main__``, not even what Python put there."""
+    """IPython's ``%reset`` empties ``__main__``, including the names that Python puts there."""
     main = sys.modules["__main__"]
     for name in ("__spec__", "__file__"):
         monkeypatch.delattr(main, name, raising=False)
@@ -200,7 +200,7 @@ def test_ranks_start_after_a_notebook_was_reset(monkeypatch: pytest.MonkeyPatch)
     assert not hasattr(main, "__spec__")
 
 
-def test_ranks_collect_garbage_though_the_forkserver_imports_without_that() -> None:
+def test_ranks_collect_garbage_although_the_forkserver_imported_without() -> None:
     with gl.launch(1, 1) as session:
         run = session.run("(__import__('gc').isenabled(), __import__('gc').get_freeze_count() > 10_000)")
     assert run.baseline == [(True, True)]
@@ -221,7 +221,7 @@ BLOCK_TORCH = """
 """
 
 
-def test_without_torch_taps_still_do_nothing_and_the_rest_says_what_is_missing() -> None:
+def test_without_torch_taps_do_nothing_and_the_rest_names_what_is_missing() -> None:
     done = script(
         BLOCK_TORCH
         + """

@@ -1,4 +1,4 @@
-"""Ranks live as long as their session and not a moment longer, whatever becomes of the notebook or of one of them."""
+"""Ranks end with their session, in whatever way the notebook or one of them ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def shm() -> set[str]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder for temporary files, of this process and of those it starts; short, because sockets lie in it."""
+    """An empty, short folder for temporary files of this process and those it starts: it will hold sockets."""
     # Outlives this folder: the forkserver of the whole test run listens in it.
     multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="gl-") as folder:
@@ -91,11 +91,11 @@ def receive_what_nobody_sends() -> None:
     dist.recv(torch.ones(1), 1 - dist.get_rank())
 
 
-# ---- the notebook says so -------------------------------------------------------------------------------------------
+# ---- the notebook ends them -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_close_leaves_no_rank_and_nothing_but_rows_and_logs(temporary: Path, shm: set[str], method: Any) -> None:
+def test_close_leaves_only_rows_and_logs(temporary: Path, shm: set[str], method: Any) -> None:
     session = gl.launch(1, 1, start_method=method)
     ranks = watch(pids_of(session))
     session.run(lambda: gl.tap("x", torch.ones(1 << 20)).sum(), lambda: gl.tap("x", torch.ones(1 << 20)).sum())
@@ -116,7 +116,7 @@ def test_close_leaves_no_rank_and_nothing_but_rows_and_logs(temporary: Path, shm
     session.close()
 
 
-def test_no_memory_of_the_ranks_ever_has_a_name() -> None:
+def test_shared_memory_of_ranks_never_has_a_name() -> None:
     with gl.launch(1, 1) as session:
         session.run(lambda: gl.tap("x", torch.ones(1 << 20)).sum(), lambda: gl.tap("x", torch.ones(1 << 20)).sum())
         for pid in pids_of(session):
@@ -125,7 +125,7 @@ def test_no_memory_of_the_ranks_ever_has_a_name() -> None:
             assert "/dev/shm" not in maps
 
 
-def test_leaving_the_with_ends_the_ranks_also_by_an_exception() -> None:
+def test_leaving_the_with_block_ends_the_ranks_even_by_an_exception() -> None:
     with gl.launch(1, 1) as session:
         ranks = watch(pids_of(session))
     assert still_there(ranks) == []
@@ -180,7 +180,7 @@ LIVES = """
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ],
 )
-def test_the_end_of_the_script_is_the_end_of_its_ranks_and_of_their_programs(
+def test_the_end_of_a_script_ends_its_ranks_and_their_programs(
     temporary: Path, tmp_path: Path, shm: set[str], ending: str, status: int
 ) -> None:
     with script(textwrap.dedent(LIVES) + ending, tmp_path) as process:
@@ -195,7 +195,7 @@ def test_the_end_of_the_script_is_the_end_of_its_ranks_and_of_their_programs(
     assert not list(temporary.glob("pymp-*"))
 
 
-def test_a_killed_kernel_leaves_no_rank_whatever_the_ranks_do(shm: set[str]) -> None:
+def test_a_killed_kernel_leaves_no_rank_in_any_state(shm: set[str]) -> None:
     with kernel() as notebook:
         reply = notebook.run(f"how = {{}}\n{WAIT_AND_HOLD}\n{COMPUTE_RECEIVE_AND_IDLE}\npids")
         assert not reply.error, reply.error
@@ -239,13 +239,13 @@ def test_a_restarted_kernel_leaves_no_rank_and_can_start_new_ones(shm: set[str])
 
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where spawned processes of the kernel below hang as they start: each makes a file named by its number."""
+    """A folder in which each spawned process of the kernel below makes a file named by its pid, and then hangs."""
     return tmp_path_factory.mktemp("gates")
 
 
 @pytest.fixture(scope="module")
 def gated(gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel whose spawned processes hang as they start, while its environment has a variable GATES."""
+    """A kernel whose spawned processes hang at their start, while its environment has a variable GATES."""
     folder = tmp_path_factory.mktemp("hooks")
     (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
@@ -262,7 +262,7 @@ def gated(gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ker
         yield notebook
 
 
-def test_the_stop_button_during_a_launch_leaves_no_rank_and_the_next_launch_works(gates: Path, gated: Kernel) -> None:
+def test_the_stop_button_during_a_launch_leaves_no_rank_and_allows_another(gates: Path, gated: Kernel) -> None:
     gated.run(f"os.environ['GATES'] = {str(gates)!r}")
     cell = gated.begin("session = gl.launch(1, 1, start_method='spawn', timeout=600)")
     wait_until(lambda: len(os.listdir(gates)) == 2, "the start of two processes")
@@ -301,7 +301,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_ranks(gated: Kernel, tmp_path
     assert ended.values[-1] == "(['baseline went on'], ['target went on'])"
 
 
-def test_a_rank_shares_what_the_forkserver_imported_and_its_garbage_collector_leaves_it_alone() -> None:
+def test_a_rank_shares_the_forkservers_imports_even_after_a_garbage_collection() -> None:
     def shared() -> bool:
         import gc
 
@@ -317,7 +317,7 @@ def test_a_rank_shares_what_the_forkserver_imported_and_its_garbage_collector_le
 # ---- one rank ends --------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_its_log() -> None:
+def test_a_killed_rank_frees_the_others_and_the_run_names_it_with_its_log() -> None:
     def baseline() -> None:
         print("the last words of the baseline")
         gl.tap("never", lambda: torch.ones(1)) if gl.here().side == "target" else receive_nothing()
@@ -328,7 +328,7 @@ def test_a_rank_killed_in_a_run_frees_the_others_and_the_run_tells_which_with_it
         time.sleep(600)
 
     with gl.launch(1, 2, timeout=600.0) as session:
-        # The death alone ends the waits: nobody is interrupted.
+        # The death alone ends the waits: no rank is interrupted.
         run = session.start(baseline, lambda: gl.tap("never", torch.ones(1)).item(), on_failure="continue")
         wait_until(lambda: session.status().state.tolist() == ["running", "waiting", "waiting"], "the wait at the tap")
         wait_until(lambda: "last words" in session.log("baseline[0]"), "the print")
@@ -373,7 +373,7 @@ def test_a_rank_killed_in_a_collective_frees_the_ranks_of_its_own_side() -> None
 def test_code_that_exits_fails_its_run_and_leaves_the_rank_alive(how: str) -> None:
     with gl.launch(1, 1) as session:
         pids = pids_of(session)
-        with pytest.raises(gl.RunError, match=r"the code called exit\(.*the rank goes on"):
+        with pytest.raises(gl.RunError, match=r"the code called exit\(.*the rank keeps running"):
             session.execute(f"import sys\n{how}", on="target")
         assert session.run("1", "2").target == [2]
         assert pids_of(session) == pids
@@ -384,13 +384,13 @@ def test_a_rank_that_ends_itself_fails_the_run() -> None:
         session.execute("import os; os._exit(9)", on="target")
 
 
-def test_a_rank_that_cannot_read_the_notebook_ends_with_the_reason_in_its_log_and_nobody_waits_for_it() -> None:
+def test_a_rank_that_receives_garbage_ends_with_the_reason_in_its_log() -> None:
     with gl.launch(1, 1) as session:
         session.ranks[1].channel.send(b"garbage")
         run = session.start("1", "1")
         with pytest.raises(gl.RunError, match=r"target\[0\] died: ended with exit code 1") as caught:
             run.wait(60)
-        assert "cannot read what the notebook sends" in session.log("target[0]")
+        assert "cannot read a message from the notebook" in session.log("target[0]")
         assert "MessageError" in str(caught.value)
 
 
@@ -489,7 +489,7 @@ def test_a_forked_child_of_a_rank_takes_no_part_and_does_not_hide_its_death() ->
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_death_is_told_before_what_else_failed() -> None:
+def test_a_death_is_reported_before_other_failures() -> None:
     def fails_or_dies() -> None:
         if gl.here().side == "target":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -517,7 +517,7 @@ def test_no_rank_listens_beyond_this_machine() -> None:
 
 
 def sockets_of(pid: int | None) -> set[str]:
-    """The numbers of the sockets that a process has open."""
+    """Return the inodes of the sockets that a process has open."""
     links = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -526,7 +526,7 @@ def sockets_of(pid: int | None) -> set[str]:
 
 
 def listeners() -> Iterator[tuple[str, str]]:
-    """Of each TCP socket of this machine that listens: its number, and the address in hexadecimal."""
+    """Return each listening TCP socket of this machine: its inode, and its address in hexadecimal."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

@@ -1,4 +1,4 @@
-"""Progress bars: one place that shows how they stand, and the lines that they end with."""
+"""Progress bars: one display with their current state, and the lines that they end with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pytest
 from tqdm.std import tqdm
 
 from graftlab.ranks import streams
-from graftlab.ranks.live_lines import LiveLines
-from graftlab.ranks.streams import LabelledStream
+from graftlab.ranks.streams import LabelledStream, LiveLines
 
 
 class Shown:
-    """What a stream sends: lines, and how its bars stand."""
+    """The lines that a stream sends, and the states of its bars."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Every state is shown, however soon after the last one.
@@ -53,7 +52,7 @@ def test_a_bar_is_one_live_line_and_ends_as_one_line(shown: Shown) -> None:
     assert "5/5" in shown.text
 
 
-def test_nested_bars_are_a_line_each_in_one_place(shown: Shown) -> None:
+def test_nested_bars_take_a_line_each_in_one_display(shown: Shown) -> None:
     for _ in bar(shown, 2, desc="outer"):
         for _ in bar(shown, 3, desc="inner", leave=False, position=1):
             pass
@@ -64,7 +63,7 @@ def test_nested_bars_are_a_line_each_in_one_place(shown: Shown) -> None:
     assert [line[:10] for line in shown.text.splitlines()] == ["outer: 100"]
 
 
-def test_what_is_printed_after_a_bar_comes_after_its_last_line(shown: Shown) -> None:
+def test_output_after_a_bar_follows_its_last_line(shown: Shown) -> None:
     for _ in bar(shown, 3, desc="bar"):
         pass
     print("done", file=shown.stream)
@@ -74,7 +73,7 @@ def test_what_is_printed_after_a_bar_comes_after_its_last_line(shown: Shown) -> 
     assert shown.text.splitlines()[-1] == "more"
 
 
-def test_bars_one_after_the_other_are_bounded_and_none_is_lost(shown: Shown) -> None:
+def test_successive_bars_take_bounded_space_and_none_is_lost(shown: Shown) -> None:
     for number in range(30):
         for _ in bar(shown, 2, desc=f"b{number:02}"):
             pass
@@ -83,7 +82,7 @@ def test_bars_one_after_the_other_are_bounded_and_none_is_lost(shown: Shown) -> 
     assert [line[:3] for line in shown.text.splitlines()] == [f"b{number:02}" for number in range(30)]
 
 
-def test_a_line_that_is_written_over_is_what_stands_there() -> None:
+def test_an_overwritten_line_shows_its_latest_text() -> None:
     lines = LiveLines()
     assert lines.write("12345\rab") == ""
     assert lines.text == "ab345"
@@ -93,7 +92,7 @@ def test_a_line_that_is_written_over_is_what_stands_there() -> None:
     assert lines.text == "above\nbelow"
 
 
-def test_windows_line_ends_are_no_bars(shown: Shown) -> None:
+def test_windows_line_ends_are_not_taken_for_bars(shown: Shown) -> None:
     shown.stream.write("one\r\ntwo\r\n")
     assert shown.live == []
     assert shown.text.split() == ["one", "two"]

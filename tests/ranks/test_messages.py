@@ -1,4 +1,4 @@
-"""Every message arrives as it was sent, only where it belongs, and what is none is refused by name."""
+"""Every message arrives as it was sent, and only in its direction; anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from kit.in_process import a_row
 
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
-from graftlab.exchange.whereabouts import WhereaboutsToTell
+from graftlab.exchange.status_page import WireStatus
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import messages
 from graftlab.ranks.messages import (
-    AgainstItself,
-    AskAgainstItself,
+    Acknowledgement,
     AskKeptInput,
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
-    AskMissing,
     AskPostMortem,
+    AskSelfGraft,
     AskStacks,
-    Assemble,
-    Assembled,
+    AskWaitReason,
     Call,
     Contact,
     Contacts,
     Dispatch,
+    DisplayData,
     Evaluate,
     Execute,
     Failure,
-    ForAWhile,
+    FallbackPlan,
     FromRank,
     Hello,
     Interrupt,
-    IsAt,
-    Kept,
+    JobCode,
     KeptTags,
-    Linked,
+    KeptValue,
+    LinkReport,
     LiveOutput,
-    Missing,
-    Moved,
-    Noted,
     Output,
-    OwnWork,
     PlanAdopted,
     PlanUpdate,
     PostMortem,
     Query,
-    Refused,
+    Refusal,
     Reply,
-    RunAgainstItself,
     RunDone,
     RunRequest,
+    RunSelfGraft,
     RunSettled,
-    Shown,
+    SelfGraftResult,
     Shutdown,
     Stacks,
+    StatusUpdate,
     TapSeen,
     ToRank,
+    WaitReason,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
     pack,
     pack_row,
     unpack_from_rank,
@@ -85,13 +85,13 @@ CONTACT = Contact(2, "/tmp/x/socket", b"\x00nonce", b"target[1] 7f", "10.0.0.7",
 TO_RANK = [
     Contacts((CONTACT,)),
     Contacts(()),
-    Assemble(2, RunInfo(3, 17, (0, 2), (1, 2), 4), PLAN),
-    Assembled(2),
-    Missing("target[0] had not joined"),
+    WorldRequest(2, RunInfo(3, 17, (0, 2), (1, 2), 4), PLAN),
+    WorldStart(2),
+    WaitReason("target[0] had not joined"),
     RunRequest(INFO, PLAN, Call(b"\x80packed")),
     RunRequest(INFO, PLAN, Evaluate("1 + 1", "<graft cell 1>")),
     RunRequest(INFO, PLAN, Execute("x = 1", "<graft cell 2>")),
-    RunRequest(INFO, PLAN, OwnWork()),
+    RunRequest(INFO, PLAN, JobCode()),
     PlanUpdate(PLAN),
     PlanUpdate(to_wire(GraftPlan())),
     Query(1, AskStacks()),
@@ -101,23 +101,23 @@ TO_RANK = [
     Query(5, AskKeptMap("attn", TAGS, (0, 2))),
     Query(6, AskKeptMap("attn", TAGS, None)),
     Query(7, AskPostMortem("p x")),
-    Query(8, RunAgainstItself(7, ("record", "repeat"), 2, {"attn": "bfloat16"}, ("out",), 1 << 30)),
-    Query(10, AskAgainstItself()),
-    ForAWhile(PLAN),
-    ForAWhile(None),
+    Query(8, RunSelfGraft(7, ("record", "repeat"), 2, {"attn": "bfloat16"}, ("out",), 1 << 30)),
+    Query(10, AskSelfGraft()),
+    FallbackPlan(PLAN),
+    FallbackPlan(None),
     Interrupt(3),
     Shutdown(),
 ]
 FROM_RANK = [
     Hello(42),
     CONTACT,
-    Linked(2, (1,), (0, 3)),
-    Moved(2, 17),
-    AskMissing(),
-    IsAt(WhereaboutsToTell("waiting", 7, 2, 30, 0.25, "attn", (0, 3))),
+    LinkReport(2, (1,), (0, 3)),
+    WorldSwitch(2, 17),
+    AskWaitReason(),
+    StatusUpdate(WireStatus("waiting", 7, 2, 30, 0.25, "attn", (0, 3))),
     Output("two\nlines\n"),
     LiveOutput(1, " 45%|####"),
-    Shown({"text/plain": "3", "image/png": "iVBORw0K"}),
+    DisplayData({"text/plain": "3", "image/png": "iVBORw0K"}),
     TapSeen(TAGS),
     PlanAdopted(3, 17),
     RunDone(3, b"\x80packed", None),
@@ -126,25 +126,25 @@ FROM_RANK = [
     RunSettled(3, 18),
     Reply(1, Stacks("thread MainThread")),
     Reply(2, KeptTags([TAGS, {}], [TAGS])),
-    Reply(3, Kept(b"\x80packed")),
-    Reply(4, Kept(None)),
+    Reply(3, KeptValue(b"\x80packed")),
+    Reply(4, KeptValue(None)),
     Reply(6, PostMortem("41")),
-    Reply(8, Noted()),
-    Reply(10, AgainstItself(None)),
-    Reply(10, AgainstItself(b"\x80packed")),
-    Reply(5, Refused("ValueError: no")),
+    Reply(8, Acknowledgement()),
+    Reply(10, SelfGraftResult(None)),
+    Reply(10, SelfGraftResult(b"\x80packed")),
+    Reply(5, Refusal("ValueError: no")),
 ]
 
 
 def parts_of(message: Any) -> set[type]:
-    """The types of a message and of the messages in it."""
+    """The types of a message and of the messages that it contains."""
     inner = [
         value for value in map(message.__getattribute__, message.__struct_fields__) if isinstance(value, msgspec.Struct)
     ]
     return {type(message)}.union(*map(parts_of, inner))
 
 
-def test_the_samples_here_are_of_every_message_there_is() -> None:
+def test_there_is_a_sample_of_every_message() -> None:
     concrete = {
         kind
         for kind in vars(messages).values()
@@ -156,14 +156,14 @@ def test_the_samples_here_are_of_every_message_there_is() -> None:
 
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
-def test_what_the_notebook_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+def test_messages_to_a_rank_arrive_equal_and_are_refused_from_one(message: Any) -> None:
     assert unpack_to_rank(pack(message)) == message
     with pytest.raises(MessageError, match=type(message).__name__):
         unpack_from_rank(pack(message))
 
 
 @pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
-def test_what_a_rank_sends_arrives_equal_and_is_refused_the_other_way(message: Any) -> None:
+def test_messages_from_a_rank_arrive_equal_and_are_refused_by_one(message: Any) -> None:
     assert unpack_from_rank(pack(message)) == message
     with pytest.raises(MessageError, match=type(message).__name__):
         unpack_to_rank(pack(message))
@@ -191,11 +191,11 @@ def test_an_unknown_message_is_refused_by_name(unpack: Any) -> None:
         ({"type": "PlanAdopted", "version": "3", "step": 1}, r"Expected `int`, got `str` - at `\$.version`"),
         ({"type": "PlanAdopted", "version": 3}, "missing required field `step`"),
         ({"type": "PlanAdopted", "version": 3, "step": 1, "more": 1}, "unknown field `more`"),
-        ({"type": "TapSeen", "tags": {"layer": [3]}}, "tag 'layer' has no plain value but a list"),
+        ({"type": "TapSeen", "tags": {"layer": [3]}}, "tag 'layer' has a value that is not plain: a list"),
         ({"type": "Reply", "number": 1, "answer": {"type": "Hello", "pid": 3}}, "Invalid value 'Hello'"),
         (
             {"type": "Reply", "number": 1, "answer": {"type": "KeptTags", "tags": [{"a": {}}]}},
-            "tag 'a' has no plain value",
+            "tag 'a' has a value that is not plain",
         ),
     ],
 )
@@ -212,14 +212,14 @@ def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
 
 
 @given(st.sampled_from(TO_RANK), st.integers(0, 10_000), st.integers(0, 255))
-def test_a_damaged_message_is_refused_or_is_one(message: Any, at: int, byte: int) -> None:
+def test_a_damaged_message_is_refused_or_valid(message: Any, at: int, byte: int) -> None:
     frame = bytearray(pack(message))
     frame[at % len(frame)] = byte
     with contextlib.suppress(MessageError):
         assert type(unpack_to_rank(bytes(frame))) in get_args(ToRank)
 
 
-def test_a_frame_that_is_a_pickle_is_not_opened(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_frame_is_not_loaded(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "was run",)
@@ -234,7 +234,7 @@ def test_a_frame_that_is_a_pickle_is_not_opened(tmp_path: Path) -> None:
 # ---- dispatch -------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_goes_to_its_handler_with_whatever_the_dispatch_is_called_with() -> None:
+def test_dispatch_passes_its_arguments_to_the_handler() -> None:
     handle = Dispatch[[str], str]()
     handle.on(Hello, lambda hello, label: f"{label} is {hello.pid}")
     handle.on(Output, lambda output, label: f"{label} says {output.text}")
@@ -242,8 +242,8 @@ def test_a_message_goes_to_its_handler_with_whatever_the_dispatch_is_called_with
     assert handle(Hello(7), "baseline[0]") == "baseline[0] is 7"
 
 
-def test_a_message_without_a_handler_is_an_error_that_names_it_and_those_that_have_one() -> None:
+def test_a_message_without_a_handler_is_an_error_that_lists_the_handled_ones() -> None:
     handle = Dispatch[[], None]()
     handle.on(Hello, lambda hello: None)
-    with pytest.raises(MessageError, match="Shutdown is not handled here; what is: Hello"):
+    with pytest.raises(MessageError, match="Shutdown has no handler here; these have: Hello"):
         handle(Shutdown())

@@ -1,4 +1,4 @@
-"""The limits that hold unless somebody asks for others are the same wherever they can be asked for."""
+"""The default limits are the same in every place that accepts others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graftlab.magics.command_line import COMMANDS
 from graftlab.ranks.options import LaunchOptions
 
 
-def test_the_help_of_launch_shows_the_limits_that_hold() -> None:
+def test_help_of_launch_shows_the_actual_limits() -> None:
     shown = inspect.signature(gl.launch).parameters
     for option in dataclasses.fields(LaunchOptions)[2:]:
         assert shown[option.name].default == option.default, option.name
@@ -21,7 +21,7 @@ def test_the_help_of_launch_shows_the_limits_that_hold() -> None:
     assert f"= {limits.TIMEOUT}" in str(inspect.signature(gl.launch))
 
 
-def test_the_magic_has_the_same_ones() -> None:
+def test_the_magic_has_the_same_limits() -> None:
     up = COMMANDS["up"].parser
     assert up.get_default("timeout") == limits.TIMEOUT
     assert f"(default {limits.TIMEOUT:g})" in up.format_help()

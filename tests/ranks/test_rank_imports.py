@@ -1,4 +1,4 @@
-"""What a rank imports: a session's conclusions are drawn in the notebook, so ranks never pay for its modules."""
+"""A rank imports no module that only the notebook needs, whatever the session runs on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank has no terminal: what would wait for an answer is refused at once, and says what to do instead."""
+"""A rank has no terminal: code that asks for input is refused at once, with advice."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ CELLS = {
 
 
 @pytest.mark.parametrize("what", CELLS)
-def test_what_would_wait_for_an_answer_is_refused_at_once_with_what_to_do(what: str, session: gl.Session) -> None:
+def test_input_and_debuggers_are_refused_at_once_with_advice(what: str, session: gl.Session) -> None:
     with pytest.raises(gl.RunError) as caught:
         session.execute(CELLS[what], "target[0]")
     said = str(caught.value)
     if what in ("input", "read", "lines"):
-        assert "nobody can answer input() on a rank, which has no terminal; pass what it needs as an argument" in said
+        assert "input() cannot be answered on a rank, which has no terminal; pass the value as an argument" in said
     else:
-        assert "nobody can answer a debugger on a rank, which has no terminal; `%graft debug target[0]`" in said
+        assert "a debugger cannot be used on a rank, which has no terminal; `%graft debug target[0]`" in said
     assert "BdbQuit" not in said
     assert "EOF" not in said
-    # The rank goes on, and is not traced.
+    # The rank keeps running, and is not traced.
     assert session.run(None, lambda: (sys.gettrace() is None, 6 * 7)).target == [(True, 42)]
 
 
-def test_the_line_that_asked_is_shown(session: gl.Session) -> None:
+def test_the_line_that_asked_for_input_is_shown(session: gl.Session) -> None:
     ask: Any = run_cell("def ask():\n    return input('name? ')")["ask"]
     with pytest.raises(gl.RunError, match=r"return input\('name\? '\)"):
         session.run(ask, None)
 
 
-def test_who_looks_whether_there_is_a_terminal_is_told_that_there_is_none(session: gl.Session) -> None:
+def test_stdin_is_not_a_terminal(session: gl.Session) -> None:
     looked = session.run(None, lambda: (sys.stdin.isatty(), sys.stdin.fileno(), sys.stdin.readable())).target
     assert looked == [(False, 0, True)]

@@ -1,4 +1,4 @@
-"""What a rank prints reaches its log at once, and the notebook in whole lines, each thread's apart."""
+"""Output of a rank reaches its log at once, and the notebook in whole lines of one thread each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_whole_lines_are_sent_and_the_log_has_everything_at_once(
     assert log.getvalue() == "half of a line\nand one\ntwo\nmore"
 
 
-def test_unfinished_lines_are_sent_when_whoever_began_them_has_ended(stream: LabelledStream, sent: list[str]) -> None:
+def test_unfinished_lines_are_sent_when_the_run_ends(stream: LabelledStream, sent: list[str]) -> None:
     print("no newline", end="", file=stream)
     other = threading.Thread(target=lambda: stream.write("nor here"))
     other.start()
@@ -85,7 +85,7 @@ def test_a_line_that_never_ends_is_sent_in_parts(
 
 
 @pytest.mark.parametrize(("lines", "characters"), [(10, 1 << 21), (1 << 20, 100)])
-def test_what_is_beyond_a_second_s_budget_is_in_the_log_alone_which_is_said_once(
+def test_output_beyond_the_budget_per_second_is_only_in_the_log_with_one_notice(
     lines: int,
     characters: int,
     stream: LabelledStream,
@@ -107,10 +107,10 @@ def test_what_is_beyond_a_second_s_budget_is_in_the_log_alone_which_is_said_once
     assert [line for line in sent if line in everything] == shown
     [said] = [line for line in sent if line not in everything]
     assert sent[10] == said
-    assert "what is beyond that is in its log only" in said
+    assert "the rest is only in the log of this rank" in said
 
 
-def test_it_is_the_stream_of_the_log_to_whoever_asks(tmp_path: Path) -> None:
+def test_the_stream_has_the_encoding_and_descriptor_of_its_log(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w", encoding="utf-8") as log:
         stream = LabelledStream(log, lambda text: None)
         assert stream.fileno() == log.fileno()

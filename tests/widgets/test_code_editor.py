@@ -339,7 +339,7 @@ def test_a_message_that_cannot_be_read_changes_nothing(
     screen.browser.kernel_works()
     assert screen.editor.value == "start"
     assert screen.events == []
-    assert "cannot be read" in caplog.text
+    assert "malformed message" in caplog.text
 
 
 def test_the_options_reach_the_browser(simulated: Browser, stub_bundle: Path) -> None:

@@ -12,11 +12,11 @@ from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.control.core import internals_of
-from graftlab.exchange.channel import Channel
-from graftlab.jobs.attached_rank import AttachedRank
-from graftlab.jobs.host import Host
-from graftlab.ranks.devices import Seat
-from graftlab.ranks.messages import Linked, Moved
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.session_server import SessionServer
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import LinkReport, WorldSwitch
 from graftlab.widgets.refresher import refresher_of
 
 
@@ -25,40 +25,40 @@ class Jobs:
 
     def __init__(self, session: gl.Session) -> None:
         self.session = session
-        self.ranks = cast("list[AttachedRank]", session.ranks)
+        self.ranks = cast("list[AttachedRankHandle]", session.ranks)
         # The session knows of it no more than how to end it.
         closes: Any = internals_of(session).close_first
-        self.host: Host = closes.__self__
-        self._ends: dict[int, Channel] = {}
+        self.server: SessionServer = closes.__self__
+        self._ends: dict[int, SocketChannel] = {}
 
     def come(self, *numbers: int) -> None:
         """A new process takes each of these places; then all have their connections."""
-        gathering = self.host._gathering
-        with self.host._lock:
+        membership = self.server._membership
+        with self.server._lock:
             for number in numbers:
                 rank = self.ranks[number]
                 if rank.has_joined:
                     rank.renew()
                     internals_of(self.session).jobs.hear(rank)
-                rank.hand_over(1000 + number, Seat("cpu", "none"))
-                line, bell = rank.take_line()
-                self._ends[number] = Channel(line)
+                rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
+                line, bell = rank.take_ends()
+                self._ends[number] = SocketChannel(line)
                 bell.close()
-                gathering.enter(rank, None, None)
+                membership.enter(rank, None, None)
             for number in numbers:
-                gathering.greet(self.ranks[number])
+                membership.note_ready(self.ranks[number])
             for number, rank in enumerate(self.ranks):
-                gathering.share_of(rank, gathering._world)
-                gathering.note_linked(rank, Linked(gathering._world, (1 - number,), ()))
+                membership.share_of(rank, membership._world)
+                membership.note_linked(rank, LinkReport(membership._world, (1 - number,), ()))
 
     def move(self, number: int, step: int) -> None:
         """One that stayed goes on with the new ones, after this step."""
-        with self.host._lock:
-            self.host._gathering.note_moved(self.ranks[number], Moved(self.host._gathering._world, step))
+        with self.server._lock:
+            self.server._membership.note_moved(self.ranks[number], WorldSwitch(self.server._membership._world, step))
 
     def die(self, number: int) -> None:
         self._ends.pop(number).close()
-        wait_until(lambda: not self.host._gathering.is_at_work(self.ranks[number]), "word of its death")
+        wait_until(lambda: not self.server._membership.is_at_work(self.ranks[number]), "word of its death")
 
     def close(self) -> None:
         for end in self._ends.values():

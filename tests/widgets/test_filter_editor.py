@@ -201,7 +201,7 @@ def test_a_caret_stands_below_the_fault(screen: FilterScreen, text: str, before:
 def test_a_tap_that_both_directions_match_is_marked_and_stops_apply(screen: FilterScreen) -> None:
     screen.type(b2t="name == 'attn_out'", t2b="layer == 1 or name == 'logits'")
     for name in ("b2t", "t2b"):
-        assert "1 tap is matched by both b2t and t2b" in screen.below(name)
+        assert "both b2t and t2b match 1 tap" in screen.below(name)
         assert '<span class="tap both">attn_out layer=1 <b>both</b></span>' in screen.html_below(name)
         assert screen.html_below(name).count("tap both") == 1
     assert not screen.can_apply
@@ -248,7 +248,7 @@ def test_taps_that_a_plan_calls_otherwise_are_judged_anew(screen: FilterScreen, 
 
 def test_without_taps_a_text_is_still_checked(show: Callable[[Any], FilterScreen]) -> None:
     screen = show(FakeSession())
-    assert screen.below("compare") == "no tap has been seen yet"
+    assert screen.below("compare") == "no taps seen yet"
     screen.type(b2t="lay er")
     assert "two values side by side" in screen.below("b2t")
 
@@ -294,7 +294,7 @@ def test_a_filter_in_force_that_matched_no_tap_of_a_run_says_so_until_it_is_chan
 
 def test_a_filter_on_the_moment_says_which_moment_it_is_judged_by(screen: FilterScreen) -> None:
     screen.type(b2t="step == 7 and side == 'target'")
-    assert "judged by the side and step at which each tap was first seen" in screen.below("b2t")
+    assert "matched by the side and step at which each tap was first seen" in screen.below("b2t")
     assert "judged" not in screen.below("compare")
 
 
@@ -360,7 +360,7 @@ def test_apply_publishes_what_was_typed_and_says_so(screen: FilterScreen, sessio
     screen.type(b2t="layer == 0", keep="  name == 'logits' ")
     screen.apply()
     assert session.plan == GraftPlan(b2t="layer == 0", keep="  name == 'logits' ", version=1)
-    assert screen.message == "Version 1 is published; it changes b2t and keep."
+    assert screen.message == "Published version 1, which changes b2t and keep."
     assert "in force" not in screen.below("b2t") + screen.below("keep")
     session.edit(compare="False")
     screen.editor.refresh()
@@ -394,7 +394,7 @@ def test_apply_refuses_a_bad_text_that_the_kernel_had_not_heard_of_when_it_was_c
     screen.pages["t2b"].type("layer == 1")
     screen.click("apply")
     screen.browser.kernel_works()
-    assert screen.message.startswith("Not applied. 1 tap is matched by both b2t and t2b")
+    assert screen.message.startswith("Not applied. both b2t and t2b match 1 tap")
     assert len(session.plans) == 1
 
 
@@ -430,7 +430,7 @@ def test_apply_without_a_change_publishes_nothing(screen: FilterScreen, session:
     screen.type(compare=" True  ")
     screen.apply()
     assert len(session.plans) == 1
-    assert screen.message == "Nothing to apply: these filters are in force, as version 0."
+    assert screen.message == "Nothing to apply: version 0 already has these filters."
 
 
 def test_what_is_edited_elsewhere_between_the_click_and_its_answer_is_not_taken_back(
@@ -495,7 +495,7 @@ def test_an_earlier_plan_is_listed_and_restored_whole_as_a_new_version(
     assert new == GraftPlan(old.b2t, old.t2b, old.compare, old.keep, old.transform, old.rename, version=3)
     assert screen.text("b2t") == "layer == 0"
     assert screen.text("keep") == ""
-    assert screen.message == "Version 1 is restored, as version 3."
+    assert screen.message == "Restored version 1 as version 3."
     assert screen.find("plan-2") is not None
 
 
@@ -558,7 +558,7 @@ def test_what_was_typed_is_kept_when_the_plan_changes_elsewhere_and_the_change_i
     screen.browser.kernel_works()
     assert screen.text("b2t") == screen.text("keep") == "layer == 0"
     assert screen.text("compare") == ""
-    assert "changed elsewhere meanwhile, and what you typed is kept; in force: layer == 1" in screen.below("b2t")
+    assert "changed elsewhere, and your text is kept; in force: layer == 1" in screen.below("b2t")
     assert "in force: nothing" in screen.below("keep")
     assert "elsewhere" not in screen.below("keep")
     screen.type(b2t="layer == 0 or layer == 2")
@@ -577,7 +577,7 @@ def test_what_was_typed_and_has_not_reached_the_kernel_is_kept_when_the_plan_cha
     screen.editor.refresh()
     screen.browser.kernel_works()
     assert screen.text("b2t") == screen.line("b2t").value == "layer == 0"
-    assert "changed elsewhere meanwhile, and what you typed is kept; in force: layer == 1" in screen.below("b2t")
+    assert "changed elsewhere, and your text is kept; in force: layer == 1" in screen.below("b2t")
     assert screen.text("t2b") == screen.line("t2b").value == "name == 'logits'"
     screen.apply()
     assert (session.plan.b2t, session.plan.t2b) == ("layer == 0", "name == 'logits'")
@@ -645,7 +645,7 @@ def test_after_the_session_is_closed_nothing_can_be_changed(screen: FilterScreen
     screen.editor.refresh()
     session.closed = True
     screen.editor.refresh()
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
     assert not screen.can_apply
     assert screen.find("revert").disabled
     assert screen.find("restore").disabled
@@ -658,7 +658,7 @@ def test_a_click_on_the_way_when_the_session_was_closed_is_answered(screen: Filt
     session.closed = True
     screen.browser.kernel_works()
     assert len(session.plans) == 1
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
 
 
 def test_an_error_of_the_refresher_is_shown_until_it_is_taken_away(screen: FilterScreen) -> None:
@@ -667,7 +667,7 @@ def test_an_error_of_the_refresher_is_shown_until_it_is_taken_away(screen: Filte
     screen.editor.show_error("the <session> cannot be read")
     assert screen.message == "the <session> cannot be read"
     screen.editor.show_error("")
-    assert screen.message == "Version 1 is published; it changes b2t."
+    assert screen.message == "Published version 1, which changes b2t."
 
 
 def test_a_closed_editor_leaves_no_widget_behind_and_hears_nothing_more(
@@ -727,7 +727,7 @@ def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     screen.type(b2t="name == 'b'")
     assert "1 of" in screen.below("b2t")
     screen.apply()
-    assert screen.message == f"Version {before + 1} is published; it changes b2t."
+    assert screen.message == f"Published version {before + 1}, which changes b2t."
     assert screen.adopted == f"Plan {before + 1} : not yet used by baseline[0], target[0]."
     assert not run.done
     (tmp_path / "go on").touch()

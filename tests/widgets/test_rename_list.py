@@ -44,12 +44,12 @@ def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
 ) -> None:
     write(screen, "target", r"^model\.")
     assert screen.shown("rule-preview").startswith(
-        "5 names seen match; 5 of them are then names of the baseline. model.layers.0.mlp → layers.0.mlp"
+        "5 names seen match; 5 of the new names exist on the baseline. model.layers.0.mlp → layers.0.mlp"
     )
     assert "and 2 more" in screen.shown("rule-preview")
     assert session.plan.rename == ()
     write(screen, "baseline", "^model")
-    assert screen.shown("rule-preview").startswith("0 names seen match; 0 of them")
+    assert screen.shown("rule-preview").startswith("0 names seen match; 0 of the new names")
     write(screen, "target", "(")
     assert "unterminated" in screen.shown("rule-preview")
     write(screen, "target", "x", r"\\9")
@@ -65,7 +65,7 @@ def test_the_preview_counts_what_earlier_rules_leave_to_a_new_one(session: gl.Se
     session.edit(rename={"target": {"layers.3": "blocks.3"}})
     write(screen, "target", r"^model\.")
     shown = screen.shown("rule-preview")
-    assert shown.startswith("5 names seen match; 4 of them are then names of the baseline; an earlier rule rewrites 1")
+    assert shown.startswith("5 names seen match; 4 of the new names exist on the baseline; an earlier rule rewrites 1")
 
 
 def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen) -> None:
@@ -73,7 +73,7 @@ def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen)
     screen.click("add-rule")
     screen.browser.kernel_works()
     assert session.plan.rename == (("target", r"^model\.", ""),)
-    assert f"Version {session.plan.version} is published" in screen.message
+    assert f"Published version {session.plan.version}" in screen.message
     write(screen, "baseline", "mlp", "ffn")
     screen.click("add-rule")
     screen.browser.kernel_works()
@@ -85,7 +85,7 @@ def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen)
     version = session.plan.version
     for pattern, new, said in (
         ("(", "", "is not usable"),
-        ("", "x", "write the regular"),
+        ("", "x", "enter the regular"),
         ("mlp", "ffn", "Nothing to"),
     ):
         write(screen, "target" if pattern == "(" else "baseline", pattern, new)

@@ -222,7 +222,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
     assert "✗ failed" in screen.tries(RAISES)
     assert screen.page.error == "line 3: IndexError: list index out of range"
     assert screen.applies(RAISES) == (
-        "Not applied, because it failed. To apply it all the same, choose other tensors to try on, or none."
+        "Not applied: the draft failed. To apply it anyway, try it on other tensors, or on none."
     )
     assert "step" in screen.result
     assert ": IndexError: list index out of range received float32[2, 3]" in screen.result
@@ -306,7 +306,7 @@ def test_it_follows_a_filter_that_was_put_in_force_elsewhere_and_says_where_ther
     screen.editor.refresh()
     screen.settle()
     assert screen.find("where").value == ""
-    assert "where the plan grafts, which is nowhere" in screen.in_force
+    assert "where the plan grafts (nowhere)" in screen.in_force
 
 
 @pytest.mark.ranks
@@ -325,7 +325,7 @@ def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Sess
     screen.enter("where", "step == 0")
     screen.click("apply")
     screen.settle()
-    assert "have filters of their own" in screen.message
+    assert "have their own filters" in screen.message
 
     before = session.plan.transforms
     session.edit(transform=None)
@@ -485,9 +485,9 @@ def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_
 ) -> None:
     screen = show(session)
     before = session.plan
-    screen.choose("tap", "nothing: only load it")
+    screen.choose("tap", "nothing (only load it)")
     message = screen.applies(f"{DOUBLES}\nraise ValueError('as it loads')")
-    assert message == "Not applied, because it failed."
+    assert message == "Not applied: the draft failed."
     assert "as it loads" in screen.result
     assert session.plan is before
 
@@ -497,7 +497,7 @@ def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> No
     screen = show(session)
     screen.applies(DOUBLES)
     before = session.plan
-    assert screen.applies(DOUBLES) == f"Nothing to apply: this is in force, as of plan {before.version}."
+    assert screen.applies(DOUBLES) == f"Nothing to apply: plan {before.version} already has this transform."
     assert session.plan is before
 
 
@@ -549,7 +549,7 @@ def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_a
         session.run(both_taps, both_taps, args=(layer,))
     screen = show(session)
     offered = screen.options("tap")
-    assert offered[0] == "nothing: only load it"
+    assert offered[0] == "nothing (only load it)"
     ys = [label for label in offered if label.startswith("y")]
     assert ys == ["y · layer=0 · target[0]", "y · layer=1 · target[0]", "y · layer=2 · not kept"]
     screen.choose("tap", "y · layer=1 · target[0]")
@@ -561,13 +561,13 @@ def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_a
 def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chosen_tap(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
-        assert screen.options("tap") == ["nothing: only load it"]
-        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is loaded and not run."
-        assert "✓ it loads; it was not run on any tensors" in screen.tries(RAISES)
+        assert screen.options("tap") == ["nothing (only load it)"]
+        assert screen.shown("kept-hint") == "No tensors are kept, so a draft is only loaded, not run."
+        assert "✓ loads; not run on any tensors" in screen.tries(RAISES)
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
         screen.settle()
-        assert screen.chosen("tap") == "nothing: only load it"
+        assert screen.chosen("tap") == "nothing (only load it)"
         assert session.plan.keep is None
         screen.choose("tap", "y · layer=1 · not kept")
         screen.browser.kernel_works()
@@ -575,7 +575,7 @@ def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chose
         screen.click("keep")
         screen.settle()
         assert session.plan.keep == "name == 'y' and layer == 1"
-        assert screen.shown("kept-hint") == "No tensors of it are kept yet; the next step brings some."
+        assert screen.shown("kept-hint") == "Its tensors are not kept yet; they arrive with the next step."
         assert screen.find("keep").layout.display == "none"
         for layer in (0, 1):
             session.run(both_taps, both_taps, args=(layer,))
@@ -600,12 +600,12 @@ def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) 
         wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) == LISTED + 1, "the taps in the menu")
         screen.settle()
         assert screen.find("tap-search").layout.display is None
-        assert screen.shown("more-taps") == f"{1463 + 1 - LISTED:,} more; type words of their names to find them"
+        assert screen.shown("more-taps") == f"{1463 + 1 - LISTED:,} more; type part of a name to find them"
         assert "model.layers.1462.out · part=0 · target[0]" in screen.options("tap"), "what is kept comes first"
         screen.enter("tap-search", "1401 PART=1")
         screen.settle()
         chosen = screen.chosen("tap")
-        assert screen.options("tap") == ["nothing: only load it", chosen, "model.layers.1401.out · part=1 · not kept"]
+        assert screen.options("tap") == ["nothing (only load it)", chosen, "model.layers.1401.out · part=1 · not kept"]
         screen.choose("tap", "model.layers.1401.out · part=1 · not kept")
         screen.click("keep")
         screen.settle()
@@ -621,12 +621,12 @@ def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) 
 def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session: gl.Session, show: Show) -> None:
     screen = show(session)
     assert screen.chosen("tap") == "x · layer=4 · target[0]"
-    screen.choose("tap", "nothing: only load it")
+    screen.choose("tap", "nothing (only load it)")
     screen.settle()
     session.edit(keep="True")
     session.run(both_taps, both_taps)
     wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) > 3, "what is kept")
-    assert screen.chosen("tap") == "nothing: only load it"
+    assert screen.chosen("tap") == "nothing (only load it)"
     # Which is how a transform for other data gets past a pair that it does not fit.
     assert screen.applies(RAISES).startswith("Applied")
 
@@ -834,7 +834,7 @@ def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show:
     session.edit(transform=DOUBLES)
     screen.settle()
     assert screen.text == DOUBLES
-    assert "Put in force elsewhere, and shown here" in screen.message
+    assert "Changed elsewhere, and shown here" in screen.message
     assert f"since plan {session.plan.version}" in screen.in_force
     session.edit(transform=importable)
     screen.settle()
@@ -859,7 +859,7 @@ def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(ses
     session.edit(transform=DOUBLES)
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: transform (text " in screen.message
+    assert "Changed elsewhere to transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
     screen.click("revert")
     screen.settle()
@@ -881,7 +881,7 @@ def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: g
     screen.editor.refresh()
     screen.settle()
     assert screen.text == "mine"
-    assert "Put in force elsewhere: transform (text " in screen.message
+    assert "Changed elsewhere to transform (text " in screen.message
     assert "● edited, not applied" in screen.in_force
 
 
@@ -965,7 +965,7 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     screen.click("load")
     screen.settle()
     assert screen.text == DOUBLES
-    assert screen.shown("difference") == "no difference"
+    assert screen.shown("difference") == "no differences"
     assert session.plan.version == second
     assert "● edited, not applied" in screen.in_force
     assert len([label for label in screen.options("version") if label.startswith("not applied")]) == 1
@@ -997,7 +997,7 @@ def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, import
         assert session.run(tap_x, tap_x).target == [[[value] * 3] * 2]
     screen.click("compare")
     screen.settle()
-    assert screen.shown("difference") == "no difference"
+    assert screen.shown("difference") == "no differences"
 
 
 # ---- its end --------------------------------------------------------------------------------------------------------
@@ -1009,12 +1009,12 @@ def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(sho
         screen = show(session)
         screen.type("mine")
     screen.settle()
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
     for name in ("try", "apply", "revert", "restore"):
         assert screen.find(name).disabled
     screen.editor.editor.submit("apply")
     screen.settle()
-    assert screen.message == "The session is closed; its plan cannot be changed any more."
+    assert screen.message == "The session is closed; its plan can no longer be changed."
     assert screen.text == "mine"
 
 

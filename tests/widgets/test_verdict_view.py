@@ -53,7 +53,7 @@ def test_the_expression_that_is_on_the_screen_at_the_click_is_judged(screen: Scr
 
 
 @pytest.mark.parametrize(
-    ("expression", "why"), [("", "write the expression"), ("f(", "not Python"), ("g()", "NameError")]
+    ("expression", "why"), [("", "enter the expression"), ("f(", "not Python"), ("g()", "NameError")]
 )
 def test_what_cannot_be_judged_is_said_in_the_panel(screen: Screen, expression: str, why: str) -> None:
     assert judge(screen, expression) == ""

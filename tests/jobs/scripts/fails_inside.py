@@ -3,7 +3,7 @@
 import torch
 
 import graftlab as gl
-from graftlab.grafting import arrival, grafter
+from graftlab.grafting import grafter, receive_pipeline
 
 
 def broken(*_: object) -> None:
@@ -12,7 +12,7 @@ def broken(*_: object) -> None:
 
 for number in range(4):
     if number == 1:
-        arrival.ReceivePipeline.take = grafter.Grafter._publish = broken
+        receive_pipeline.ReceivePipeline.take = grafter.Grafter._publish = broken
     gl.tap("hidden", torch.arange(12.0).reshape(2, 6) + number, layer=0)
     gl.step()
 print("done")

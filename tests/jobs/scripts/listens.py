@@ -33,13 +33,13 @@ baseline, target = session.tensors("hidden", layer=0)
 said["kept"] = [baseline.tolist(), target.tolist()]
 said["stacks"] = [rank for rank, text in session.stacks().items() if "goes_on.py" in text]
 session.close()
-token = (folder / ".meeting" / "token").read_text()
+token = (folder / ".rendezvous" / "token").read_text()
 
 again = gl.listen(baseline=1, target=2, address=address, folder=folder, append=True, timeout=120)
 before = again.row_count
 wait_until(lambda: again.row_count > before, "rows of jobs that were taken over")
 said["plan"] = again.plan.b2t
-said["same token"] = (folder / ".meeting" / "token").read_text() == token
+said["same token"] = (folder / ".rendezvous" / "token").read_text() == token
 wait_until(lambda: all(again.status()["links"]), "word of the links")
 said["links again"] = again.status()["links"].tolist()
 stop.touch()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import graftlab as gl
-from graftlab.ranks import desk
+from graftlab.ranks import control_thread
 
 
 def broken(*_: object) -> None:
@@ -29,7 +29,7 @@ while not stop.exists():
     if number == fall_at and is_last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     if plant.exists():
-        desk.unpack_to_rank = broken
+        control_thread.unpack_to_rank = broken
         plant.unlink()
     gl.tap("count", torch.full((4,), scale * (1 + number)))
     gl.step()

@@ -1,0 +1,69 @@
+"""Closing sessions: uninterrupted by the stop button, when this process ends, and never by a fork of it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from graftlab.ranks.handle import RankHandle
+
+
+class OpenSession(Protocol):
+    @property
+    def ranks(self) -> Sequence[RankHandle]: ...
+
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[OpenSession] = weakref.WeakSet()
+
+
+def close_at_exit(session: OpenSession) -> None:
+    """Close this session when the process ends, unless :func:`forget` comes first."""
+    _open.add(session)
+
+
+def forget(session: OpenSession) -> None:
+    """Note that this session is closed."""
+    _open.discard(session)
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in list(_open):
+        session.close()
+
+
+def _release_in_child() -> None:
+    """In a forked child, such as a data loader's worker: the ranks belong to the parent, and end with it alone."""
+    for session in list(_open):
+        for rank in session.ranks:
+            rank.release_in_child()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def uninterrupted(call: Callable[[], None]) -> None:
+    """Make this call on another thread, so that the stop button ends only the wait; raises what the call raises."""
+    result = Future[None]()
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    try:
+        threading.Thread(target=work, name="graftlab-uninterrupted", daemon=True).start()
+    except RuntimeError:  # the interpreter is shutting down and starts no threads
+        work()
+    result.result()

@@ -1,0 +1,229 @@
+"""The runs of a match: both sides record their taps, then the target again with what is matched grafted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graftlab.base.progress import LongWait
+from graftlab.base.world import Side
+from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.errors import LayoutError, SessionError
+from graftlab.layouts import RankLayout
+from graftlab.matching.items import BUDGET, RecordedTap
+from graftlab.matching.matcher import match_taps
+from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.rounds import ROUNDS, match_in_rounds
+from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
+from graftlab.ranks.remote_functions import Callee
+
+if TYPE_CHECKING:
+    from graftlab.control.core import SessionCore
+
+SENT = 1 << 28
+"""Bytes of values that each rank sends to the notebook at once; of more, sketches come, and values when asked for."""
+
+
+def match(
+    session: SessionCore,
+    baseline: Callee,
+    target: Callee,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    rounds: int = ROUNDS,
+    budget: int = BUDGET,
+    sent: int = SENT,
+) -> Proposal:
+    """See :meth:`graftlab.session.Session.match`."""
+    for side, callee in (("baseline", baseline), ("target", target)):
+        if not (isinstance(callee, str) or callable(callee)):
+            raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
+    if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
+        raise SessionError(f"match: rounds is at least 0 and budget above 0, not {rounds!r} and {budget!r}")
+    refuse_invalid_expressions(baseline, target)
+    matching = _MatchRuns(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
+    try:
+        return matching.proposal(rounds)
+    finally:
+        matching.end()
+
+
+class _MatchRuns:
+    """One match on its way: what the baseline showed, which does not change, and what is grafted into the target."""
+
+    def __init__(
+        self,
+        session: SessionCore,
+        callees: tuple[Callee, Callee],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        budget: int,
+        sent: int,
+    ) -> None:
+        self._session = session
+        self._callees = callees
+        self._args, self._kwargs = args, kwargs
+        self._budget, self._sent = budget, sent
+        self._runs = 0
+        self._baseline: list[RecordedTap] = []
+        self._values: dict[str, Tensor] = {}
+        self._grafted: dict[str, list[Pair]] = {}
+        self._notes: dict[str, None] = {}
+        self._moved = 0
+        self._order: dict[Side, tuple[str, ...]] = {}
+        self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
+
+    def proposal(self, rounds: int) -> Proposal:
+        fetch: dict[str, Any] = {
+            "fetch_baseline": partial(self._fetch, "baseline"),
+            "fetch_target": partial(self._fetch, "target"),
+        }
+        if rounds == 0:
+            found = match_taps(*self._record(()), **fetch)
+        else:
+            found = match_in_rounds(self._record, rounds, **fetch)
+        problems = (*found.problems, *self._notes)
+        return replace(
+            found,
+            problems=problems,
+            moved=self._moved,
+            unmatched_baseline={**found.unmatched_baseline, **self._skipped["baseline"]},
+            unmatched_target={**found.unmatched_target, **self._skipped["target"]},
+            order=self._order,
+        )
+
+    def end(self) -> None:
+        if not self._session.closed and not any(not run.done for run in self._session.runs[-1:]):
+            self._session.run(forget_match, forget_match)
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        """See :data:`graftlab.matching.rounds.Record`. The baseline runs once."""
+        new, gone = self._changed(grafts)
+        given = self._args, self._kwargs, self._budget, self._sent
+        ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
+        theirs = partial(record_taps, self._callees[1], *given, new, gone)
+        title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
+        self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
+        run = self._session.start(ours, theirs)
+        try:
+            run.wait(bar=LongWait(title, "taps", lambda: 0))
+        except KeyboardInterrupt:
+            self._session.interrupt()
+            raise
+        if not self._runs:
+            self._baseline = self._one(run.baseline, "baseline")
+            for tap in self._baseline:
+                if tap.value is not None:
+                    self._values[tap.name] = tap.value
+        self._runs += 1
+        target = self._one(run.target, "target")
+        ours_in_order, theirs_in_order = (tuple(tap.name for tap in taps) for taps in (self._baseline, target))
+        self._order = {"baseline": ours_in_order, "target": theirs_in_order}
+        return self._baseline, target
+
+    def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
+        """What is grafted now and was not in the run before, and which of the target's taps no longer are."""
+        wanted: dict[str, list[Pair]] = {}
+        for pair in grafts:
+            wanted.setdefault(pair.target, []).append(pair)
+        new: dict[str, list[MatchGraft]] = {}
+        for name, pairs in wanted.items():
+            if self._grafted.get(name) == pairs:
+                continue
+            made = [
+                MatchGraft(pair.layout, pair.whole, value) for pair in pairs if (value := self._value(pair)) is not None
+            ]
+            if made:
+                new[name] = made
+        gone = [name for name in self._grafted if name not in wanted]
+        self._grafted = wanted
+        return new, gone
+
+    def _value(self, pair: Pair) -> Tensor | None:
+        found = self._values.get(pair.baseline)
+        if found is None:
+            found = self._fetch("baseline", pair.baseline)
+            if found is not None:
+                self._values[pair.baseline] = found
+        if found is None:
+            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to look behind it")
+        return found
+
+    def _fetch(self, side: Side, name: str) -> Tensor | None:
+        """A value that only a rank has."""
+        work = partial(recorded_value, name)
+        if side == "baseline":
+            values: list[Tensor | None] = self._session.run(baseline=work).baseline
+        else:
+            values = self._session.run(target=work).target
+        self._moved += sum(_size(value) for value in values if value is not None)
+        return values[0]
+
+    # ---- ranks --------------------------------------------------------------------------------------------------
+
+    def _one(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
+        """One side's taps as one rank would have them, of what each of its ranks recorded."""
+        for rank, records in enumerate(ranks):
+            self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)
+            for note in records.notes:
+                self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
+        skipped = self._skipped[side]
+        skipped.clear()
+        skipped.update(ranks[0].skipped)
+        layouts = ranks[0].layouts
+        if len(ranks) == 1 and not layouts:
+            return ranks[0].taps
+        by_name = [{tap.name: tap for tap in records.taps} for records in ranks]
+        taps = []
+        for tap in ranks[0].taps:
+            held = [each[tap.name] for each in by_name if tap.name in each]
+            joined = self._joined(tap, held, layouts.get(tap.name), len(ranks))
+            if isinstance(joined, str):
+                skipped[tap.name] = joined
+            else:
+                taps.append(joined)
+        return taps
+
+    def _joined(
+        self, tap: RecordedTap, held: Sequence[RecordedTap], layout: RankLayout | None, ranks: int
+    ) -> RecordedTap | str:
+        if len(held) < ranks:
+            return f"only {len(held)} of {ranks} ranks have it"
+        if layout is None:
+            if all(each.shape == tap.shape and _alike(each, tap) for each in held):
+                return tap
+            return (
+                "its ranks hold different tensors and do not say which part of the whole each has: "
+                "gl.tap(layout=...) says it, and DTensors do by themselves"
+            )
+        values = [held[rank].value for rank in layout.layout.mesh.ranks if rank < len(held)]
+        if len(values) < layout.layout.mesh.size or any(value is None for value in values):
+            return f"its parts ({layout.layout}) were not all kept, so there is no whole to match"
+        try:
+            whole = layout.layout.join([value for value in values if value is not None], layout.shape).whole
+        except LayoutError as error:
+            return str(error)
+        made = RecordedTap.of(tap.name, whole, kind=tap.kind, order=tap.order)
+        made.tags = tap.tags
+        return made
+
+    def _note(self, text: str) -> None:
+        self._notes[text] = None
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _alike(one: RecordedTap, other: RecordedTap) -> bool:
+    """Whether two ranks hold the same, as far as sketches tell."""
+    mine, theirs = (torch.from_numpy(each.sketch.extremes.copy()) for each in (one, other))
+    return mine.shape == theirs.shape and bool(torch.allclose(mine, theirs, rtol=1e-5, atol=0, equal_nan=True))

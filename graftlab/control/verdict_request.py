@@ -1,0 +1,70 @@
+"""What a caller asks of a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graftlab.control.work import arguments
+from graftlab.errors import SessionError
+from graftlab.ranks.remote_functions import Callee
+
+
+@dataclass(frozen=True)
+class VerdictRequest:
+    """The parameters of :meth:`graftlab.session.Session.verdict`, which explains them.
+
+    Raises :class:`SessionError` for a value that cannot be used.
+    """
+
+    baseline: Callee | None = None
+    target: Callee | None = None
+    output: str | None = None
+    floor: float | Literal["auto"] = "auto"
+    exact: Callee | None = None
+    threshold: float = 5.0
+    explain: bool = True
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+    steps: int = 1
+    graft_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.floor != "auto" and not _is_positive(self.floor):
+            raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {self.floor!r}")
+        refuse_threshold(self.threshold)
+        if not (self.output is None or isinstance(self.output, str)):
+            raise SessionError(f"verdict: output is the name of a tap, not {self.output!r}")
+        if not (self.exact is None or isinstance(self.exact, str) or callable(self.exact)):
+            raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {self.exact!r}")
+        if not (isinstance(self.steps, int) and self.steps > 0):
+            raise SessionError(f"verdict: steps is how many steps of the jobs make a run, not {self.steps!r}")
+        _ = self.arguments
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the named arguments of both functions."""
+        return arguments("verdict", self.args, self.kwargs)
+
+    @property
+    def constant_floor(self) -> float | None:
+        """The floor that the caller gave for all taps; None where it is measured or assumed."""
+        return None if self.floor == "auto" else float(self.floor)
+
+
+def refuse_floor(floor: float | None) -> None:
+    """Raise :class:`SessionError` for a floor of rows that cannot be used."""
+    if floor is not None and not _is_positive(floor):
+        raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
+
+
+def refuse_threshold(threshold: object) -> None:
+    """Raise :class:`SessionError` for a threshold that cannot be used."""
+    if not _is_positive(threshold):
+        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

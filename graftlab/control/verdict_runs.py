@@ -1,0 +1,214 @@
+"""The runs that a verdict is made of, where both sides are functions that it calls as often as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.progress import LongWait
+from graftlab.base.tap_groups import DATA
+from graftlab.base.world import Side
+from graftlab.control.core import start_under
+from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
+from graftlab.control.run import Run
+from graftlab.control.verdict_request import VerdictRequest
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.plan.plan import FILTERS, PlanEdit
+from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
+from graftlab.recordings.recorded import Recorded
+from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.given import without_data
+from graftlab.verdict.of_jobs import account_of_recording
+from graftlab.verdict.unexplained import ReturnedValues, compare_returned
+from graftlab.verdict.wording import OfJobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from graftlab.control.core import SessionCore
+
+EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
+
+
+@dataclass(frozen=True)
+class RunFilters:
+    """The filters of one run, None where it needs none. No tap that matches ``leaving`` is grafted."""
+
+    b2t: str | None = None
+    t2b: str | None = None
+    compare: str | None = None
+    keep: str | None = None
+    leaving: str | None = None
+
+
+class VerdictRuns:
+    """Makes runs under plans of its own, and gives the plan that was in force back in the end. For use in ``with``.
+
+    ``count`` is how many it made so far, ``before`` the plan that was in force.
+    """
+
+    never_grafted = DATA
+    """A filter for the taps that are compared where nothing is grafted, and left alone everywhere else."""
+
+    recorded = False
+    """Whether the baseline is a recording, which computes nothing of what it is given."""
+
+    has_twin = False
+    """Whether a twin of the baseline in higher precision was given."""
+
+    def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
+        self.session = session
+        self.request = request
+        self.count = 0
+        self.before = session.plan
+        self.returned: ReturnedValues | None = None
+        """What both functions returned in the newest run of both; None of jobs, which return nothing."""
+        self._ours: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Somebody else's newer plan is theirs.
+        if not self.session.closed and self.session.plan.version in self._ours:
+            before = {name: getattr(self.before, name) for name in FILTERS}
+            self.session.edit(**before, transform=self.before.transform)
+
+    def changes(self, wanted: RunFilters) -> PlanEdit:
+        """What makes of the plan one of the verdict's."""
+        left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
+        b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
+        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
+        transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
+        return {"b2t": b2t, "t2b": t2b, "compare": wanted.compare, "keep": wanted.keep, "transform": transforms}
+
+    def expect(self, version: int | None = None) -> None:
+        """Know this version, or the next one, as the verdict's own."""
+        self._ours.add(self.session.plan.version + 1 if version is None else version)
+
+    def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
+        """The rows of both sides under these filters."""
+        raise NotImplementedError
+
+    def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
+        """What the baseline's ranks do to themselves. ``rows`` are of the run in which every tap was grafted."""
+        raise NotImplementedError
+
+    def target_against_itself(self) -> list[str]:
+        """Taps at which the target differs from itself, on any of its ranks."""
+        raise NotImplementedError
+
+    def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Those of the rows at taps that are grafted where every tap is."""
+        return without_data(rows)
+
+    def baseline_changed(self) -> list[str]:
+        """Taps at which the baseline does not show any more what it did before its code was swapped."""
+        return []
+
+    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
+        """What is to be said of jobs, whose baseline differed from itself at ``moved``, or of a recording; None of
+        functions."""
+        return None
+
+    def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pair that was kept in the newest run of both sides, in this step of it."""
+        raise NotImplementedError
+
+
+class CalledRuns(VerdictRuns):
+    """Calls the request's functions anew for each run."""
+
+    def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
+        super().__init__(session, request)
+        assert request.baseline is not None
+        assert request.target is not None
+        self._baseline: Callee = request.baseline
+        self._target: Callee = request.target
+        self.recorded = isinstance(request.baseline, Recorded)
+        self.has_twin = request.exact is not None
+
+    def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
+        callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
+        run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
+        frame = run.frame
+        if len(frame) and set(frame["plan_version"]) != {version}:
+            raise SessionError(EDITED)
+        self.returned = compare_returned(run.baseline, run.target)
+        return frame
+
+    def _run(
+        self,
+        why: str,
+        callees: Mapping[Side, Callee],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        changes: PlanEdit | None = None,
+    ) -> tuple[Run, int]:
+        """One run to its end, and the version of the plan that it began under."""
+        self.count += 1
+        before = self.session.row_count
+        if changes:
+            # Beforehand too, because an interrupt may come between the edit and its result.
+            self.expect()
+        run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
+        if changes:
+            self.expect(plan.version)
+        title = f"verdict, run {self.count}: {why}"
+        try:
+            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before)), plan.version
+        except KeyboardInterrupt:
+            # Of no use to anybody without the verdict that waits for it.
+            self.session.interrupt()
+            raise
+
+    def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
+        if self.recorded:
+            # It would show what was recorded, whatever is grafted: no rounding goes on with it.
+            return []
+        args, kwargs = self.request.arguments
+        callees = (self._baseline, self.request.exact)
+        key = floor_key(self.session, self.before, rows, callees, args, kwargs, list(keep))
+        known = known_floor(self.session, key)
+        if known is not None:
+            return known
+        call = partial(
+            graft_baseline_into_itself,
+            *callees,
+            args,
+            kwargs,
+            coarser_dtypes(rows),
+            self.before,
+            self.session.options.keep_budget,
+            list(keep),
+        )
+        run, _ = self._run("the baseline against itself", {"baseline": call})
+        measured = list(run.baseline)
+        remember_floor(self.session, key, measured)
+        return measured
+
+    def target_against_itself(self) -> list[str]:
+        call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
+        run, _ = self._run("the target against itself", {"target": call})
+        return list(dict.fromkeys(tap for each in run.target for tap in each))
+
+    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
+        return account_of_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
+
+    def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.session.tensors(name, rank=rank, **tags)
+
+
+def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
+    """By a tap's name, which of the dtypes that it has on either side rounds the most."""
+    dtypes: dict[str, str] = {}
+    for row in records(rows):
+        name = row["name"]
+        dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
+    return dtypes

@@ -1,0 +1,129 @@
+"""What ranks are asked to do, made of what a person gave: a function, an expression, or a cell."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import traceback
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any, Literal
+
+from graftlab.base import shipping
+from graftlab.base.world import Side
+from graftlab.errors import SessionError, warn
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.messages import Call, Evaluate, Execute
+from graftlab.ranks.remote_functions import Callee
+from graftlab.recordings.recorded import Recorded
+
+
+def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the user gave a ``session.call`` for its functions.
+
+    Raises :class:`SessionError` for one argument in place of a tuple of them. A tensor would else be taken apart along
+    its first dimension, and the functions be called with something else than was meant.
+    """
+    if not isinstance(args, (tuple, list)):
+        raise SessionError(
+            f"{call}: args= is a tuple of all positional arguments, not {type(args).__name__}; for one write args=(x,)"
+        )
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise SessionError(f"{call}: kwargs= is a dict of all arguments by name, not {kwargs!r:.80}")
+    return tuple(args), dict(kwargs)
+
+
+class WorkFactory:
+    """Makes works, and gives each source a name of its own for tracebacks.
+
+    What is not Python, or cannot travel, is refused here, so that no rank begins.
+    """
+
+    def __init__(self) -> None:
+        self._cells = itertools.count(1)
+
+    def of(self, side: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | Evaluate:
+        """Call a function, or evaluate an expression.
+
+        Raises :class:`SessionError` for anything else, and :class:`ShippingError` for what cannot be sent.
+        """
+        if isinstance(callee, str):
+            if args or kwargs:
+                raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
+            return Evaluate(callee, self._named(callee, "eval", "the expression"))
+        if not callable(callee):
+            raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
+        return Call(shipping.pack_call(callee, args, kwargs, what=f"the {side} function"))
+
+    def of_sides(
+        self, callees: Mapping[Side, Callee | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[Side, Call | Evaluate]:
+        """What each side that has a callee is to do. Raises as :meth:`of` does."""
+        made: dict[Side, Call | Evaluate] = {}
+        shared: dict[str, Call | Evaluate] = {}
+        for side, callee in callees.items():
+            if callee is None:
+                continue
+            # One expression for both sides is one piece of work, so that a mistake in it is reported once.
+            work = shared.get(callee) if isinstance(callee, str) else None
+            made[side] = work or self.of(side, callee, args, kwargs)
+            if isinstance(callee, str):
+                shared[callee] = made[side]
+        return made
+
+    def of_cell(self, source: str) -> Execute:
+        """Execute a cell. Raises :class:`SessionError` for what is not Python."""
+        return Execute(source, self._named(source, "exec", "the cell"))
+
+    def _named(self, source: str, mode: Literal["eval", "exec"], what: str) -> str:
+        filename = f"<graft cell {next(self._cells)}>"
+        _refuse_no_python(source, filename, mode, what)
+        return filename
+
+
+def refuse_invalid_expressions(*callees: Callee | None) -> None:
+    """Raise :class:`SessionError` for a text that is no Python expression, before anything is made for its run."""
+    for callee in callees:
+        if isinstance(callee, str):
+            _refuse_no_python(callee, "<graft cell>", "eval", "the expression")
+
+
+def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"], what: str) -> None:
+    try:
+        compile(source.strip() if mode == "eval" else source, filename, mode, dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+
+
+def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
+    """Warn of grafts into a side that is a recording, and say it for the run: nothing there goes on with them."""
+    said = []
+    sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))
+    for side, direction, filter_ in sides:
+        if isinstance(callees.get(side), Recorded) and (filter_ or "").strip():
+            said.append(
+                f"{direction} grafts into the {side}, which is a recording: it computes nothing with what it is given, "
+                f"so no tap after a graft shows what it does"
+            )
+            warn(said[-1])
+    return said
+
+
+def code_of(callee: Callee) -> str | CodeType:
+    """What tells later what was run, and holds nothing else of it: the text, or the code of a function."""
+    if isinstance(callee, str):
+        return callee
+    code = getattr(inspect.unwrap(callee), "__code__", None)
+    return code if isinstance(code, CodeType) else f"# {type(callee).__qualname__}"
+
+
+def source_of(code: str | CodeType) -> str:
+    """The source of :func:`code_of`, as far as it is known."""
+    if isinstance(code, str):
+        return code
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return f"# {code.co_name}: its source is not known"

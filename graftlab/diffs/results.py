@@ -1,0 +1,190 @@
+"""What two calls return, compared: the tensors and numbers of both results, however deeply they are nested."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from graftlab.errors import SessionError
+
+Results = list[list[torch.Tensor]]
+"""The tensors of a result, for each rank."""
+
+
+@dataclass(frozen=True)
+class ResultFloor:
+    """What rounding alone does to the eager result, each as rel_l2 on the ranks where it is farthest."""
+
+    moved: float
+    """With each tap moved by one unit in its last place."""
+    exact: float
+    """From the same in float64; NaN where that could not be had, infinite where only one of them is finite."""
+    unit: float
+    """The unit in the last place of the results' own dtype."""
+    in_float64: Results
+    error: str | None
+    """Why the function does not run in float64."""
+
+    @property
+    def rel_l2(self) -> float:
+        parts = [each for each in (self.moved, self.exact) if math.isfinite(each)]
+        return max(math.hypot(*parts), self.unit)
+
+
+class ResultDifference(NamedTuple):
+    """How far one tensor of a result is from the same tensor of another result."""
+
+    path: str
+    """Its place in the result: ``""`` for the result itself, else as in ``['logits']`` or ``[1].hidden``."""
+    rel_l2: float
+    """Over the norm of the first; infinite where one side alone is not finite, NaN where no number of both is."""
+    dtypes: tuple[str, str]
+
+
+def named_tensors(result: Any) -> dict[str, torch.Tensor]:
+    """The tensors and numbers of a result by their places in it: in mappings, sequences and dataclasses.
+
+    >>> list(named_tensors({"logits": torch.ones(2), "past": [torch.ones(1), None], "loss": 0.5}))
+    ["['logits']", "['past'][0]", "['loss']"]
+    """
+    return dict(_walk(result, "", set()))
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors and numbers of a result, in its order."""
+    return list(named_tensors(result).values())
+
+
+def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (int, float)):
+        yield path, torch.tensor(value, dtype=torch.float64)
+    elif id(value) not in above:
+        # A result may contain itself.
+        inside = above | {id(value)}
+        for step, each in _parts(value):
+            yield from _walk(each, path + step, inside)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", each) for name, each in zip(value._fields, value, strict=True))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{place}]", each) for place, each in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value))
+
+
+def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], list[str]]:
+    """Compare what two calls returned: the differences of the tensors in both, and why others were not compared.
+
+    Tensors are paired by their place. Where no place is in both results, they are paired by order if there are as many
+    in both, and otherwise by shape where only one tensor of each has it.
+    """
+    return compare_named(named_tensors(expected), named_tensors(found))
+
+
+def compare_named(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> tuple[list[ResultDifference], list[str]]:
+    """The same for the tensors of two results, by their places."""
+    pairs = [(path, path) for path in one if path in other]
+    if not pairs and len(one) == len(other):
+        pairs = list(zip(one, other, strict=True))
+    if not pairs:
+        pairs = _unique_shapes(one, other)
+    differences, left = [], []
+    for path, path_of_other in pairs:
+        a, b = one[path], other[path_of_other]
+        if a.shape != b.shape:
+            left.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
+            continue
+        differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
+    for side, all_of_side, paired in (
+        ("baseline", one, {path for path, _ in pairs}),
+        ("target", other, {path for _, path in pairs}),
+    ):
+        alone = [_shown(path) for path in all_of_side if path not in paired]
+        if alone:
+            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+            left.append(f"only the {side} returns {', '.join(alone[:3])}{more}")
+    return differences, left
+
+
+def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    shapes = [{path: tensor.shape for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
+    single = [{shape: path for path, shape in each.items() if list(each.values()).count(shape) == 1} for each in shapes]
+    return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
+
+
+def _shown(path: str) -> str:
+    return f"the result's {path}" if path else "the result"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def distance(expected: Results, found: Results) -> float:
+    """The largest rel_l2 between a baseline's results and those of another run.
+
+    NaN where there are none, or not one number of any is finite in both.
+
+    Raises :class:`SessionError` where it is not known whose belong together.
+    """
+    if not any(expected) and not any(found):
+        return math.nan
+    if len(expected) != len(found) and len(expected) > 1:
+        raise SessionError(
+            f"compare_compiled: {len(expected)} baseline ranks return results and {len(found)} target ranks, "
+            f"so whose belong together is not known; launch as many on both sides, or one as the baseline"
+        )
+    pairs = zip(expected if len(expected) > 1 else expected * len(found), found, strict=True)
+    return _largest(_farthest(one, other) for one, other in pairs)
+
+
+def unit_of(*results: Results) -> float:
+    """The coarsest unit in the last place that these results have."""
+    return max((_unit(tensor) for ranks in results for tensors in ranks for tensor in tensors), default=0.0)
+
+
+def _farthest(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    if len(expected) != len(found):
+        return math.inf
+    return _largest(_rel_l2(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def _largest(distances: Iterable[float]) -> float:
+    """The largest that was measured; NaN where none was, and 0 where there was nothing to measure."""
+    known = list(distances)
+    return max((each for each in known if not math.isnan(each)), default=math.nan if known else 0.0)
+
+
+def _unit(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+
+
+def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
+    if expected.shape != found.shape:
+        return math.inf
+    one, other = expected.detach().double(), found.detach().double()
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()) or not torch.allclose(one[~finite], other[~finite], equal_nan=True):
+        return math.inf
+    if finite.numel() and not finite.any():
+        return math.nan
+    one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
+    difference, size = float((one - other).norm()), float(one.norm())
+    return difference / size if size else (0.0 if difference == 0 else math.inf)

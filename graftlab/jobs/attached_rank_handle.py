@@ -1,0 +1,149 @@
+"""One rank that a job of its own plays, as the holder of the session sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from pathlib import Path
+
+from graftlab.base.world import Place
+from graftlab.exchange.arena import PAGE
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import LinkReport, StatusUpdate
+
+_NOWHERE = DeviceAssignment("-", "-")
+
+
+class AttachedRankHandle(RankHandle):
+    """Its place in the session is there before a process has it, and its line too: the other ends wait here.
+
+    A process of the same user's, as the system has told, is trusted as one that the notebook has started: it may write
+    that user's files, and look into that user's processes, anyway.
+    """
+
+    takes_work = False
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        channel, bell = self._new_connection()
+        log = folder / "logs" / f"{place.side}-{place.rank}.log"
+        super().__init__(place, _NOWHERE, channel, bell, None, log)
+        self.alive = False
+        # Of the world to which it has not moved yet.
+        self._next_segment: int | None = None
+        self.has_joined = False
+        self.links = ""
+        # What it has said last, where it is not this process that made its memory.
+        self._told: RankStatus | None = None
+
+    def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
+        ours, self._their_end = socket.socketpair()
+        bell, self._their_wake = socket.socketpair()
+        return SocketChannel(ours), bell
+
+    def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
+        """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
+        self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
+        return [self._their_end.fileno(), self._their_wake.fileno()]
+
+    def take_ends(self) -> tuple[socket.socket, socket.socket]:
+        """The other ends of the line, for whoever speaks for a process on another machine."""
+        ends = self._their_end.dup(), self._their_wake.dup()
+        self.handed_over()
+        return ends
+
+    def note_links(self, linked: LinkReport) -> None:
+        everyone = [place.label for place in self.place.everyone()]
+        kinds = (("shared memory", linked.memory), ("TCP", linked.tcp))
+        self.links = "; ".join(
+            kind if len(ranks) == len(everyone) - 1 else f"{kind} with {', '.join(everyone[rank] for rank in ranks)}"
+            for kind, ranks in kinds
+            if ranks
+        )
+
+    def note_status(self, where: StatusUpdate) -> None:
+        self._told = where.where.restore()
+
+    def status(self) -> RankStatus:
+        look = super().status() if self._told is None else self._told
+        # A page on which nothing has been written yet says nothing of steps either.
+        return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
+
+    def handed_over(self) -> None:
+        """The process has its line; were it kept here too, the process's death would go unnoticed."""
+        self._their_end.close()
+        self._their_wake.close()
+
+    def renew(self) -> None:
+        """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
+        self._forget_next_segment()
+        old = (self.channel, self.wake_socket)
+        self.handed_over()
+        self.channel, self.wake_socket = self._new_connection()
+        old[0].close()
+        old[1].close()
+        self.alive = self.has_joined = False
+        self.pid, self.assignment = None, _NOWHERE
+        self.links, self._told = "", None
+        self._look_into(mmap.mmap(-1, PAGE))
+
+    def adopt_segment(self, segment: int) -> None:
+        """Look where the rank is in this segment, a descriptor that is closed."""
+        self._look_into(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        os.close(segment)
+
+    def prepare_segment(self, segment: int) -> None:
+        """Do so once the rank goes on in the world that it is of; see :meth:`enter_world`."""
+        self._forget_next_segment()
+        self._next_segment = segment
+
+    def enter_world(self) -> None:
+        """The rank goes on in the newest world."""
+        if self._next_segment is not None:
+            self.adopt_segment(self._next_segment)
+            self._next_segment = None
+
+    def _look_into(self, page: mmap.mmap) -> None:
+        old, self._map = self._map, page
+        self._page = StatusPage(page)
+        old.close()
+
+    def _forget_next_segment(self) -> None:
+        if self._next_segment is not None:
+            os.close(self._next_segment)
+            self._next_segment = None
+
+    # ---- what differs by who started it -------------------------------------------------------------------------
+
+    def absence(self) -> str:
+        if not self.has_joined:
+            return "not joined yet"
+        return f"gone: {self.how_it_ended()}; its job can be started again"
+
+    def how_it_ended(self) -> str:
+        if not self.has_joined:
+            return "has not joined yet"
+        return self._ended or "left, or its process ended"
+
+    def signal(self, number: int) -> None:
+        """Does nothing: whatever a job does on a signal is its own affair."""
+
+    def join(self, timeout: float) -> bool:
+        return True
+
+    def kill(self) -> None:
+        self.channel.close()
+
+    def release(self) -> None:
+        """Let go of the job, which goes on."""
+        if self._ended is None and self.alive:
+            self._ended = "was let go, and goes on without this session"
+        self._forget_next_segment()
+        self.handed_over()
+        super().release()
+
+    def release_in_child(self) -> None:
+        self.handed_over()

@@ -1,0 +1,66 @@
+"""A job's end of its control connection, which outlives the session at the other end."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from typing import Any
+
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus, WireStatus
+from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.messages import StatusUpdate, TapSeen, pack
+from graftlab.rows.schema import Row
+
+
+class JobConnection(ControlConnection):
+    """A control connection that may have no session for a while, and keeps what the next session has to know."""
+
+    def __init__(self, channel: SocketChannel, wake: socket.socket) -> None:
+        super().__init__(channel, wake)
+        self.lost_rows = 0
+        # How often each side has been started; from the second time on rows name it.
+        self.generations = (1, 1)
+        # How many sessions have come after the first.
+        self.generation = 0
+        # Every tap seen so far.
+        self.taps: list[dict[str, Any]] = []
+        # The job's own rows: how many of each status, and the last error of each.
+        self.statuses: Counter[str] = Counter()
+        self.last_errors: dict[str, str] = {}
+
+    def reconnect(self, channel: SocketChannel, wake: socket.socket) -> None:
+        """Continue with another session, which gets every tap seen so far before a row of one."""
+        sent = len(self.taps)
+        for tags in self.taps[:sent]:
+            channel.send(pack(TapSeen(tags)))
+        self._wake_socket.close()
+        self._set_ends(channel, wake)
+        self.generation += 1
+        # Taps that other threads have seen meanwhile; sending one twice does no harm.
+        for tags in self.taps[sent:]:
+            self.send(TapSeen(tags))
+
+    def row(self, row: Row) -> None:
+        if self.channel.closed:
+            self.lost_rows += 1
+        self.statuses[row.status] += 1
+        if row.error:
+            self.last_errors[row.status] = row.error
+        if self.generations != (1, 1):
+            row = row._replace(note="; ".join(filter(None, (row.note, _describe_generations(self.generations)))))
+        super().row(row)
+
+    def send_status(self, look: RankStatus) -> None:
+        """Send where this rank is, for a session that cannot read its status page."""
+        self.channel.send(pack(StatusUpdate(WireStatus.of(look))))
+
+    def seen(self, tags: dict[str, Any]) -> None:
+        self.taps.append(tags)
+        super().seen(tags)
+
+
+def _describe_generations(generations: tuple[int, int]) -> str:
+    """Name each side that was started again: ``generation 2 of target``."""
+    sides = zip(("baseline", "target"), generations, strict=True)
+    return ", ".join(f"generation {number} of {side}" for side, number in sides if number > 1)

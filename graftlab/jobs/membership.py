@@ -1,0 +1,244 @@
+"""Who of a session's ranks is there, and the worlds in which they come together: the holder's part of it.
+
+When every place has a process, all are told to assemble: each connects to every other anew. Those that are at work move
+to the new world at the end of a step, and tell with which step they go on there; then those that wait begin. When one
+of them dies, the others go on without it, until another process has its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from graftlab.base.world import RunInfo, Side
+from graftlab.control.joined_jobs import JoinedJobs
+from graftlab.errors import LaunchError, SessionError
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.descriptors import SharedDescriptors
+from graftlab.ranks.messages import (
+    Contact,
+    Contacts,
+    JobCode,
+    LinkReport,
+    RunRequest,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+
+SIDES: tuple[Side, Side] = ("baseline", "target")
+
+
+class Membership:
+    """Its owner sees to it that one thread at a time is in here. With ``makes_links`` this makes what ranks share."""
+
+    def __init__(self, ranks: Sequence[AttachedRankHandle], joined: JoinedJobs, *, makes_links: bool) -> None:
+        self._ranks = ranks
+        self._joined = joined
+        self._makes_links = makes_links
+        # By world rank: whose place has a process; which of these are ready, in a run, and in the run of this session.
+        self.occupied: set[int] = set()
+        self._ready: set[int] = set()
+        self._at_work: set[int] = set()
+        self._current: set[int] = set()
+        self._first_steps: dict[int, int | None] = {}
+        # How often each side was started, and whether it has begun since.
+        self._generations = [1, 1]
+        self._has_begun = [False, False]
+        # The newest world, and how far it has come.
+        self._world = 0
+        self._setting_up = False
+        self._info: RunInfo | None = None
+        self._plan = GraftPlan()
+        self._shared: SharedDescriptors | None = None
+        self._linked: set[int] = set()
+        self._moved: dict[int, int] = {}
+        self._contacts: dict[int, Contact] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some rank is in a run."""
+        return bool(self._at_work)
+
+    def is_at_work(self, rank: AttachedRankHandle) -> bool:
+        return rank.place.world_rank in self._at_work
+
+    def generation(self, side: Side) -> int:
+        return self._generations[SIDES.index(side)]
+
+    # ---- coming and going ---------------------------------------------------------------------------------------
+
+    def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
+        """A process has the place from now on: a new one, or one that is in this ``run`` already."""
+        number = rank.place.world_rank
+        self.occupied.add(number)
+        self._first_steps[number] = first_step
+        if run is None:
+            return
+        self._at_work.add(number)
+        if self._info is None:
+            self._info = run
+            self._generations, self._has_begun = list(run.generations), [True, True]
+        if run.run == self._info.run:
+            self._current.add(number)
+
+    def note_ready(self, rank: AttachedRankHandle) -> None:
+        """The process is ready."""
+        self._ready.add(rank.place.world_rank)
+        if len(self._ready) == len(self._ranks) and len(self._current) < len(self._ranks):
+            self._set_up_world()
+
+    def leave(self, rank: AttachedRankHandle) -> None:
+        """The process is gone. A world that is not complete never will be."""
+        number = rank.place.world_rank
+        if self._setting_up and number in self._ready:
+            self._setting_up = False
+            self._release()
+        for those in (self.occupied, self._ready, self._at_work, self._current, self._linked):
+            those.discard(number)
+
+    def close(self) -> None:
+        self._setting_up = False
+        self._release()
+
+    # ---- a world ------------------------------------------------------------------------------------------------
+
+    def _set_up_world(self) -> None:
+        for index, side in enumerate(SIDES):
+            is_new = any(r.place.side == side and r.place.world_rank not in self._at_work for r in self._ranks)
+            if is_new and self._has_begun[index]:
+                self._generations[index] += 1
+                self._has_begun[index] = False
+        self._release()
+        self._world += 1
+        self._linked, self._moved, self._contacts = set(), {}, {}
+        self._current = set()
+        if self._makes_links:
+            shared = SharedDescriptors([rank.place for rank in self._ranks])
+            try:
+                shared.make()
+            except LaunchError as error:
+                shared.release()
+                logger.error("the jobs cannot come together: %s", error)
+                return
+            self._shared = shared
+        base = None if self._info is None else self._info.base
+        generations = cast("tuple[int, int]", tuple(self._generations))
+        self._info, self._plan = self._joined.assemble(generations, base)
+        self._setting_up = True
+        message = pack(WorldRequest(self._world, self._info, to_wire(self._plan)))
+        for rank in self._ranks:
+            rank.channel.send(message)
+
+    def share_of(self, rank: AttachedRankHandle, world: int) -> tuple[int, list[int]]:
+        """The size of a segment, and what the rank is handed of this world. Raises :class:`SessionError`."""
+        if self._shared is None or world != self._world or rank.place.world_rank in self._linked:
+            raise SessionError("the others have come together without this process, or one of them is gone again")
+        return self._shared.segment_size, self._shared.of(rank.place)
+
+    def note_contact(self, rank: AttachedRankHandle, contact: Contact) -> None:
+        """The rank says how it is reached: let the others know, and it of them."""
+        others = dict(self._contacts)
+        self._contacts[rank.place.world_rank] = contact
+        rank.channel.send(pack(Contacts(tuple(others.values()))))
+        for other in self._ranks:
+            if other is not rank and other.place.world_rank in self._contacts:
+                other.channel.send(pack(Contacts((contact,))))
+
+    def note_linked(self, rank: AttachedRankHandle, message: LinkReport) -> None:
+        """The rank is connected with all others."""
+        rank.note_links(message)
+        if not self._setting_up or message.world != self._world or rank.place.world_rank in self._linked:
+            return
+        self._linked.add(rank.place.world_rank)
+        if len(self._linked) == len(self._ranks):
+            if self._shared is not None:
+                for each in self._ranks:
+                    each.prepare_segment(os.dup(self._shared.segments[each.place.world_rank]))
+            # Were these kept here, nobody would notice the death of another.
+            self._release()
+            for each in self._ranks:
+                if each.place.world_rank in self._at_work:
+                    each.channel.send(pack(WorldStart(self._world)))
+            self._begin_when_all_have_moved()
+
+    def note_moved(self, rank: AttachedRankHandle, message: WorldSwitch) -> None:
+        """The rank, which was at work, has come to the end of its step, and goes on in that world."""
+        if message.world != self._world:
+            return
+        number = rank.place.world_rank
+        self._moved[number] = message.step
+        self._current.add(number)
+        self._settle(rank)
+        if self._setting_up:
+            self._begin_when_all_have_moved()
+
+    def _settle(self, rank: AttachedRankHandle) -> None:
+        """The rank goes on in the newest world."""
+        rank.enter_world()
+        rank.generation = self.generation(rank.place.side)
+        self._joined.note_moved(rank)
+
+    def _begin_when_all_have_moved(self) -> None:
+        if len(self._linked) < len(self._ranks) or not self._at_work <= self._moved.keys():
+            return
+        assert self._info is not None
+        # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
+        common_step = max(self._moved.values(), default=self._info.first_step)
+        self._setting_up = False
+        newcomers: dict[Side, int] = {}
+        for rank in self._ranks:
+            number = rank.place.world_rank
+            if number in self._at_work:
+                continue
+            own = self._first_steps.get(number)
+            first_step = common_step if own is None else self._info.base + own
+            self._settle(rank)
+            if rank.generation > 1:
+                note = f"joined again as generation {rank.generation}, and began at step {first_step}"
+                rank.assignment = replace(rank.assignment, notes=(*rank.assignment.notes, note))
+                logger.info("%s %s", rank.label, note)
+            rank.channel.send(
+                pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), JobCode()))
+            )
+            newcomers.setdefault(rank.place.side, first_step)
+            # There may be a newer one than that with which all begin.
+            self._joined.tell_plan(rank)
+            self._at_work.add(number)
+            self._current.add(number)
+        self._has_begun = [True, True]
+        for side, first_step in newcomers.items():
+            if self.generation(side) > 1:
+                self._joined.remark(
+                    f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
+                    f"{first_step} here: this run compares like with like only if both sides compute the same there; a "
+                    f"job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
+                )
+
+    def missing(self) -> str:
+        """For whom those wait that have not begun, in words."""
+        absent = [rank.label for rank in self._ranks if rank.place.world_rank not in self._ready]
+        if absent:
+            return f"{', '.join(absent)} had not joined"
+        unlinked = [rank.label for rank in self._ranks if rank.place.world_rank not in self._linked]
+        if unlinked:
+            return f"{', '.join(unlinked)} had no connection to all others"
+        slow = [
+            rank.label
+            for rank in self._ranks
+            if rank.place.world_rank in self._at_work and rank.place.world_rank not in self._moved
+        ]
+        return f"{', '.join(slow)} had not come to the end of a step, which is where it goes on with new ranks,"
+
+    def _release(self) -> None:
+        if self._shared is not None:
+            self._shared.release()
+            self._shared = None

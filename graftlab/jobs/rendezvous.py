@@ -1,0 +1,137 @@
+"""Where processes that know no more of each other than a folder meet: a Unix socket that only this user can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from graftlab.errors import ConfigError
+from graftlab.exchange.keys import new_token, read_token, write_token
+
+# Within the folder that people name, which others may be able to enter.
+_FOLDER = ".rendezvous"
+_SOCKET, _LOCK, _TOKEN = "socket", "lock", "token"
+_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 1024
+
+
+class Rendezvous:
+    """The meeting in one folder, or another one there that has a ``name``. Usable in ``with``."""
+
+    def __init__(self, folder: Path, name: str = _SOCKET) -> None:
+        """Raises :class:`ConfigError` for a folder that cannot be made, or is not this user's alone."""
+        self.folder = folder
+        self._name = name
+        private = folder / _FOLDER
+        try:
+            # The folder in /tmp that a port stands for has a parent, which nobody else may have put there.
+            if folder.parent.name == f"graftlab-{os.getuid()}":
+                folder.parent.mkdir(mode=0o700, exist_ok=True)
+                _require_own(folder.parent)
+            folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+            private.mkdir(mode=0o700, exist_ok=True)
+            self._descriptor = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"both sides cannot meet in the folder {folder}: {error}; name one that can be made "
+                f"(GRAFTLAB_RUN_DIR, or GRAFTLAB_ADDRESS)"
+            ) from error
+        _require_own(private)
+        # A socket's name has at most 107 bytes, however deep the folder lies.
+        self._address = f"/proc/self/fd/{self._descriptor}/{name}"
+
+    def connect(self, timeout: float) -> socket.socket | None:
+        """A connection to whoever holds the session; None where nobody does.
+
+        Raises :class:`ConfigError` where it is another user.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(self._address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        if (uid := peer_uid(connection)) != os.getuid():
+            connection.close()
+            raise ConfigError(f"{self.folder}: whoever listens there is user {uid}, not {os.getuid()}")
+        return connection
+
+    def listen(self) -> socket.socket | None:
+        """Be the one that holds the session; None where somebody else does. Call it while :meth:`locked`."""
+        there = self.connect(1.0)
+        if there is not None:
+            there.close()
+            return None
+        self.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self._address)
+        os.chmod(self._address, 0o600)
+        listener.listen(_BACKLOG)
+        return listener
+
+    def unlink(self) -> None:
+        """Take the socket's name away. Call it while :meth:`locked`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._descriptor)
+
+    @property
+    def token_path(self) -> Path:
+        """Where :meth:`session_token` keeps it."""
+        return self.folder / _FOLDER / _TOKEN
+
+    def session_token(self, given: str | None = None) -> str:
+        """The token for jobs of other machines that join whoever holds the session here: the same as the last time.
+
+        One that is ``given`` is kept for the next time.
+        """
+        path = self.token_path
+        if given is None:
+            with contextlib.suppress(FileNotFoundError):
+                path.lstat()
+                return read_token(path)
+        token = new_token() if given is None else given
+        path.unlink(missing_ok=True)
+        write_token(path, token)
+        return token
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time looks who holds the session, and becomes it."""
+        descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end, as the system knows it."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(data)[1]
+    return uid
+
+
+def _require_own(folder: Path) -> None:
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a folder of this user's that nobody else can enter (mode 0700), so nobody can meet "
+            f"there; remove it, or name another address (GRAFTLAB_ADDRESS)"
+        )

@@ -1,0 +1,471 @@
+"""Who holds a session of jobs: lets them in, one process a rank, each time that one is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import shlex
+import socket
+import threading
+from pathlib import Path
+from typing import TypeVar
+
+from graftlab.base.world import Place
+from graftlab.config import Endpoint
+from graftlab.control.core import SessionCore, internals_of
+from graftlab.control.run_folder import describe_session
+from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
+from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.handshake import (
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    StatusQuery,
+    WorldShare,
+    WorldShareRequest,
+    graftlab_version,
+    pack_handshake,
+    receive_handshake,
+    send_handshake,
+    unpack_handshake,
+)
+from graftlab.jobs.membership import Membership
+from graftlab.jobs.proxy import Ends, TcpListener
+from graftlab.jobs.rendezvous import Rendezvous, peer_uid
+from graftlab.jobs.status_query import answer_status_query
+from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.plan.wire import from_wire, to_wire
+from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
+from graftlab.ranks.messages import pack as pack_message
+from graftlab.ranks.options import LaunchOptions
+from graftlab.rows.store import RowStore
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=SessionCore)
+
+# Seconds that a process has to say who it is, once it has connected.
+_HANDSHAKE_LIMIT = 10.0
+
+
+class SessionServer:
+    """Holds the rendezvous for a session. ``over`` is set when all that had joined are gone again.
+
+    With ``agreed`` every job has to bring the same plan; otherwise the plan is the session's alone. With a ``gate``
+    jobs of other machines come in too, and ranks make their connections themselves, each as it can.
+    """
+
+    def __init__(
+        self,
+        session: SessionCore,
+        rendezvous: Rendezvous,
+        listener: socket.socket,
+        agreed: GraftPlan | None,
+        tcp_listener: TcpListener | None,
+    ) -> None:
+        self.over = threading.Event()
+        self._name = secrets.token_hex(8)
+        self._session = session
+        self._jobs = internals_of(session).jobs
+        self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRankHandle)]
+        self._rendezvous = rendezvous
+        self._listener = listener
+        self._agreed = agreed
+        self._first_plan = session.plan
+        self._tcp_listener = tcp_listener
+        self._membership = Membership(self._ranks, self._jobs, makes_links=tcp_listener is None)
+        # For those who look on from a terminal, one at a time.
+        self._taps = session.live_taps()
+        self._status_lock = threading.Lock()
+        # Which place the last process asked for that was not let in, and what it was told.
+        self._last_refused: tuple[str, str] | None = None
+        # Joining and leaving are told on two threads.
+        self._lock = threading.Lock()
+        self._resumed = False
+        self._closed = False
+        reports = internals_of(session).reports
+        reports.on_joined, reports.on_left = self._on_joined, self._on_left
+        reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
+        reports.on_ask_missing = self._on_ask_missing
+        internals_of(session).close_first = self.close
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
+        self._thread.start()
+        if tcp_listener is not None:
+            tcp_listener.open(self._accept_tcp)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there, or was."""
+        return not any(rank.has_joined for rank in self._ranks)
+
+    @property
+    def invitation(self) -> str:
+        """The variables with which a job of each side joins, a line a side."""
+        options = self._session.options
+        where = (
+            shlex.quote(str(self._rendezvous.folder))
+            if self._tcp_listener is None
+            else str(self._tcp_listener.endpoint)
+        )
+        lines = [
+            f"  {side}: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE={side} GRAFTLAB_ADDRESS={where} "
+            f"GRAFTLAB_BASELINE_WORLD_SIZE={options.baseline} GRAFTLAB_TARGET_WORLD_SIZE={options.target}"
+            for side in ("baseline", "target")
+        ]
+        if self._tcp_listener is not None:
+            lines += [
+                "and this token in GRAFTLAB_TOKEN, or in a file of mode 0600 that GRAFTLAB_TOKEN_FILE names "
+                f"({self._rendezvous.token_path} is one):",
+                f"  {self._tcp_listener.token}",
+            ]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        if self._closed:
+            return
+        self._closed = True
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        if self._tcp_listener is not None:
+            self._tcp_listener.close()
+        with self._rendezvous.locked():
+            self._rendezvous.unlink()
+            self._listener.close()
+        self._rendezvous.close()
+        with self._lock:
+            self._membership.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # ---- letting jobs in ----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._listener, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        while self._wake_read not in [descriptor for descriptor, _ in poller.poll()]:
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.settimeout(_HANDSHAKE_LIMIT)
+                try:
+                    self._accept(connection)
+                except (OSError, EOFError, GraftError) as error:
+                    logger.warning("a process that wanted to join was not let in: %s", error)
+
+    def _accept(self, connection: socket.socket) -> None:
+        if (uid := peer_uid(connection)) != os.getuid():
+            raise SessionError(f"it is of user {uid}, not {os.getuid()}")
+        try:
+            join = receive_handshake(connection)
+        except MessageError as error:
+            send_handshake(connection, JoinRefused(f"what it said is no greeting: {error}", settings=False))
+            raise
+        if join is None:
+            return  # somebody looked whether there is anybody
+        if isinstance(join, StatusQuery):
+            self._answer_status_query(connection.dup(), join)
+            return
+        if isinstance(join, WorldShareRequest):
+            self._send_share(connection, join)
+            return
+        if not isinstance(join, JoinRequest):
+            raise SessionError(f"it said {type(join).__name__} before it had asked to join")
+        brings = join.rejoins is not None and not join.rejoins.linked
+        segment = receive_descriptors(connection, 1)[0] if brings else None
+        with self._lock:
+            refused = self._refusal(join)
+            if refused is not None:
+                send_handshake(connection, refused)
+                if segment is not None:
+                    os.close(segment)
+                return
+            self._admit_here(connection, join, segment)
+
+    def _send_share(self, connection: socket.socket, request: WorldShareRequest) -> None:
+        """Give a rank that has joined its share of what all have in a world."""
+        with self._lock:
+            try:
+                rank = self._rank_of(request)
+                if rank.pid != request.pid:
+                    raise SessionError(f"{rank.label} is pid {rank.pid}, not {request.pid}")
+                size, descriptors = self._membership.share_of(rank, request.world)
+            except SessionError as error:
+                send_handshake(connection, JoinRefused(str(error), settings=False))
+                return
+            send_handshake(connection, WorldShare(size, len(descriptors)))
+            send_descriptors(connection, descriptors)
+
+    def _answer_status_query(self, connection: socket.socket, query: StatusQuery) -> None:
+        """Answer on a thread of its own: ranks that are asked for their stacks may take their time."""
+
+        def answer() -> None:
+            with connection:
+                try:
+                    with self._status_lock:
+                        send_handshake(connection, answer_status_query(self._session, self._taps, stacks=query.stacks))
+                except (OSError, GraftError) as error:
+                    logger.warning("a look at this session was not answered: %s", error)
+
+        threading.Thread(target=answer, name="graftlab-status-query", daemon=True).start()
+
+    def _accept_tcp(self, far: TcpChannel, frame: bytes) -> Ends | None:
+        """The first word of a process on another machine, which has proved that it knows the token."""
+        try:
+            join = unpack_handshake(frame)
+        except MessageError as error:
+            far.send(pack_handshake(JoinRefused(f"what it said is no greeting: {error}", settings=False)))
+            raise
+        if not isinstance(join, JoinRequest):
+            raise SessionError(f"it said {type(join).__name__} before it had asked to join")
+        with self._lock:
+            if refused := self._refusal(join):
+                far.send(pack_handshake(refused))
+                return None
+            rank, note = self._admit(join, None)
+            rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+            far.send(pack_handshake(self._joined(rank, [])))
+            if join.rejoins is not None:
+                self._jobs.tell_plan(rank)
+            return rank.take_ends()
+
+    def _refusal(self, join: JoinRequest) -> JoinRefused | None:
+        why, settings, again = self._objection(join)
+        if not why:
+            return None
+        who = f"{join.side}[{join.rank}] (pid {join.pid})"
+        logger.warning("%s may not join%s: %s", who, " yet" * again, why)
+        if not again:
+            self._last_refused = f"{join.side}[{join.rank}]", f"{who} was not let in, and told: {why}"
+        return JoinRefused(why, settings, again)
+
+    def _objection(self, join: JoinRequest) -> tuple[str, bool, bool]:
+        """Why this process cannot have the place, blank where it can; whether its settings are at fault, and whether it
+        may ask again."""
+        options = self._session.options
+        if join.version != graftlab_version():
+            return f"it runs graftlab {join.version}, and the session graftlab {graftlab_version()}", False, False
+        mine, others = options.baseline, options.target
+        if join.side == "target":
+            mine, others = others, mine
+        if (join.world_size, join.other_world_size) != (mine, others):
+            other = "target" if join.side == "baseline" else "baseline"
+            return (
+                f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} there; "
+                f"the session is of {options.baseline} baseline and {options.target} target ranks",
+                True,
+                False,
+            )
+        rank = self._rank_of(join)
+        if rank.place.world_rank in self._membership.occupied:
+            # What comes in place of one that was killed may be quicker than the news of its death, above all from a
+            # machine that has vanished.
+            again = self._membership.has_begun and (self._tcp_listener is not None or not _is_running(rank.pid))
+            other = "target" if join.side == "baseline" else "baseline"
+            return (
+                f"{rank.label} has joined already, as pid {rank.pid}. Should this job be the {other} (GRAFTLAB_ROLE)? "
+                f"A second pair of jobs needs a folder of its own (GRAFTLAB_RUN_DIR)",
+                False,
+                again,
+            )
+        returns = join.rejoins is not None and join.rejoins.session == self._name
+        if join.rejoins is not None and not returns and self._membership.occupied and not self._resumed:
+            return f"{rank.label} is in a run of another session, and this one has its own", False, False
+        if self._agreed is not None and join.plan is not None:
+            return _difference(from_wire(join.plan), self._agreed), True, False
+        return "", False, False
+
+    def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
+        rank, note = self._admit(join, segment)
+        line = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+        send_handshake(connection, self._joined(rank, line, local=True))
+        send_descriptors(connection, line)
+        rank.handed_over()
+        if join.rejoins is not None:
+            self._jobs.tell_plan(rank)
+
+    def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
+        """The place of a process that may join, and what is to be noted of it."""
+        rank = self._rank_of(join)
+        if self._last_refused is not None and self._last_refused[0] == rank.label:
+            self._last_refused = None
+        note = ""
+        if rank.has_joined:
+            # Another process had it, whose line has ended.
+            rank.renew()
+            self._jobs.hear(rank)
+        run = None if join.rejoins is None else join.rejoins.run
+        self._membership.enter(rank, run, join.first_step)
+        if join.rejoins is not None:
+            rank.generation = self._membership.generation(rank.place.side)
+            if not join.rejoins.linked:
+                rank.links = "shared memory"
+            if segment is not None:
+                rank.adopt_segment(segment)
+            if join.rejoins.session == self._name:
+                # Its line was cut, and it is in this session's run all the time.
+                self._jobs.note_return(rank, join.rejoins.run.run)
+                self._jobs.outrank(from_wire(join.rejoins.plan))
+            elif not self._resumed:
+                self._resumed = True
+                # What was published before anybody was here was for a job that begins anew.
+                published = self._session.plan is not self._first_plan
+                self._jobs.resume(join.rejoins.run, from_wire(join.rejoins.plan), published=published)
+            else:
+                self._jobs.outrank(from_wire(join.rejoins.plan))
+            if join.rejoins.lost_rows:
+                note = f"at least {join.rejoins.lost_rows:,} rows were made while nobody listened, and are lost"
+                logger.warning("%s: %s", rank.label, note)
+        return rank, note
+
+    def _joined(self, rank: AttachedRankHandle, line: list[int], *, local: bool = False) -> JoinAccepted:
+        options, tcp = self._session.options, self._tcp_listener
+        return JoinAccepted(
+            folder=str(self._session.folder),
+            log=str(rank.log),
+            tap_timeout=options.tap_limit,
+            buffer_budget=options.buffer_budget,
+            keep_budget=options.keep_budget,
+            descriptors=len(line),
+            address="" if tcp is None else tcp.endpoint.host,
+            token=tcp.token if tcp is not None and local else "",
+            session=self._name,
+        )
+
+    def _rank_of(self, join: JoinRequest | WorldShareRequest) -> AttachedRankHandle:
+        sizes = (join.world_size, join.other_world_size)
+        if not 0 <= join.rank < join.world_size:
+            raise SessionError(f"there is no {join.side}[{join.rank}] among {join.world_size}")
+        return self._ranks[Place(join.side, join.rank, *sizes).world_rank]
+
+    # ---- on the hub's thread ------------------------------------------------------------------------------------
+
+    def _on_joined(self, rank: RankHandle) -> None:
+        with self._lock:
+            logger.info("%s has joined (pid %s)", rank.label, rank.pid)
+            self._membership.note_ready(_attached(rank))
+
+    def _on_contact(self, rank: RankHandle, contact: Contact) -> None:
+        with self._lock:
+            self._membership.note_contact(_attached(rank), contact)
+
+    def _on_linked(self, rank: RankHandle, linked: LinkReport) -> None:
+        with self._lock:
+            self._membership.note_linked(_attached(rank), linked)
+
+    def _on_moved(self, rank: RankHandle, moved: WorldSwitch) -> None:
+        with self._lock:
+            self._membership.note_moved(_attached(rank), moved)
+
+    def _on_ask_missing(self, rank: RankHandle) -> None:
+        with self._lock:
+            missing = self._membership.missing()
+            if self._last_refused is not None:
+                missing += f" ({self._last_refused[1]})"
+            rank.channel.send(pack_message(WaitReason(missing)))
+
+    def _on_left(self, rank: RankHandle) -> None:
+        with self._lock:
+            attached = _attached(rank)
+            had_begun = self._membership.is_at_work(attached)
+            self._membership.leave(attached)
+            logger.info("%s has left", rank.label)
+            if not had_begun and not self._closed:
+                # It never began, so nobody is to be told how it ended; another process may have the place.
+                attached.renew()
+                self._jobs.hear(attached)
+            if not self._membership.occupied:
+                self.over.set()
+
+
+def _attached(rank: RankHandle) -> AttachedRankHandle:
+    assert isinstance(rank, AttachedRankHandle)
+    return rank
+
+
+def _is_running(pid: int | None) -> bool:
+    """Whether there is such a process on this machine, and it has not ended yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
+
+
+def open_session_server(
+    kind: type[S],
+    options: LaunchOptions,
+    plan: GraftPlan,
+    folder: Path,
+    rendezvous: Rendezvous,
+    listener: socket.socket | None = None,
+    *,
+    append: bool = False,
+    agreed: bool = False,
+    listen_at: tuple[Endpoint, str | None] | None = None,
+) -> tuple[S, SessionServer]:
+    """A session of this kind for jobs that join in the rendezvous's folder, and its host.
+
+    With a ``gate`` jobs of other machines join there too: where it listens, and the token, where there is one already.
+
+    Raises :class:`LaunchError` where another session listens there, or the run folder cannot be used.
+    """
+    if listener is None:
+        with rendezvous.locked():
+            listener = rendezvous.listen()
+        if listener is None:
+            raise LaunchError(
+                f"a session already listens in {rendezvous.folder}: another notebook's, or one that jobs started by "
+                f"themselves; close that session, or pass another folder="
+            )
+    opened = None
+    if listen_at is not None:
+        endpoint, token = listen_at
+        try:
+            opened = TcpListener(endpoint, rendezvous.session_token(token))
+        except (OSError, GraftError) as error:
+            listener.close()
+            raise LaunchError(f"{error}; name an address of this machine's, and a port that is free") from error
+    rows: RowStore | None = None
+    try:
+        rows = RowStore(folder, append=append)
+        describe_session(folder, (options.baseline, options.target), rows.first_run, rendezvous.folder)
+        places = Place("baseline", 0, options.baseline, options.target).everyone()
+        ranks = [AttachedRankHandle(place, folder) for place in places]
+        session = kind(options, ranks, plan, rows, folder)
+    except BaseException as error:
+        listener.close()
+        if opened is not None:
+            opened.close()
+        if rows is not None:
+            with contextlib.suppress(SessionError):
+                rows.close()
+        if isinstance(error, (SessionError, OSError)) and not isinstance(error, LaunchError):
+            raise LaunchError(str(error)) from error
+        raise
+    return session, SessionServer(session, rendezvous, listener, plan if agreed else None, opened)
+
+
+def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:
+    """What of a plan is other than in the one that the first job brought; blank where nothing is."""
+    for name in (*FILTERS, "transform"):
+        here, there = getattr(to_wire(ours), name), getattr(to_wire(theirs), name)
+        if here != there:
+            field = "transform_path" if name == "transform" else f"{name}_filter"
+            return (
+                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, and {_shown(here)} in the job that came "
+                f"first; both sides need the same"
+            )
+    return ""
+
+
+def _shown(value: object) -> str:
+    return repr(getattr(value, "text", value))

@@ -1,0 +1,68 @@
+"""``graftlab status``, ``watch`` and ``stacks``: a session of jobs, as a terminal shows it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+from graftlab.errors import GraftError
+from graftlab.jobs.status_query import format_stacks, format_status, query_status
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="where the session's rows go")
+    if what == "watch":
+        parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    parser.set_defaults(run={"status": _status, "watch": _watch, "stacks": _stacks}[what], what=what)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    return _show(arguments)
+
+
+def _stacks(arguments: argparse.Namespace) -> int:
+    return _show(arguments)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    stacks = arguments.what == "stacks"
+    try:
+        seen = query_status(arguments.folder, stacks=stacks)
+    except GraftError as error:
+        sys.stderr.write(f"graftlab {arguments.what}: {error}\n")
+        return 2
+    if seen is None:
+        sys.stderr.write(
+            f"graftlab {arguments.what}: no session of jobs is open in {arguments.folder}; gl.load_run reads the rows "
+            f"of one that has ended\n"
+        )
+        return 1
+    sys.stdout.write((format_stacks(seen) if stacks else format_status(seen)) + "\n")
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Look again and again, until the session ends or the user has seen enough."""
+    rest = threading.Event()
+    looks = 0
+    try:
+        while True:
+            seen = query_status(arguments.folder)
+            if seen is None:
+                if not looks:
+                    return _show(arguments)
+                sys.stdout.write("the session has ended\n")
+                return 0
+            sys.stdout.write((_CLEAR if sys.stdout.isatty() else "\n" if looks else "") + format_status(seen) + "\n")
+            sys.stdout.flush()
+            looks += 1
+            rest.wait(max(0.05, arguments.every))
+    except GraftError as error:
+        sys.stderr.write(f"graftlab watch: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,116 @@
+"""A look at a session of jobs from another process of the same user: what a terminal asks, and its holder answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from graftlab.control.core import SessionCore
+from graftlab.errors import ConfigError, SessionError
+from graftlab.jobs.handshake import (
+    JoinRefused,
+    RankReport,
+    StatusQuery,
+    StatusReply,
+    TapReport,
+    receive_handshake,
+    send_handshake,
+)
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.rows.newest import LiveTaps
+from graftlab.verdict.facts import tap_name
+
+# Seconds in which an answer has to come: ranks that are asked for their stacks may be busy.
+_LIMIT = 30.0
+# So many of the taps that are furthest apart.
+_TAPS = 12
+
+
+def query_status(folder: Path, *, stacks: bool = False) -> StatusReply | None:
+    """What the session that writes into this run folder is doing; None where no session of jobs does.
+
+    Raises :class:`SessionError` for a folder that is none, and where there is no answer.
+    """
+    where = _rendezvous_of(folder)
+    if where is None:
+        return None
+    try:
+        with Rendezvous(where) as rendezvous:
+            connection = rendezvous.connect(_LIMIT)
+            if connection is None:
+                return None
+            with connection:
+                return _ask(connection, stacks)
+    except (ConfigError, OSError) as error:
+        raise SessionError(f"{folder}: {error}") from error
+
+
+def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
+    send_handshake(connection, StatusQuery(stacks))
+    try:
+        reply = receive_handshake(connection)
+    except TimeoutError:
+        raise SessionError(f"no answer came within {_LIMIT:g} s") from None
+    if isinstance(reply, JoinRefused):
+        raise SessionError(reply.error)
+    if reply is not None and not isinstance(reply, StatusReply):
+        raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+    return reply
+
+
+def _rendezvous_of(folder: Path) -> Path | None:
+    """Where the jobs of this run folder meet, which is mostly the folder itself."""
+    try:
+        said = json.loads((folder / "session.json").read_bytes())
+    except FileNotFoundError:
+        raise SessionError(f"{folder} is no run folder: it has no session.json") from None
+    except (OSError, ValueError) as error:
+        raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
+    rendezvous = said.get("rendezvous") if isinstance(said, dict) else None
+    return None if not isinstance(rendezvous, str) or not Path(rendezvous).is_dir() else Path(rendezvous)
+
+
+def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> StatusReply:
+    """The answer. With ``stacks`` every rank is asked, which takes as long as the slowest does."""
+    ranks = session.ranks
+    code = session.stacks() if stacks else {}
+    lines = []
+    for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
+        named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
+        lines.append(RankReport(rank.label, named, code.get(rank.label, "")))
+    rows = [row for row in taps.look() if row.rel_l2 is not None]
+    rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
+    furthest = [
+        TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
+        for row in rows[:_TAPS]
+    ]
+    return StatusReply(repr(session), session.row_count, taps.behind, lines, furthest)
+
+
+def format_status(reply: StatusReply) -> str:
+    """The ranks, and the taps that are furthest apart, as text."""
+    text = [reply.summary, "", _table([line.columns for line in reply.ranks])]
+    if reply.taps:
+        names = ("tap", "step", "rank", "status", "rel_l2")
+        values = ((tap.name, str(tap.step), tap.rank, tap.status, f"{tap.rel_l2:.3g}") for tap in reply.taps)
+        taps = [dict(zip(names, each, strict=True)) for each in values]
+        behind = f" ({reply.behind:,} rows not looked at yet)" if reply.behind else ""
+        text += ["", f"furthest apart, by each tap's newest row{behind}:", _table(taps)]
+    return "\n".join(text)
+
+
+def format_stacks(reply: StatusReply) -> str:
+    """Where the threads of each rank are in the code."""
+    return "\n".join(f"--- {line.label}\n{line.stacks or '(it is not there)'}" for line in reply.ranks)
+
+
+def _table(lines: Sequence[dict[str, str]]) -> str:
+    """Columns side by side; those in which nothing stands are left out."""
+    names = [name for name in lines[0] if any(line[name] for line in lines)]
+    widths = [max(len(name), *(len(line[name]) for line in lines)) for name in names]
+    rows = [names, *([line[name] for name in names] for line in lines)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

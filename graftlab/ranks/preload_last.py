@@ -1,0 +1,50 @@
+"""Imported last, by the forkserver alone, which outlives a killed notebook: removes the temporary folder of that.
+
+multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process exits
+normally. This module also hides all earlier imports from the garbage collectors of the ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import select
+import shutil
+import signal
+
+from graftlab.ranks.preload_first import VARIABLE, on_interrupt
+
+# Milliseconds until a notebook that closed its connection has ended; one that only stopped its forkserver stays.
+_PATIENCE = 1000
+
+
+def remove_after(pid: int, folder: str) -> None:
+    """When this process ends, remove the folder of the process ``pid``, if that has ended too."""
+    try:
+        notebook = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # another system
+        return
+    own = os.getpid()
+
+    def remove() -> None:
+        # Ranks are forks of this process, and their ends do not matter here.
+        if os.getpid() != own:
+            return
+        poller = select.poll()
+        poller.register(notebook, select.POLLIN)
+        if poller.poll(_PATIENCE):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    os.register_at_fork(after_in_child=lambda: os.close(notebook))
+
+
+if VARIABLE in os.environ:
+    gc.enable()
+    # Otherwise the collectors of the ranks would write to the memory of torch's objects, and so copy it.
+    gc.freeze()
+    # From here on multiprocessing ignores interrupts, and restores this handler in each rank.
+    signal.signal(signal.SIGINT, on_interrupt)
+    _pid, _, _folder = os.environ.pop(VARIABLE).partition(os.pathsep)
+    remove_after(int(_pid), _folder)

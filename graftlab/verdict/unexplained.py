@@ -1,0 +1,254 @@
+"""Differences that no named group explains: of taps, of what both functions return, and after the last tap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.diffs.results import ResultDifference, compare_results
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, roundoff, times
+from graftlab.verdict.floor import Floor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs, in the words of a sentence, by how much, and how many times what rounding adds up to there."""
+
+    what: str
+    rel_l2: float
+    times: float
+
+    @property
+    def size(self) -> str:
+        if math.isinf(self.rel_l2):
+            return "in which numbers are finite"
+        times = "beyond rounding" if math.isinf(self.times) else f"{self.times:.2g} x what rounding adds up to"
+        return f"by {self.rel_l2:.2g} ({times})"
+
+
+# ---- floors ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AccumulatedFloors:
+    """What rounding adds up to over a whole run of the baseline, each tap being moved by one unit in its last place.
+
+    ``taps`` are floors by a tap's name and kind, ``returned`` rel_l2 by the place in what the function returns.
+    ``constant`` replaces all of them where it is given.
+    """
+
+    taps: Mapping[tuple[str, str | None], Floor]
+    returned: Mapping[str, float]
+    constant: float | None = None
+
+    def of_tap(self, name: str, kind: str | None, dtype: str) -> Floor:
+        """The floor of a tap; that of a tap that the baseline did not record is the largest."""
+        if self.constant is not None:
+            return Floor(self.constant, 3 * self.constant)
+        found = self.taps.get((name, kind)) or Floor(
+            max((each.rel_l2 for each in self.taps.values()), default=0.0),
+            max((each.rel_max for each in self.taps.values()), default=0.0),
+        )
+        return found.at_least(roundoff(dtype))
+
+    def of_returned(self, path: str, dtypes: Sequence[str]) -> float:
+        """The rel_l2 of a returned value that rounding explains; at least one rounding of its coarser dtype."""
+        if self.constant is not None:
+            return self.constant
+        return max(self.returned.get(path, 0.0), *map(roundoff, dtypes))
+
+
+# ---- returned values ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReturnedValues:
+    """What both functions returned in one run: the differences of each target rank, and what was not compared."""
+
+    differences: tuple[ResultDifference, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def beyond(self, floors: AccumulatedFloors, threshold: float) -> list[Difference]:
+        """The values that differ by more than ``threshold`` times their floor, the farthest of each place."""
+        found: dict[str, Difference] = {}
+        for path, rel_l2, dtypes in self.differences:
+            if math.isnan(rel_l2):
+                continue
+            over = times(rel_l2, floors.of_returned(path, dtypes))
+            if over > threshold and (path not in found or over > found[path].times):
+                what = f"the returned value{f' {path}' if path else ''}"
+                found[path] = Difference(what, rel_l2, over)
+        return list(found.values())
+
+    @property
+    def compared(self) -> bool:
+        """Whether any value was measured on both sides."""
+        return any(not math.isnan(each.rel_l2) for each in self.differences)
+
+
+def compare_returned(baseline: Sequence[object], target: Sequence[object]) -> ReturnedValues:
+    """Compare what each rank returned: with the same rank of the baseline, or with its only one.
+
+    Where both sides have several ranks and not as many, values are not compared.
+    """
+    if not baseline or not target:
+        return ReturnedValues()
+    if len(baseline) != len(target) and len(baseline) > 1:
+        return ReturnedValues(
+            left=(f"{len(baseline)} baseline ranks and {len(target)} target ranks return values, which do not pair",)
+        )
+    differences: list[ResultDifference] = []
+    left: dict[str, None] = {}
+    for rank, found in enumerate(target):
+        compared, not_compared = compare_results(baseline[rank if len(baseline) > 1 else 0], found)
+        differences += compared
+        left.update(dict.fromkeys(not_compared))
+    return ReturnedValues(tuple(differences), tuple(left))
+
+
+# ---- taps -----------------------------------------------------------------------------------------------------------
+
+
+def differing_taps(
+    compared: pd.DataFrame, floors: AccumulatedFloors, threshold: float, leave: Collection[str] = ()
+) -> list[Difference]:
+    """The taps of a run without grafts that differ by more than rounding adds up to, in execution order.
+
+    Weights and other data, and the taps of the names in ``leave``, are left out.
+    """
+    found: dict[str, Difference] = {}
+    for row in sorted(measured_rows(compared), key=lambda row: (row["in_run"], row["order"])):
+        if is_data(row["tags"]) or row["name"] in leave:
+            continue
+        over = ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)))
+        if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
+            distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
+            found[row["name"]] = Difference(row["name"], distance, over)
+    return list(found.values())
+
+
+# ---- in words -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnexplainedDifferences:
+    """What a verdict reports first: differences that no named group explains, as sentences.
+
+    ``compared`` are the rows of a run without grafts, ``taps`` those that differ there. ``returned`` and
+    ``returned_grafted`` are what the functions returned in that run, and in the run in which every tap was grafted;
+    None of jobs. ``names_left`` are taps that show what the model was given.
+    """
+
+    compared: pd.DataFrame
+    taps: Sequence[Difference]
+    returned: ReturnedValues | None
+    returned_grafted: ReturnedValues | None
+    floors: AccumulatedFloors
+    threshold: float
+    names_left: Collection[str] = ()
+
+    @cached_property
+    def _last(self) -> str | None:
+        """The last tap of the forward pass that was measured."""
+        rows = [row for row in measured_rows(self.compared) if kind_of(row["tags"]) is None]
+        return str(max(rows, key=lambda row: (row["in_run"], row["order"]))["name"]) if rows else None
+
+    @cached_property
+    def _returned(self) -> list[Difference]:
+        return self.returned.beyond(self.floors, self.threshold) if self.returned else []
+
+    @cached_property
+    def _after_last_tap(self) -> list[Difference]:
+        """The returned values that differ although every tap has the baseline's value."""
+        found = self.returned_grafted.beyond(self.floors, self.threshold) if self.returned_grafted else []
+        # Grafts that change nothing may not reach the model, which then shows the error of its last tap.
+        last_differs = any(each.what == self._last for each in self.taps)
+        return [] if last_differs and found == self._returned else found
+
+    def after_last_tap(self) -> list[str]:
+        """A sentence where something is computed differently after the last tap."""
+        if not self._after_last_tap:
+            return []
+        worst = max(self._after_last_tap, key=_times)
+        if self._last is None:
+            return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
+        return [
+            f"Something after the last tap, {self._last}, is computed differently: with the baseline's value at every "
+            f"tap, {worst.what} still differs {worst.size}."
+        ]
+
+    def no_tap_explains(self) -> list[str]:
+        """A sentence where something differs in the run without grafts. For verdicts that name no group."""
+        returned = [] if self._after_last_tap else self._returned
+        output = next((each for each in self.taps if each.what == self._last), None)
+        if returned:
+            worst = max(returned, key=_times)
+            said = f"{_capital(worst.what)} differs {worst.size}, and no tap explains it."
+        elif output:
+            said = f"The output {output.what} differs {output.size}, and no tap explains it."
+        elif self.taps:
+            first, *others = self.taps
+            more = f" (and {len(others)} more)" if others else ""
+            return [f"{first.what}{more} differs {first.size}, and no tap explains it; the output agrees."]
+        else:
+            return []
+        inner = [each for each in self.taps if each is not output]
+        return [said + (f" The first tap that differs is {inner[0].what} {inner[0].size}." if inner else "")]
+
+    def only_sometimes(self, again: pd.DataFrame, returned: ReturnedValues | None, run: int) -> list[str]:
+        """A sentence where another run without grafts, of this number, shows other differences."""
+        now = {each.what for each in differing_taps(again, self.floors, self.threshold, self.names_left)}
+        now |= {each.what for each in (returned.beyond(self.floors, self.threshold) if returned else [])}
+        then = {each.what for each in (*self.taps, *self._returned)}
+        if now == then:
+            return []
+        if not now:
+            return [
+                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Look at "
+                "what only its first calls do: warm-up, lazy initialisation, autotuning, caches that are still empty."
+            ]
+        return [
+            f"The target does not repeat itself: other taps differ in run {run} than in the first. Look at state that "
+            "it keeps between calls."
+        ]
+
+    def without_partner(self, last_of_baseline: str | None) -> list[str]:
+        """A sentence where the output was not compared: a side's last tap has no partner, and no value is returned."""
+        if self.returned is not None and self.returned.compared:
+            return []
+        alone = []
+        measured = set(self.compared.loc[self.compared["status"].isin(MEASURED), "name"])
+        if last_of_baseline is not None and last_of_baseline not in measured:
+            alone.append(f"the baseline's last tap, {last_of_baseline},")
+        if (last := self._last_of_target()) is not None:
+            alone.append(f"the target's last tap, {last},")
+        if not alone or self._last is None:
+            return []
+        has = "has" if len(alone) == 1 else "have"
+        return [
+            f"The output was not compared: {' and '.join(alone)} {has} no partner. The last tap that was compared is "
+            f"{self._last}. Return the output from both functions, or pair it (session.edit(pairs=...))."
+        ]
+
+    def _last_of_target(self) -> str | None:
+        """The last tap of the target's forward pass, where it has no partner."""
+        own = self.compared[self.compared["side"] == "target"]
+        own = own[[kind_of(tags) is None for tags in own["tags"]]] if len(own) else own
+        if not len(own):
+            return None
+        last = own.sort_values(["step", "order"], kind="stable").iloc[-1]
+        return str(last["name"]) if last["status"] in ("missing", "unmatched") else None
+
+
+def _times(difference: Difference) -> float:
+    return difference.times
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

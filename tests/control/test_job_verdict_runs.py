@@ -1,0 +1,138 @@
+"""A verdict on jobs that do not get on, end or are not there: it is given up, and says why; the plan comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.in_process import TalkingRank, talking_ranks
+from kit.support import wait_until
+
+from graftlab.control.core import SessionCore
+from graftlab.control.judge import judge
+from graftlab.control.run import state_of
+from graftlab.control.verdict_request import VerdictRequest
+from graftlab.errors import RunError, SessionError
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.messages import FallbackPlan, JobCode, PlanUpdate, RunDone, RunRequest, RunSettled
+from graftlab.ranks.options import LaunchOptions
+from graftlab.rows.store import RowStore
+
+PLAN = GraftPlan().edit(b2t="name == 'mine'", keep="layer == 3")
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[TalkingRank]]:
+    with talking_ranks(tmp_path, 1, 1) as made:
+        for each in made:
+            each.rank.takes_work = False
+        yield made
+
+
+@pytest.fixture
+def session(ranks: list[TalkingRank], tmp_path: Path) -> Iterator[SessionCore]:
+    (tmp_path / "run").mkdir()
+    store = RowStore(tmp_path / "run")
+    held = [each.rank for each in ranks]
+    made = SessionCore(LaunchOptions(1, 1, timeout=0.05), held, PLAN, store, tmp_path / "run")
+    yield made
+    made.close()
+
+
+def under_way(session: SessionCore, ranks: list[TalkingRank]) -> int:
+    """The jobs have begun; returns the number of their run."""
+    run = session._runs.begin({0: JobCode(), 1: JobCode()}, session.plan, "continue")
+    for each in ranks:
+        each.hear_a(RunRequest)
+        each.is_at("running", 3)
+    return run.number
+
+
+def filters(plan: Any) -> tuple[Any, ...]:
+    return plan.b2t, plan.t2b, plan.compare, plan.keep
+
+
+def test_jobs_that_end_no_step_are_not_waited_for_without_end(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    under_way(session, ranks)
+    with pytest.raises(SessionError, match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)"):
+        judge(session, VerdictRequest())
+    assert filters(session.plan) == filters(PLAN)
+    for each in ranks:
+        # Whatever becomes of the notebook, a job knows to which plan it goes back.
+        assert each.hear_a(FallbackPlan).plan == to_wire(PLAN)
+        assert filters(each.hear_a(PlanUpdate).plan) == (None, None, "True", None)
+        assert filters(each.hear_a(PlanUpdate).plan) == filters(PLAN)
+        assert each.hear_a(FallbackPlan).plan is None
+
+
+def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    run = under_way(session, ranks)
+    ranks[0].line.send(RunDone(run, None, None))
+    ranks[0].line.send(RunSettled(run, 4))
+    wait_until(lambda: state_of(session.runs[-1]).has_ended(ranks[0].rank), "the end of the baseline's part")
+    with pytest.raises(SessionError, match=r"given up: baseline\[0\] ended before it was there, after run 0 of it"):
+        judge(session, VerdictRequest())
+    assert filters(session.plan) == filters(PLAN)
+
+
+def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    under_way(session, ranks)
+    edit = session.edit
+
+    def edit_and_die(**changes: Any) -> GraftPlan:
+        plan = edit(**changes)
+        if ranks[1].rank.alive:
+            ranks[1].die()
+            wait_until(lambda: session.runs[-1].failing, "word of its death")
+        return plan
+
+    session.edit = edit_and_die  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"the verdict was given up, .* failed on target\[0\]"):
+        judge(session, VerdictRequest())
+    assert filters(session.plan) == filters(PLAN)
+
+
+def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
+    session: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    with pytest.raises(SessionError, match="the run is not there, and a verdict needs every rank"):
+        judge(session, VerdictRequest())
+    under_way(session, ranks)
+    ranks[1].rank.alive = False
+    with pytest.raises(SessionError, match=r"target\[0\] is not there"):
+        judge(session, VerdictRequest())
+    ranks[0].rank.alive = False
+    with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are not there, and a verdict needs"):
+        judge(session, VerdictRequest())
+    assert session.plan.version == PLAN.version
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"baseline": "f()"}, "cannot be given code to run"),
+        ({"args": (1,)}, "cannot be given code to run"),
+        ({"exact": len}, "cannot be given code to run"),
+        ({"steps": 0}, "steps is how many steps of the jobs"),
+        ({"floor": 0}, "floor is 'auto' or a number above 0"),
+    ],
+)
+def test_what_jobs_cannot_be_asked_is_refused_before_their_plan_is_changed(
+    session: SessionCore, ranks: list[TalkingRank], given: Any, says: str
+) -> None:
+    under_way(session, ranks)
+    with pytest.raises(SessionError, match=says):
+        judge(session, VerdictRequest(**given))
+    assert session.plan.version == PLAN.version
+
+
+def test_of_a_session_that_was_launched_functions_are_asked_for(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    for each in ranks:
+        each.rank.takes_work = True
+    with pytest.raises(SessionError, match="give baseline= and target="):
+        judge(session, VerdictRequest())
+    with pytest.raises(SessionError, match="are for a session that listens for jobs"):
+        judge(session, VerdictRequest("f()", "f()", steps=2))

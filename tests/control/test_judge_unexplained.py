@@ -1,0 +1,168 @@
+"""A verdict clears nothing that differs: what no tap explains is its first sentence."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+from torch import nn
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+def first_line(verdict: Any) -> str:
+    return str(verdict.text.splitlines()[0])
+
+
+# ---- a target that does not repeat itself ---------------------------------------------------------------------------
+
+
+def begin_counting() -> None:
+    builtins.calls_so_far = 0  # type: ignore[attr-defined]
+
+
+def wrong_in_some_calls(wrong: str) -> torch.Tensor:
+    """Three layers; the target scales one of them in the calls for which ``wrong``, of the call's number, is true."""
+    call: int = builtins.calls_so_far  # type: ignore[attr-defined]
+    builtins.calls_so_far = call + 1  # type: ignore[attr-defined]
+    is_wrong = gl.here().side == "target" and eval(wrong, {"call": call})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 32, generator=generator)
+    for i in range(3):
+        act = torch.tanh(x @ torch.randn(32, 32, generator=generator) / 32**0.5)
+        x = x + gl.tap(f"layers.{i}.act", act * 1.2 if is_wrong and i == 1 else act)
+    return gl.tap("out", x)
+
+
+@pytest.mark.parametrize("wrong", ["call == 0", "call % 2 == 0", "call % 3 == 0", "call % 3 == 2"])
+def test_a_target_wrong_in_some_calls_is_not_cleared(session: gl.Session, wrong: str) -> None:
+    session.run(begin_counting, begin_counting)
+    verdict = session.verdict(wrong_in_some_calls, wrong_in_some_calls, args=(wrong,))
+    assert verdict.named == []
+    assert "The target does not repeat itself: " in verdict.text
+    assert "No tap adds more than rounding does" not in verdict.text
+    if not verdict.text.startswith("The target does not repeat itself"):
+        assert first_line(verdict).startswith("The returned value differs by 0.09")
+        assert ", and no tap explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
+
+
+# ---- what no tap shows ----------------------------------------------------------------------------------------------
+
+
+def returns_more(fault: str) -> dict[str, torch.Tensor]:
+    x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    hidden = gl.tap("hidden", x.tanh())
+    logits = hidden * (1.1 if fault == "logits" and gl.here().side == "target" else 1.0)
+    loss = logits.square().mean() * (1.01 if fault == "loss" and gl.here().side == "target" else 1.0)
+    return {"logits": logits, "loss": loss}
+
+
+@pytest.mark.parametrize(("fault", "path", "size"), [("logits", "['loss']", "0.21"), ("loss", "['loss']", "0.01")])
+def test_a_fault_after_the_last_tap_is_the_first_sentence(
+    session: gl.Session, fault: str, path: str, size: str
+) -> None:
+    verdict = session.verdict(returns_more, returns_more, args=(fault,))
+    assert verdict.named == []
+    assert first_line(verdict).startswith(
+        "Something after the last tap, hidden, is computed differently: with the baseline's value at every tap, the "
+        f"returned value {path} still differs by {size} ("
+    )
+    assert "No tap adds more than rounding does" not in verdict.text
+
+
+def test_equal_returned_values_are_not_mentioned(session: gl.Session) -> None:
+    verdict = session.verdict(returns_more, returns_more, args=("",))
+    assert verdict.text.startswith("No tap adds more than rounding does (")
+
+
+def faults_before_and_after_the_last_tap() -> torch.Tensor:
+    wrong = gl.here().side == "target"
+    x = gl.tap("h", torch.linspace(-1, 1, 64).tanh() * (1.1 if wrong else 1.0))
+    return x.exp() * (1.2 if wrong else 1.0)
+
+
+def test_a_fault_after_the_last_tap_is_reported_beside_a_named_group(session: gl.Session) -> None:
+    verdict = session.verdict(faults_before_and_after_the_last_tap, faults_before_and_after_the_last_tap)
+    assert verdict.named == ["h"]
+    assert first_line(verdict).startswith("Something after the last tap, h, is computed differently: ")
+
+
+def copies() -> torch.Tensor:
+    h = torch.linspace(-1, 1, 64) * (1.1 if gl.here().side == "target" else 1.0)
+    gl.tap("h", h.clone())
+    return h
+
+
+def test_a_graft_that_reaches_nothing_is_not_taken_for_a_fault_after_the_last_tap(session: gl.Session) -> None:
+    verdict = session.verdict(copies, copies)
+    assert verdict.named == ["h"]
+    assert "Something after the last tap" not in verdict.text
+
+
+# ---- outputs without a partner --------------------------------------------------------------------------------------
+
+
+def head_under_another_name(returns: bool) -> torch.Tensor | None:
+    target = gl.here().side == "target"
+    h = gl.tap("h", torch.linspace(-1, 1, 64).tanh())
+    out = gl.tap("head" if target else "lm_head", h * (2.0 if target else 1.0))
+    return out if returns else None
+
+
+def test_an_output_without_a_partner_is_the_first_sentence(session: gl.Session) -> None:
+    verdict = session.verdict(head_under_another_name, head_under_another_name, args=(False,))
+    assert first_line(verdict) == (
+        "The output was not compared: the baseline's last tap, lm_head, and the target's last tap, head, have no "
+        "partner. The last tap that was compared is h. Return the output from both functions, or pair it "
+        "(session.edit(pairs=...))."
+    )
+    returned = session.verdict(head_under_another_name, head_under_another_name, args=(True,))
+    assert first_line(returned).startswith("Something after the last tap, h, is computed differently: ")
+    assert "was not compared" not in returned.text
+
+
+# ---- floors of unlike taps ------------------------------------------------------------------------------------------
+
+
+def behind_an_ill_conditioned_norm(factor: float) -> torch.Tensor:
+    """A Sequential, all of whose members are one group; the norm's rounding is 1,000 times that of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    norm, linear = model[0], model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert isinstance(linear, nn.Linear)
+    norm.running_mean.fill_(100.0)  # type: ignore[union-attr]
+    norm.running_var.fill_(1e-6)  # type: ignore[union-attr]
+    norm.eps = 0.0
+    if gl.here().side == "target":
+        linear.weight.data.mul_(factor)
+    gl.watch(model, inputs=True)
+    with torch.no_grad():
+        return model(100 + 1e-3 * torch.randn(16, 32, generator=torch.Generator().manual_seed(1)))  # type: ignore[no-any-return]
+
+
+def test_a_tap_is_judged_by_its_own_floor_where_its_groups_is_that_of_unlike_taps(session: gl.Session) -> None:
+    verdict = session.verdict(behind_an_ill_conditioned_norm, behind_an_ill_conditioned_norm, args=(1.02,))
+    assert verdict.named == ["*"]
+    rows = verdict.frame[verdict.frame["label"] == "culprit"]
+    assert list(rows["name"]) == ["1"]
+    right = session.verdict(behind_an_ill_conditioned_norm, behind_an_ill_conditioned_norm, args=(1.0,))
+    assert right.named == []
+    assert "no tap explains" not in right.text

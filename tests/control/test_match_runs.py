@@ -1,0 +1,159 @@
+"""Taps of two implementations find each other by value, in live runs, and what was found can be applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    one_and_one.edit(pairs=None)
+    return reset(one_and_one)
+
+
+def weights(layer: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(layer)
+    return [torch.randn(8, size, generator=generator) / 3 for size in (24, 8, 8)]
+
+
+def fused(layers: int) -> list[float]:
+    """Attention without softmax, with one projection for q, k and v; one tap a step of it."""
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
+    for n in range(layers):
+        into, out, mlp = weights(n)
+        qkv = gl.tap(f"h.{n}.qkv", x @ into)
+        q, k, v = qkv.chunk(3, -1)
+        x = gl.tap(f"h.{n}.attn", (q @ k.mT).tanh() @ v @ out) + x
+        x = gl.tap(f"h.{n}.mlp", (x @ mlp).relu()) + x
+    return gl.tap("out", x).flatten().tolist()
+
+
+def split(layers: int, fault: int | None = None) -> list[float]:
+    """The same with three projections, tokens first, and other names; a fault in one layer if asked for."""
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99)).transpose(0, 1)
+    for n in range(layers):
+        into, out, mlp = weights(n)
+        q, k, v = (gl.tap(f"layers.{n + 1}.{name}", (x @ w)) for name, w in zip("qkv", into.chunk(3, 1), strict=True))
+        scores = (q.transpose(0, 1) @ k.transpose(0, 1).mT).tanh() * (1.5 if n == fault else 1.0)
+        x = gl.tap(f"layers.{n + 1}.mix", (scores @ v.transpose(0, 1) @ out).transpose(0, 1)) + x
+        x = gl.tap(f"layers.{n + 1}.ffn", (x @ mlp).relu()) + x
+    return gl.tap("result", x).transpose(0, 1).flatten().tolist()
+
+
+def partners(proposal: Any) -> dict[str, str]:
+    return {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
+
+
+def expected(layers: int) -> dict[str, str]:
+    names = {"q": "qkv", "k": "qkv", "v": "qkv", "mix": "attn", "ffn": "mlp"}
+    pairs = {f"layers.{n + 1}.{mine}": f"h.{n}.{theirs}" for n in range(layers) for mine, theirs in names.items()}
+    return {**pairs, "result": "out"}
+
+
+EXPECTED = expected(3)
+
+
+def test_taps_are_matched_applied_and_then_compare_clean(session: gl.Session) -> None:
+    rows = session.row_count
+    proposal = session.match(fused, split, args=(3,))
+    assert partners(proposal) == EXPECTED
+    assert not proposal.problems
+    assert session.row_count == rows
+    session.edit(pairs=proposal)
+    run = session.run(fused, split, args=(3,))
+    assert set(run.frame["status"]) == {"compared"}
+    assert len(run.frame) == len(EXPECTED)
+    assert run.frame["rel_l2"].max() < 1e-5
+    assert run.frame["layout"].notna().all()
+    assert set(run.frame["matched_by"]) <= {"exact", "near"}
+    session.edit(b2t="search('attn', baseline_name)")
+    run = session.run(fused, split, args=(3,))
+    assert (run.frame["status"] == "grafted").sum() == 3
+
+
+def test_behind_a_fault_the_target_is_grafted_until_its_taps_match(session: gl.Session) -> None:
+    wrong = partial(split, fault=2)
+    alone = session.match(fused, wrong, args=(4,), rounds=0)
+    proposal = session.match(fused, wrong, args=(4,))
+    assert len(proposal.graftable) > len(alone.graftable)
+    assert partners(proposal) == expected(4)
+    # With every tap grafted, what is left at one was added there.
+    session.edit(pairs=proposal, b2t="True")
+    frame = session.run(fused, wrong, args=(4,)).frame
+    assert frame.loc[frame["rel_l2"] > 1e-3, "target_name"].tolist() == ["layers.3.mix"]
+
+
+def test_the_code_that_is_exported_pairs_as_the_proposal_does(session: gl.Session) -> None:
+    proposal = session.match(fused, split, args=(3,))
+    eval(proposal.to_code(), {"session": session})
+    rules = session.plan.pairs
+    assert len(rules) < len(proposal.pairs)
+    for name, baseline in EXPECTED.items():
+        assert [each.baseline_name for each in session.plan.pairings("target", name, {})] == [baseline]
+    assert session.run(fused, split, args=(3,)).frame["rel_l2"].max() < 1e-5
+
+
+def test_beyond_the_budget_values_of_candidates_are_fetched(session: gl.Session) -> None:
+    from graftlab.control.match_runs import match
+
+    proposal = match(session, fused, split, args=(3,), sent=1)
+    assert partners(proposal) == EXPECTED
+
+
+def sharded(layers: int) -> list[float]:
+    """The target's q, k and v by two ranks, each of which has half of the columns and says so."""
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
+    me = gl.here()
+    for n in range(layers):
+        into, _, _ = weights(n)
+        for name, w in zip("qkv", into.chunk(3, 1), strict=True):
+            gl.tap(f"layers.{n}.{name}", x @ w.chunk(2, 1)[me.rank], layout="shard(dim=-1, mesh='tp')")
+            gl.tap(f"layers.{n}.unsaid.{name}", x @ w.chunk(2, 1)[me.rank])
+    return []
+
+
+def test_ranks_that_say_their_layout_are_matched_as_one_whole() -> None:
+    with gl.launch(1, 2) as session:
+        proposal = session.match(fused, sharded, args=(1,))
+        assert partners(proposal) == {f"layers.0.{name}": "h.0.qkv" for name in "qkv"}
+        assert "gl.tap(layout=...)" in proposal.unmatched_target["layers.0.unsaid.q"]
+        session.edit(pairs=proposal)
+        frame = session.run(fused, sharded, args=(1,)).frame
+        paired = frame[frame["baseline_name"] == "h.0.qkv"]
+        assert len(paired) == 6
+        assert paired["rel_l2"].max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"baseline": 3},
+        {"target": None},
+        {"rounds": 1.5},
+        {"rounds": "all"},
+        {"rounds": -1},
+        {"budget": 0},
+        {"budget": 1e9},
+    ],
+)
+def test_what_cannot_be_matched_is_refused_before_anything_runs(session: gl.Session, given: dict[str, Any]) -> None:
+    runs = len(session.runs)
+    with pytest.raises(gl.SessionError, match=rf"match: {next(iter(given))}|match: rounds"):
+        session.match(**{"baseline": fused, "target": fused, "args": (1,), **given})
+    assert len(session.runs) == runs

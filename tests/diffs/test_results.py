@@ -1,0 +1,85 @@
+"""What two calls return, compared wherever the tensors are in their results."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graftlab.diffs.results import compare_results, named_tensors
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    past: list[Any] = field(default_factory=list)
+
+
+Pair = namedtuple("Pair", ["hidden", "loss"])
+
+
+def test_tensors_are_found_in_mappings_sequences_named_tuples_and_dataclasses() -> None:
+    result = {"out": Output(torch.ones(2), [torch.zeros(1), None, "text"]), "pair": Pair(torch.ones(1), 0.5), 3: True}
+    assert list(named_tensors(result)) == [
+        *("['out'].logits", "['out'].past[0]", "['pair'].hidden", "['pair'].loss", "[3]"),
+    ]
+    assert list(named_tensors(torch.ones(1))) == [""]
+
+
+def test_a_result_that_contains_itself_ends() -> None:
+    result: list[Any] = [torch.ones(1)]
+    result.append(result)
+    assert list(named_tensors(result)) == ["[0]"]
+
+
+def test_values_are_paired_by_place_and_the_others_are_reported() -> None:
+    differences, left = compare_results(
+        {"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(1)},
+        {"b": torch.ones(3), "a": torch.full((4,), 1.5), "d": torch.ones(1)},
+    )
+    assert [(each.path, each.rel_l2) for each in differences] == [("['a']", 0.5)]
+    assert left == [
+        "the result's ['b'] has the shape [2] on the baseline and [3] on the target",
+        "only the baseline returns the result's ['c']",
+        "only the target returns the result's ['d']",
+    ]
+
+
+def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None:
+    by_order, _ = compare_results((torch.ones(2), torch.ones(2)), {"x": torch.ones(2), "y": torch.zeros(2)})
+    assert [(each.path, each.rel_l2) for each in by_order] == [("[0]", 0.0), ("[1]", 1.0)]
+    by_shape, left = compare_results(torch.ones(2, 3), {"logits": torch.ones(2, 3), "hidden": torch.ones(4)})
+    assert [each.path for each in by_shape] == [""]
+    assert left == ["only the target returns the result's ['hidden']"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "rel_l2"),
+    [
+        ([1.0, math.inf], [1.0, math.inf], 0.0),
+        ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([1.0, math.nan], [1.0, 1.0], math.inf),
+        ([0.0, 0.0], [0.0, 1.0], math.inf),
+    ],
+)
+def test_numbers_that_are_not_finite_are_equal_only_to_themselves(
+    expected: list[float], found: list[float], rel_l2: float
+) -> None:
+    (difference,), _ = compare_results(torch.tensor(expected), torch.tensor(found))
+    assert difference.rel_l2 == rel_l2
+
+
+@given(st.recursive(st.just(0.0), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner)))
+def test_a_result_equals_itself_and_no_value_is_lost(result: Any) -> None:
+    differences, left = compare_results(result, result)
+    assert [each.path for each in differences] == list(named_tensors(result))
+    assert not left
+    assert all(each.rel_l2 == 0 for each in differences)

@@ -1,0 +1,232 @@
+"""Ranks that come, die and come again: when they assemble, who moves where, and with which step each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftlab.base.world import Place, RunInfo
+from graftlab.errors import SessionError
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.membership import Membership
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.messages import (
+    LinkReport,
+    PlanUpdate,
+    RunRequest,
+    WorldRequest,
+    WorldStart,
+    WorldSwitch,
+    unpack_to_rank,
+)
+
+
+class Runs:
+    """In place of the session: gives runs their numbers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.remarks: list[str] = []
+
+    def assemble(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
+        info = RunInfo(self.count, 100, (0, 1, 2), generations, 100 if base is None else base)
+        self.count += 1
+        return info, GraftPlan()
+
+    def note_moved(self, rank: AttachedRankHandle) -> None: ...
+
+    def tell_plan(self, rank: AttachedRankHandle) -> None: ...
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
+
+class Jobs:
+    """One baseline rank and two of the target, for each of which the test speaks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ranks = [AttachedRankHandle(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
+        self.runs = Runs()
+        runs: Any = self.runs
+        self.membership = Membership(self.ranks, runs, makes_links=True)
+        self._ends: dict[int, SocketChannel] = {}
+
+    def come(self, *ranks: int, first_step: int | None = None) -> None:
+        """A new process takes each of these places, and is ready."""
+        for number in ranks:
+            rank = self.ranks[number]
+            if rank.has_joined:
+                rank.renew()
+            rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
+            line, bell = rank.take_ends()
+            self._ends[number] = SocketChannel(line)
+            bell.close()
+            self.membership.enter(rank, None, first_step)
+            self.membership.note_ready(rank)
+
+    def heard(self, number: int) -> list[Any]:
+        """What this rank was told since the last time."""
+        messages = [unpack_to_rank(frame) for frame in self._ends[number].receive()]
+        return [message for message in messages if not isinstance(message, PlanUpdate)]
+
+    def link(self, world: int, *ranks: int) -> None:
+        for number in ranks:
+            size, descriptors = self.membership.share_of(self.ranks[number], world)
+            # A segment and a socket for each of the others, and its own segment.
+            assert (size > 0, len(descriptors)) == (True, 5)
+            others = tuple({0, 1, 2} - {number})
+            self.membership.note_linked(self.ranks[number], LinkReport(world, others, ()))
+
+    def move(self, number: int, world: int, step: int) -> None:
+        self.membership.note_moved(self.ranks[number], WorldSwitch(world, step))
+
+    def begin(self) -> Jobs:
+        """All are in their first run."""
+        self.come(0, 1, 2)
+        self.link(1, 0, 1, 2)
+        for number in range(3):
+            self.heard(number)
+        return self
+
+    def close(self) -> None:
+        self.membership.close()
+        for rank in self.ranks:
+            rank.release()
+        for end in self._ends.values():
+            end.close()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+def kinds(messages: list[Any]) -> list[type]:
+    return [type(message) for message in messages]
+
+
+def begun(messages: list[Any]) -> RunInfo:
+    [request] = messages
+    assert isinstance(request, RunRequest)
+    return request.info
+
+
+def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_linked(jobs: Jobs) -> None:
+    jobs.come(0, 1)
+    assert jobs.heard(0) == []
+    jobs.come(2)
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
+    jobs.link(1, 0, 1)
+    assert jobs.heard(0) == []
+    jobs.link(1, 2)
+    assert [begun(jobs.heard(number)).first_step for number in range(3)] == [100] * 3
+    assert [rank.generation for rank in jobs.ranks] == [1, 1, 1]
+    assert jobs.runs.remarks == []
+
+
+def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_the_last_has_come(jobs: Jobs) -> None:
+    jobs.begin()
+    jobs.membership.leave(jobs.ranks[0])
+    assert [jobs.heard(number) for number in (1, 2)] == [[], []]
+    jobs.come(0)
+    [assemble] = jobs.heard(1)
+    assert assemble.info.generations == (2, 1)
+    jobs.heard(0), jobs.heard(2)
+    jobs.link(2, 0, 1, 2)
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [WorldStart], [WorldStart]]
+    # The ranks of one side need not come to the same step.
+    jobs.move(1, 2, 151)
+    assert jobs.heard(0) == []
+    jobs.move(2, 2, 152)
+    info = begun(jobs.heard(0))
+    assert (info.run, info.first_step, info.generations) == (1, 152, (2, 1))
+    assert [rank.generation for rank in jobs.ranks] == [2, 1, 1]
+    [remark] = jobs.runs.remarks
+    assert "the baseline was started again (generation 2), and its first step is step 152 here" in remark
+    assert jobs.ranks[0].assignment.notes == ("joined again as generation 2, and began at step 152",)
+
+
+def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
+    jobs.begin()
+    for number in (1, 2):
+        jobs.membership.leave(jobs.ranks[number])
+    jobs.come(1, 2, first_step=30)
+    for number in range(3):
+        jobs.heard(number)
+    jobs.link(2, 0, 1, 2)
+    jobs.move(0, 2, 151)
+    assert [begun(jobs.heard(number)).first_step for number in (1, 2)] == [130, 130]
+
+
+def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(jobs: Jobs) -> None:
+    jobs.begin()
+    jobs.membership.leave(jobs.ranks[1])
+    jobs.come(1)
+    for number in range(3):
+        jobs.heard(number)
+    jobs.link(2, 0, 1)
+    jobs.membership.leave(jobs.ranks[1])
+    with pytest.raises(SessionError, match="one of them is gone again"):
+        jobs.membership.share_of(jobs.ranks[2], 2)
+    jobs.come(1)
+    [assemble] = jobs.heard(0)
+    assert (assemble.world, assemble.info.generations) == (3, (1, 2))
+    jobs.heard(1), jobs.heard(2)
+    # Word of the world before, which was on its way, is of no account.
+    jobs.membership.note_linked(jobs.ranks[2], LinkReport(2, (0, 1), ()))
+    jobs.move(0, 2, 140)
+    jobs.link(3, 0, 1, 2)
+    jobs.move(2, 3, 150)
+    assert jobs.heard(1) == []
+    jobs.move(0, 3, 150)
+    assert begun(jobs.heard(1)).first_step == 150
+
+
+def test_a_share_is_handed_out_once_and_to_nobody_who_was_not_asked(jobs: Jobs) -> None:
+    jobs.come(0, 1, 2)
+    jobs.link(1, 0)
+    for world in (0, 1, 2):
+        with pytest.raises(SessionError, match="without this process"):
+            jobs.membership.share_of(jobs.ranks[0], world)
+
+
+def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
+    jobs.come(0)
+    assert jobs.membership.missing() == "target[0], target[1] had not joined"
+    jobs.come(1, 2)
+    jobs.link(1, 0, 2)
+    assert jobs.membership.missing() == "target[0] had no connection to all others"
+    jobs.link(1, 1)
+    jobs.membership.leave(jobs.ranks[1])
+    assert jobs.membership.missing() == "target[0] had not joined"
+    jobs.come(1)
+    jobs.link(2, 0, 1, 2)
+    jobs.move(2, 2, 110)
+    assert jobs.membership.missing().startswith("baseline[0] had not come to the end of a step")
+
+
+def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs) -> None:
+    """Some had moved when the notebook before this one went away, and some had not."""
+    for number, run in ((0, 4), (1, 4), (2, 3)):
+        rank = jobs.ranks[number]
+        rank.hand_over(number, DeviceAssignment("cpu", "none"))
+        line, bell = rank.take_ends()
+        jobs._ends[number] = SocketChannel(line)
+        bell.close()
+        jobs.membership.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
+        jobs.membership.note_ready(rank)
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
+    jobs.link(1, 0, 1, 2)
+    assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldStart]] * 3
+    for number in range(3):
+        jobs.move(number, 1, 130)
+    assert [jobs.heard(number) for number in range(3)] == [[], [], []]
+    assert jobs.membership.generation("target") == 2
+    assert jobs.runs.remarks == []

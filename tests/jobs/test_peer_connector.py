@@ -1,0 +1,137 @@
+"""How ranks come to their connections: memory where it is proved to be shared, and TCP where not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from kit.mailboxes import DEADLINE, in_background
+from kit.support import wait_until
+
+from graftlab.base.world import Place
+from graftlab.exchange.arena import PAGE
+from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.keys import new_token
+from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.peer_connector import PeerConnector
+from graftlab.ranks.messages import Contact
+
+
+@dataclass
+class Ranks:
+    connectors: list[PeerConnector]
+
+    def link(self, seen_by: Callable[[int, Contact], Contact] = lambda rank, contact: contact) -> None:
+        """Tell each of all others, as ``seen_by`` says that it sees them, and have all work until each has its links.
+
+        Each on a thread of its own, as it is a process of its own otherwise: two that share memory wait for each other.
+        """
+        at_work = [in_background(lambda rank=rank: self._work(rank, seen_by)) for rank in range(len(self.connectors))]  # type: ignore[misc]
+        for each in at_work:
+            each.result(2 * DEADLINE)
+
+    def _work(self, rank: int, seen_by: Callable[[int, Contact], Contact]) -> None:
+        mine = self.connectors[rank]
+        mine.add([seen_by(rank, other.contact) for other in self.connectors if other is not mine])
+
+        def complete() -> bool:
+            mine.work()
+            return all(connector.complete for connector in self.connectors)
+
+        wait_until(complete, "all links")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int, int], Ranks]]:
+    with contextlib.ExitStack() as closing:
+
+        def make(baseline: int, target: int) -> Ranks:
+            token = new_token()
+            places = Place("baseline", 0, baseline, target).everyone()
+            made = [PeerConnector(place, token, "127.0.0.1") for place in places]
+            for connector in made:
+                closing.callback(connector.close)
+            return Ranks(made)
+
+        yield make
+
+
+def test_ranks_of_one_machine_share_memory(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 2)
+    world.link()
+    assert [connector.kinds() for connector in world.connectors] == [((1, 2), ()), ((0, 2), ()), ((0, 1), ())]
+    world.connectors[0].arena.map[100:105] = b"hello"
+    _, arena = world.connectors[2].links[0]
+    assert arena is not None
+    assert arena.map[100:105] == b"hello"
+
+
+def test_ranks_that_share_memory_listen_no_more_when_they_are_linked(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    world.link()
+    for connector in world.connectors:
+        connector.seal()
+        assert connector._router.over.is_set()
+    channel, _ = world.connectors[0].links[1]
+    assert isinstance(channel, SocketChannel)
+    channel.send(b"still here")
+    other, _ = world.connectors[1].links[0]
+    assert other.receive() == [b"still here"]
+
+
+def no_socket(contact: Contact) -> Contact:
+    return msgspec.structs.replace(contact, socket="/nowhere/socket")
+
+
+def other_memory(contact: Contact) -> Contact:
+    """As if another host had a socket of the same name, whose memory is its own."""
+    return msgspec.structs.replace(contact, nonce=bytes(32))
+
+
+@pytest.mark.parametrize("hidden", [no_socket, other_memory])
+def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
+    hidden: Callable[[Contact], Contact], ranks: Callable[[int, int], Ranks]
+) -> None:
+    world = ranks(1, 2)
+    # To the last rank the baseline is on another machine; the two ranks of the target share one.
+    world.link(lambda rank, contact: hidden(contact) if (rank, contact.world_rank) == (2, 0) else contact)
+    assert [connector.kinds() for connector in world.connectors] == [((1,), (2,)), ((0, 2), ()), ((1,), (0,))]
+    channel, arena = world.connectors[2].links[0]
+    assert arena is None
+    assert isinstance(channel, TcpChannel)
+
+
+def test_memory_in_which_the_other_does_not_find_what_was_announced_is_shared_by_neither(
+    ranks: Callable[[int, int], Ranks],
+) -> None:
+    world = ranks(1, 2)
+    world.connectors[0].arena.map[PAGE - 32 : PAGE] = bytes(32)
+    world.link()
+    assert [connector.kinds() for connector in world.connectors] == [((), (1, 2)), ((2,), (0,)), ((1,), (0,))]
+
+
+def test_a_rank_that_another_process_takes_is_linked_anew(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    world.link()
+    stays, goes = world.connectors
+    before = stays.links[1]
+    stays.remove(1)
+    assert not stays.complete
+    assert stays.missing() == ["target[0]"]
+    goes.close()
+    world.connectors[1] = ranks(1, 1).connectors[1]
+    world.link()
+    assert stays.links[1] is not before
+    assert stays.kinds() == ((1,), ())
+    assert before[0].closed
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_place(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    contact = msgspec.structs.replace(no_socket(world.connectors[0].contact), port=1)
+    world.connectors[1].add([contact])
+    world.connectors[1].work()
+    assert world.connectors[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]

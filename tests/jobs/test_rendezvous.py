@@ -1,0 +1,107 @@
+"""The place where jobs meet is one user's alone, at either end."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from pathlib import Path
+
+import pytest
+
+import graftlab as gl
+from graftlab.base.world import Place
+from graftlab.config import GraftConfig
+from graftlab.jobs import rendezvous
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_client import SessionClient
+from graftlab.ranks.messages import AskWaitReason, WaitReason, pack, unpack_to_rank
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_nobody_else_can_enter_where_jobs_meet(tmp_path: Path) -> None:
+    with Rendezvous(tmp_path / "run") as place, place.locked():
+        listener = place.listen()
+        assert listener is not None
+        (room,) = (tmp_path / "run").iterdir()
+        assert mode(room) == 0o700
+        assert {mode(each) for each in room.iterdir()} == {0o600}
+        listener.close()
+    room.chmod(0o750)
+    with pytest.raises(gl.ConfigError, match=r"mode 0700.*name another address"):
+        Rendezvous(tmp_path / "run")
+
+
+def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rendezvous(tmp_path) as place, place.locked():
+        assert place.connect(1.0) is None
+        listener = place.listen()
+        assert listener is not None
+        connection = place.connect(1.0)
+        assert connection is not None
+        connection.close()
+        monkeypatch.setattr(rendezvous, "peer_uid", lambda connection: os.getuid() + 1)
+        with pytest.raises(gl.ConfigError, match=f"whoever listens there is user {os.getuid() + 1}, not {os.getuid()}"):
+            place.connect(1.0)
+        listener.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_variables_that_may_have_named_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(gl.ConfigError, match=r"cannot meet in the folder .*/file/run: .*GRAFTLAB_RUN_DIR"):
+        Rendezvous(tmp_path / "file" / "run")
+
+
+def session_client(folder: Path, timeout: float = 60.0) -> SessionClient:
+    """Of a baseline's only rank."""
+    config = GraftConfig(
+        role="baseline", baseline_world_size=1, target_world_size=1, address=str(folder), timeout=timeout
+    )
+    return SessionClient(Place("baseline", 0, 1, 1), config)
+
+
+def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path) -> None:
+    with gl.listen(1, 1, folder=tmp_path):
+        first = session_client(tmp_path).join()
+        with pytest.raises(gl.SessionError, match=r"has joined already, as pid \d+\. Should this job be the target"):
+            session_client(tmp_path).join()
+        first.channel.close()
+        first.wake.close()
+
+
+def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> None:
+    with Rendezvous(tmp_path) as place, place.locked():
+        listener = place.listen()
+    assert listener is not None
+    with (
+        listener,
+        pytest.raises(gl.SessionError, match=r"not answer within 0\.05 s\. .* its log is session-server\.log"),
+    ):
+        session_client(tmp_path, timeout=0.05).join()
+
+
+def test_who_waits_in_vain_hears_of_the_process_that_was_not_let_in(tmp_path: Path) -> None:
+    with gl.listen(baseline=1, target=1, folder=tmp_path) as session:
+        entry = session_client(tmp_path).join()
+        with pytest.raises(gl.SessionError, match="has joined already"):
+            session_client(tmp_path).join()
+        entry.channel.send(pack(AskWaitReason()))
+        poller = select.poll()
+        poller.register(entry.channel.fileno(), select.POLLIN)
+        heard: list[object] = []
+        while not heard:
+            poller.poll()
+            heard += [
+                found for frame in entry.channel.receive() if isinstance(found := unpack_to_rank(frame), WaitReason)
+            ]
+        (missing,) = heard
+        assert isinstance(missing, WaitReason)
+        assert missing.what.startswith("baseline[0], target[0] had not joined (baseline[0] (pid ")
+        assert "not let in, and told: baseline[0] has joined already" in missing.what
+        assert "Should this job be the target (GRAFTLAB_ROLE)?" in missing.what
+        entry.channel.close()
+        entry.wake.close()
+        assert session.row_count == 0

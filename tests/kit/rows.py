@@ -1,0 +1,16 @@
+"""Rows that no session made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graftlab.rows.schema import Row
+
+
+def row(name: str, order: int = 1, step: int = 0, **fields: Any) -> Row:
+    """A row of the target's rank 0, compared and equal, but for ``fields``."""
+    side, rank, own = fields.pop("side", "target"), fields.pop("rank", 0), fields.pop("own", {})
+    tags = {"name": name, "step": step, "side": side, "rank": rank, "recompute_status": "original", **own}
+    usual = {"status": "compared", "rel_l2": 0.0, "nonfinite_differ": 0, "numel": 64, "dtype": "float32", "run": 0}
+    given = {**usual, **fields}
+    return Row(given.pop("run"), step, order, name, tags, "b2t", side, rank, senders=[0], **given)

@@ -1,0 +1,98 @@
+"""The frames of the last failure: inspected with pdb, never resumed, and released at the next run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+from kit.deadline import DEADLINE
+
+import graftlab as gl
+from graftlab.ranks import debugging
+from graftlab.ranks.debugging import LastFailure
+
+
+class Held:
+    value = 41
+
+
+def outer(held: Held) -> None:
+    scale = 3
+    inner(held, scale)
+
+
+def inner(held: Held, factor: int) -> None:
+    raise ValueError(f"no such factor: {factor}")
+
+
+@pytest.fixture
+def last() -> LastFailure:
+    made = LastFailure()
+    try:
+        outer(Held())
+    except ValueError as error:
+        made.keep(error)
+    return made
+
+
+def test_post_mortem_shows_exception_frames_source_and_values(last: LastFailure) -> None:
+    said = last.ask("")
+    assert said.startswith("ValueError: no such factor: 3\n")
+    assert "outer()" in said
+    assert "inner()" in said
+    assert last.ask("p factor, held.value") == "(3, 41)"
+    assert "raise ValueError" in last.ask("l")
+    assert "outer()" in last.ask("u")
+    assert last.ask("p scale * 2") == "6"
+    assert last.ask("scale + 1") == "4"
+    assert "NameError" in last.ask("p factor")
+    last.ask("d")
+    assert last.ask("p factor") == "3"
+
+
+@pytest.mark.parametrize("command", ["c", "n", "step", "jump 3", "interact", "q", "b 3"])
+def test_failed_code_cannot_be_resumed(last: LastFailure, command: str) -> None:
+    with pytest.raises(gl.SessionError, match="cannot be resumed"):
+        last.ask(command)
+    assert last.ask("p factor") == "3"
+
+
+@pytest.mark.slow
+def test_frames_are_released_at_the_next_run() -> None:
+    last, held = LastFailure(), Held()
+    seen = weakref.ref(held)
+    try:
+        outer(held)
+    except ValueError as error:
+        last.keep(error)
+    del held
+    gc.collect()
+    assert seen() is not None
+    last.ask("w")
+    last.forget()
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(gl.SessionError, match="no failure is kept"):
+        last.ask("w")
+
+
+def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
+    last: LastFailure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = last.ask("print('x' * 100_000)")
+    assert len(said) < 25_000
+    assert said.endswith("more characters]")
+    monkeypatch.setattr(debugging, "_PATIENCE", 0.05)
+    go = threading.Event()
+    monkeypatch.setattr(Held, "wait", lambda self: go.wait(DEADLINE), raising=False)
+    waiting = threading.Thread(target=last.ask, args=("held.wait()",))
+    waiting.start()
+    try:
+        with pytest.raises(gl.SessionError, match="still running"):
+            last.ask("p factor")
+    finally:
+        go.set()
+        waiting.join(DEADLINE)
+    assert last.ask("p factor") == "3"
