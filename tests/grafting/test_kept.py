@@ -292,7 +292,7 @@ def test_taps_whose_pairs_had_to_go_do_not_fill_the_memory(monkeypatch: pytest.M
         keep_number(kept, layer, MIB, layer=layer, step=5)
         assert len(kept._missing) <= 5
     # Those that went last are still told of.
-    with pytest.raises(SessionError, match="x layer=20 at step 5 is not kept any more"):
+    with pytest.raises(SessionError, match="x layer=20 at step 5 is no longer kept"):
         kept.find("x", {"layer": 20})
 
 

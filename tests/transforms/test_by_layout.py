@@ -308,4 +308,4 @@ def test_nothing_is_suggested_where_no_layout_fits_and_one_alone_is_named_where_
     )
     zeros = suggested([whole], torch.zeros(6, 4))
     assert zeros == "; the shapes would fit in the layout 'a b -> b a' of the received tensor, but the values do not"
-    assert "gl.tap(layout=...) says so" in suggested([whole, whole], whole)
+    assert "declare it with gl.tap(layout=...)" in suggested([whole, whole], whole)
