@@ -28,7 +28,7 @@ _Key = tuple[str | None, TapIdentity]
 
 
 @dataclass(frozen=True)
-class TapLine:
+class TapSummary:
     """A tap, with the row of that receiving rank where it is worst."""
 
     row: Row
@@ -55,7 +55,7 @@ class History:
 class Conclusion:
     """The newest row of each tap in execution order, and the sentences on them."""
 
-    lines: Sequence[TapLine]
+    lines: Sequence[TapSummary]
     floor: float
     first: int | None
     """The line of the first divergent tap."""
@@ -78,7 +78,7 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).drop(columns="step")
     facts = Facts(frame)
     floor, _ = floor_in_words(facts.dtypes, noise_floor)
-    lines = tap_lines(rows, history)
+    lines = tap_summaries(rows, history)
     at, first = first_divergent_of(facts, floor), None
     if at is not None:
         key = _key(rows[at])
@@ -87,9 +87,9 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
     return Conclusion(lines, floor, first, differences(frame, noise_floor), earlier, rows)
 
 
-def tap_lines(rows: Sequence[Row], history: History = History()) -> list[TapLine]:
+def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[TapSummary]:
     """One line a tap, in the order of the rows."""
-    found: dict[_Key, TapLine] = {}
+    found: dict[_Key, TapSummary] = {}
     for row in rows:
         key = _key(row)
         badness = _badness(row)
@@ -100,7 +100,9 @@ def tap_lines(rows: Sequence[Row], history: History = History()) -> list[TapLine
                 shown.append("recompute")
             # The history may be older than this row.
             worst = max(history.worst.get(key, -math.inf), _difference(row))
-            found[key] = TapLine(row, " ".join(shown), badness, worst if worst >= 0 else None, history.since.get(key))
+            found[key] = TapSummary(
+                row, " ".join(shown), badness, worst if worst >= 0 else None, history.since.get(key)
+            )
     return list(found.values())
 
 

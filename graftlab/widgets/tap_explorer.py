@@ -23,7 +23,7 @@ from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.store import to_frame
-from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapLine, conclude_from
+from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
@@ -94,11 +94,11 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         else:
             self._act(what, self._line(str(value)))
 
-    def _line(self, label: str) -> TapLine:
+    def _line(self, label: str) -> TapSummary:
         labels: list[str] = self.view.taps["label"]
         return self.found.lines[labels.index(label)]
 
-    def _act(self, what: str, line: TapLine) -> None:
+    def _act(self, what: str, line: TapSummary) -> None:
         session = self._panel.session
         [option] = other_options([line.row.tags], [])
         if what == "graft":
@@ -113,7 +113,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         elif what == "open":
             self._panel.in_background(self._open, line)
 
-    def _open(self, line: TapLine) -> None:
+    def _open(self, line: TapSummary) -> None:
         """Show a kept pair, or explain how to keep one."""
         plot = SessionPlots(self._panel.session)
         [option] = kept_options([line.row.tags])
@@ -129,7 +129,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
         update(self._pair, value=STYLE + self._step_note(option, line) + "".join(shown))
 
-    def _step_note(self, option: TapOption, line: TapLine) -> str:
+    def _step_note(self, option: TapOption, line: TapSummary) -> str:
         """A warning if the newest kept pair is older than the row in the table."""
         steps = [
             int(tags["step"])
@@ -163,7 +163,7 @@ def static_html(found: Conclusion, with_figure: bool) -> str:
     return said + table(head, [_line_html(line) for line in lines]) + rest
 
 
-def _line_html(line: TapLine) -> str:
+def _line_html(line: TapSummary) -> str:
     row = line.row
     nonfinite = row.nonfinite_differ or 0
     cells = [

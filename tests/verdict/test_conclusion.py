@@ -26,7 +26,7 @@ from graftlab.verdict.conclusion import (
     history_of,
     in_order_of,
     newest_rows,
-    tap_lines,
+    tap_summaries,
 )
 
 FLOOR = 1e-5
@@ -37,7 +37,7 @@ def tap(status: str, rank: int, rel_l2: float) -> Row:
 
 
 def test_a_tap_has_one_line_for_all_ranks_and_one_for_its_recomputed_forward() -> None:
-    found = tap_lines([tap("original", 0, 1e-7), tap("original", 1, 0.5), tap("recompute", 0, 1e-6)])
+    found = tap_summaries([tap("original", 0, 1e-7), tap("original", 1, 0.5), tap("recompute", 0, 1e-6)])
     assert [(line.name, line.row.rank, line.row.rel_l2) for line in found] == [
         ("h layer=3", 1, 0.5),
         ("h layer=3 recompute", 0, 1e-6),
@@ -99,7 +99,7 @@ def test_history_has_each_taps_worst_value_and_the_first_step_above_the_floor(ro
         for each in in_order
         if each.status == "compared" and (each.nonfinite_differ or (each.rel_l2 or 0.0) > _floor_of(each))
     ]
-    for line in tap_lines(in_order, history):
+    for line in tap_summaries(in_order, history):
         own = [each for each in rows if each.name == line.row.name]
         values = [
             math.inf if each.nonfinite_differ else each.rel_l2
