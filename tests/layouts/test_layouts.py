@@ -342,9 +342,9 @@ def test_joining_says_what_does_not_fit() -> None:
         shard.join([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(LayoutError, match=r"are not shards of a whole of shape \[4\]"):
         shard.join([torch.zeros(2, 3)] * 2, shape=(4,))
-    with pytest.raises(LayoutError, match="does not determine the whole tensor's shape"):
+    with pytest.raises(LayoutError, match="give the whole tensor's shape"):
         Layout((Shard(0, "tp", padded=True),)).on(2).join([torch.zeros(2)] * 2)
-    with pytest.raises(LayoutError, match=r"rank 0 would hold \[4\], and it holds \[3\]"):
+    with pytest.raises(LayoutError, match=r"rank 0 would have shape \[4\], but it has \[3\]"):
         relayout([(shard, [torch.zeros(2)] * 2)], Layout(), own=torch.zeros(3))
     with pytest.raises(LayoutError, match="two steps use mesh dimension"):
         Layout((Shard(0, "tp"), Shard(1, "tp")))

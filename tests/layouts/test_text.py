@@ -152,7 +152,7 @@ DIM_FAULTS = [
     ("t h # ep:replicated ep:replicated", "is replicated already", "                    ^"),
     ("t h # dp:=a dp:=b", "dp is 'a' already", "            ^"),
     ("t h # xx:replicated", "'xx' is not an axis", "      ^"),
-    ("t h # ep:sharded", "is not known here", "      ^"),
+    ("t h # ep:sharded", "is unknown", "      ^"),
 ]
 
 

@@ -172,7 +172,7 @@ def test_a_receiver_has_its_whole_from_the_group_of_its_own_rank() -> None:
         assert torch.equal(made(sent, torch.zeros(4, 6), layout=mine, recv_rank=rank, **rest), whole)
     # On another number of ranks nobody's group is told.
     for world_size, rank in ((3, 1), (4, 9)):
-        with pytest.raises(LayoutError, match=f"on several meshes, and none of them contains of rank {rank}"):
+        with pytest.raises(LayoutError, match=f"on several meshes, and none of them contains rank {rank}"):
             made(sent, torch.zeros(4, 6), recv_rank=rank, **{**rest, "recv_world_size": world_size})
 
 
