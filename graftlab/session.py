@@ -13,6 +13,7 @@ from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import describe_session, make_run_folder
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
@@ -21,7 +22,6 @@ from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.store import RowStore
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     from graftlab.control.compiled_comparison import CompiledComparison

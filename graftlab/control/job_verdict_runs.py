@@ -18,7 +18,7 @@ from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
 from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictRuns, coarser_dtypes
+from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictAbandoned, VerdictRuns, coarser_dtypes
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
@@ -98,7 +98,7 @@ class StepRuns(VerdictRuns):
         frame = self._jobs.rows_from(before)
         frame = frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + self._steps - 1)]
         if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
         if wanted.b2t is not None:
             written = frame["status"].isin(MEASURED) & ~frame.index.isin(without_data(frame).index)
@@ -188,7 +188,7 @@ class StepRuns(VerdictRuns):
             )
             self._ask(rank, order, Acknowledgement)
         if self._publish(RunFilters(compare="True")) != version:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self._after_steps(why, version, len(passes))
         found = []
         for rank in ranks:
@@ -197,7 +197,7 @@ class StepRuns(VerdictRuns):
                 raise SessionError(f"verdict: {rank.label} did not do what it was to do ({why}); its log says why")
             found.append(open_value(rank, packed))
         if self._is_edited(version):
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         return found
 
     def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
@@ -230,7 +230,7 @@ class StepRuns(VerdictRuns):
         edited = partial(self._is_edited, version)
         self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
         if edited():
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         if not there():
             self._refuse(patience)
         return int(first())
@@ -245,11 +245,11 @@ class StepRuns(VerdictRuns):
         """Say why the jobs did not make the steps that were waited for."""
         self._state.raise_failures(_GIVEN_UP)
         if ended := self._has_ended():
-            raise SessionError(
+            raise VerdictAbandoned(
                 f"the verdict was given up: {', '.join(ended)} ended before it was there, after run {self.count - 1} "
                 f"of it. A verdict takes some twenty steps of the jobs; let them make more"
             )
-        raise SessionError(
+        raise VerdictAbandoned(
             f"the verdict was given up: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
             f"run of a verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
             f"gl.listen(timeout=...) says how long one may take"

@@ -154,7 +154,7 @@ class _MatchRuns:
             if found is not None:
                 self._values[pair.baseline] = found
         if found is None:
-            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to look behind it")
+            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to match the taps after it")
         return found
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:

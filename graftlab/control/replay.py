@@ -18,12 +18,12 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DumpError, RequestError
 from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,12 +16,12 @@ from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import is_data
 from graftlab.base.world import Side
 from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
 from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
 from graftlab.layouts.text import parse_layout
 from graftlab.ranks.remote_functions import Callee, sketch_callee
-from graftlab.verdict.added import roundoff
 from graftlab.verdict.replicas import ReplicaComparison, TapAcrossRanks, check_replicas
 from graftlab.verdict.replicas_wording import judged, text_of_check
 

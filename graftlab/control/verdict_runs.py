@@ -17,12 +17,13 @@ from graftlab.control.core import start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded import Recorded
-from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
 
     from graftlab.control.core import SessionCore
 
-EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
+EDITED = "the plan was edited during the verdict. Leave the filters alone until the verdict is there"
+
+
+class VerdictAbandoned(SessionError):
+    """No further run of the verdict is possible."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class CalledRuns(VerdictRuns):
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
 

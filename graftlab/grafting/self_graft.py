@@ -18,6 +18,7 @@ from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors
+from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -83,8 +84,7 @@ def graft_self(
     has at most ``budget`` bytes; later taps are counted, and not grafted.
     """
     record = SelfGraftRecorder(budget)
-    # Copies, because a call may return a buffer that the next call overwrites.
-    result = {path: value.detach().clone() for path, value in named_tensors(_run(call, record)).items()}
+    result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
@@ -92,8 +92,8 @@ def graft_self(
             if group in keep:
                 found.last[group] = recorded.value.cpu()
     repeat = RepeatComparer(record.taps)
-    _run(call, repeat)
-    found.not_repeated = repeat.differences()
+    again = _run(call, repeat)
+    found.not_repeated = repeat.differences() or _changed_results(result, again)
     if found.not_repeated:
         return found
 
@@ -155,12 +155,30 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
 
 
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without changes; return the taps that differ, in order, within the budget."""
+    """Run ``call`` twice without changes; return the taps that differ, in order, or the differing results.
+
+    Taps that do not fit into ``budget`` bytes are not compared.
+    """
     record = SelfGraftRecorder(budget)
-    _run(call, record)
+    result = _copied(_run(call, record))
     repeat = RepeatComparer(record.taps)
-    _run(call, repeat)
-    return repeat.differences()
+    again = _run(call, repeat)
+    return repeat.differences() or _changed_results(result, again)
+
+
+def _copied(result: Any) -> dict[str, torch.Tensor]:
+    """Copy the tensors of a result, because a call may return a buffer that the next call overwrites."""
+    return {path: value.detach().clone() for path, value in named_tensors(result).items()}
+
+
+def _changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
+    """Describe the returned values that differ from those of the previous call by more than rounding."""
+    differences, _ = compare_named(result, named_tensors(again))
+    return [
+        f"the returned value{f' {path}' if path else ''}"
+        for path, rel_l2, (dtype, _) in differences
+        if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
+    ]
 
 
 def _run(call: Call, handler: TapHandler) -> Any:
@@ -237,7 +255,7 @@ class SelfGraftRecorder(CountingHandler):
 
 
 class RepeatComparer(CountingHandler):
-    """Compares taps with the record, without grafting."""
+    """Compares taps with the record, without grafting, and ignores differences within rounding."""
 
     def __init__(self, taps: Mapping[CallKey, TapRecord]) -> None:
         super().__init__()
@@ -248,7 +266,7 @@ class RepeatComparer(CountingHandler):
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         recorded = self._taps.get(place)
         self._left.pop(place, None)
-        if recorded is not None and not _same(recorded.value, own):
+        if recorded is not None and not _repeated(recorded, own):
             self._differing.append(_label(place))
 
     def differences(self) -> list[str]:
@@ -313,6 +331,23 @@ def _added(recorded: TapRecord, own: torch.Tensor) -> AddedRounding:
     squares = mean_square * stats.numel if mean_square > 0 else 0.0
     tags = {tag: plain(value) for tag, value in recorded.tags.items()}
     return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
+
+
+_LARGEST_OVER_NORM = 10.0
+"""A repeat's largest difference, over the root mean square, may be this many times the limit for its rel_l2."""
+
+
+def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
+    """Whether a repeat shows the recorded value, but for the order of its sums, which differs on some devices."""
+    if _same(recorded.value, own):
+        return True
+    whole = not (own.is_floating_point() or own.is_complex())
+    if whole or recorded.value.shape != own.shape or recorded.value.dtype != own.dtype:
+        return False
+    difference = _added(recorded, own)
+    limit, _ = assumed_floor([difference.dtype])
+    finite = torch.equal(recorded.value.isfinite(), own.isfinite())
+    return finite and difference.rel_l2 <= limit and difference.rel_max <= _LARGEST_OVER_NORM * limit
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
         view.locator(".lines").evaluate("each => { each.scrollTop = each.scrollHeight; }")
         expect(rows.last).to_contain_text("<script>alert(1)</script>")
 
-        # A point a layer: the one of layer 10 leads to its taps.
+        # One point per layer: the one of layer 10 leads to its taps.
         view.locator("input.layers").check()
         canvas = view.locator("canvas")
         box = canvas.bounding_box()
