@@ -1,4 +1,4 @@
-"""A verdict: without grafts, with every tap grafted, the baseline against itself, the swaps, and what it comes to."""
+"""A verdict from its runs: without grafts, with every tap grafted, each side against itself, and the swaps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _of_functions(session: SessionCore, request: VerdictRequest) -> VerdictReque
 
 
 def _of_jobs(request: VerdictRequest) -> VerdictRequest:
-    """The request itself. Raises :class:`SessionError` where it gives code, which jobs do not take."""
+    """The request itself. Raises :class:`SessionError` if it has code, which jobs do not take."""
     if any(each is not None for each in (request.baseline, request.target, request.exact)) or any(request.arguments):
         raise SessionError(
             "verdict: these ranks are jobs that another launcher started, and cannot be given code to run: baseline=, "

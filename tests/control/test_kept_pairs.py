@@ -18,7 +18,12 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
     [
         (None, "h", {}, "Set session.edit(keep=...) to a filter that matches the tap, and run again"),
         ("layer == 3", "h", {"layer": 1}, "The plan's keep filter, layer == 3, does not match the tap; widen it"),
-        ("layer == 3", "h", {"layer": 3, "step": 9}, "matches the tap, but no step under that plan has brought a pair"),
+        (
+            "layer == 3",
+            "h",
+            {"layer": 3, "step": 9},
+            "matches the tap, but no pair has been kept since that plan took effect",
+        ),
         ("True", "hh", {}, "No tap seen so far is called 'hh'; did you mean 'h'?"),
         ("True", "zzz", {}, "No tap seen so far is called 'zzz'"),
         ("True", "h", {"layer": 7}, "No tap 'h' seen so far has layer=7"),
@@ -86,7 +91,7 @@ def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl
         session.tensors("other")
     session.edit(keep="True")
     with pytest.raises(
-        gl.SessionError, match="matches the tap, but no step under that plan has brought a pair; run again"
+        gl.SessionError, match="matches the tap, but no pair has been kept since that plan took effect; run again"
     ):
         session.tensors("other")
 
