@@ -1,7 +1,7 @@
-"""One verdict in the making: its runs, and the conclusions from them, stage by stage.
+"""One verdict in progress: its runs, and the conclusions from them, stage by stage.
 
-Whatever happens after the first run, what is known by then is returned. A stage that fails is reported in a sentence,
-and the stages that do not depend on it go ahead.
+After the first run a failure does not lose the results: a failed stage is reported in a sentence, and the stages that
+do not depend on it proceed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Evidence:
     """What the runs of a verdict measured.
 
     ``compared`` are the rows of a run without grafts, ``grafted`` those of a run in which every tap had the baseline's
-    value, and ``returned`` and ``returned_grafted`` what the functions returned in them; None of jobs. ``outputs`` are
-    the taps at which effects are measured, ``selves`` what the baseline's ranks did to themselves.
+    value, and ``returned`` and ``returned_grafted`` what the functions returned in them; None for jobs. ``outputs`` are
+    the taps at which effects are measured, ``selves`` the results of running the baseline against itself.
     """
 
     compared: pd.DataFrame
@@ -69,7 +69,7 @@ class Evidence:
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
     lonely: str | None
-    """A filter for the taps that one side alone has: in a swap, a side could wait for one in vain."""
+    """A filter for the taps of one side alone, which a swap must not wait for."""
 
     @property
     def measured(self) -> pd.DataFrame:
@@ -79,7 +79,7 @@ class Evidence:
 
 @dataclass
 class Naming:
-    """The groups that are named, and all that was measured of each tap."""
+    """The named groups, and the measurements of each tap."""
 
     frame: pd.DataFrame
     named: list[str]
@@ -121,7 +121,7 @@ class Judgement:
         evidence = self._measure()
         naming = self._name(evidence)
         if naming.clears or self._explains(naming):
-            # Before anything is cleared the target has run often enough to differ from itself.
+            # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
                 "the target against itself", self._runs.target_against_itself, []
             )
@@ -158,7 +158,7 @@ class Judgement:
         )
 
     def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
-        """The stage's result; where it fails, ``otherwise``, and a sentence in the verdict."""
+        """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
         if self._is_abandoned:
             return otherwise
         try:
@@ -303,7 +303,7 @@ class Judgement:
             ]
             if not groups:
                 continue
-            # A gradient is judged with the baseline's values, which go before it.
+            # The effect of a gradient is measured with the baseline's values, which are computed before it.
             settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.scaled]
             found = self._attempt(
                 f"the search for what moves {output.name}",
@@ -318,7 +318,7 @@ class Judgement:
                 )
         changed: list[str] = self._attempt("a last look at the baseline", self._runs.baseline_changed, [])
         if changed:
-            # The swaps were measured against something else.
+            # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
         return causes, _not_measured(named, causes, swaps.not_swapped)
 
@@ -356,7 +356,7 @@ class Judgement:
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
-    """The step and the place in it where the group first adds more than rounding."""
+    """The step, and the order in it, at which the group first adds more than rounding."""
     over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
     return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
@@ -369,7 +369,7 @@ def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 
 def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
     """The steps in which the output differs without grafts, before the last time that the model computed it."""
-    # Other layers are of its group, too.
+    # The group may contain other layers.
     is_output = (frame["name"] == output.name) & frame["tags"].map(output.tags.__eq__).astype(bool)
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
     rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
@@ -382,13 +382,13 @@ def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, 
 
 def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swapped: Mapping[str, None]) -> list[str]:
     """Remarks on groups whose effect is unknown."""
-    # The update of a weight, and what it is made from, has no part in the output of this step.
+    # An optimizer's update does not affect the output of this step.
     left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
     do = "do" if len(left) > 1 else "does"
     said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
     if not_swapped:
         taps = ", ".join(list(not_swapped)[:4])
-        said.append(f"Code could not be swapped at {taps}: there each side waited for the other.")
+        said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
     return said
 
 
@@ -396,18 +396,18 @@ _JUDGED_LAST = place_in_blame("@grad")
 
 
 def _judged_at(group: str) -> int:
-    """With which output's groups the effects of a group are measured: an input's at the last value."""
+    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
     return max(place_in_blame(group), place_in_blame(""))
 
 
 def _changed(taps: Sequence[str]) -> str:
     return (
-        f"After its code was swapped the baseline no longer showed what it had shown before, at {', '.join(taps[:3])}: "
-        "the results of the swaps are left out."
+        f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
+        "so the swaps are left out."
     )
 
 
-# An activation follows its inputs, of which a gated one has two.
+# An activation follows its inputs: a gated one has two.
 _INPUTS_SHOWN = 3
 
 
@@ -430,21 +430,21 @@ def _unseen(
         n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
     ]
     if lost:
-        said.append(f"{', '.join(lost[:4])} were measured without grafts, and not with them.")
+        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
     if skipped:
-        said.append(f"{', '.join(skipped[:4])} show no tensor, on the baseline, that could be compared.")
+        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
     not_recorded = sum(each.not_recorded for each in selves)
     if not_recorded:
         said.append(
-            f"the floor of {not_recorded} taps, for which the ranks' memory did not suffice; the largest floor of the "
-            "others stands for theirs (launch with a larger keep_budget)."
+            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
+            "others is used for them (launch with a larger keep_budget)."
         )
     return said
 
 
 def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
-    """The taps whose floor is without the distance of a twin that was given."""
+    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
     if not has_twin:
         return []
     shown = {added.name for each in selves for added in each.exact}
@@ -452,18 +452,16 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     if not left:
         return []
     if not shown:
-        return ["what exact= gives: it shows none of the baseline's taps, so that the floor is as without it."]
+        return ["exact=, which shows none of the baseline's taps: the floor is the same as without it."]
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
     return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """Taps that could not be grafted, before one that is named: what is other there goes on with the model."""
+    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
     groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    return [
-        f"what came through {groups}, where nothing could be grafted. Taps after it may have inherited what is named."
-    ]
+    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]

@@ -1,4 +1,4 @@
-"""The run folders below ``~/.graftlab/runs``: which there are, what they hold, and which go when they are too many."""
+"""The run folders below ``~/.graftlab/runs``: their list, their sizes, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 GIB_VARIABLE, DAYS_VARIABLE = "GRAFTLAB_RUNS_GIB", "GRAFTLAB_RUNS_DAYS"
 _GIB, _DAYS = 10.0, 30.0
-# A folder that is made at this moment has no lock yet.
+# Seconds; a folder that was just made has no lock yet.
 _NEW = 600.0
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """One run folder. ``is_open``: a session of this or another notebook writes into it."""
+    """One run folder. ``is_open`` tells whether a session, of any process, writes into it."""
 
     folder: Path
     started: float
@@ -37,12 +37,12 @@ class PastRun:
 
 
 def runs(folder: str | Path | None = None) -> pd.DataFrame:
-    """The run folders of past and open sessions, oldest first, a line each.
+    """The run folders of past and open sessions, oldest first, one per row.
 
-    Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. The argument is where they lie, by
-    default ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of one. A launch removes
-    the oldest ones beyond 30 days or 10 GiB in all, which ``$GRAFTLAB_RUNS_DAYS`` and ``$GRAFTLAB_RUNS_GIB`` change,
-    never an open one; folders that a launch was given elsewhere are left alone.
+    Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. ``folder`` is their parent, by default
+    ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of a run. A launch removes folders
+    older than 30 days (``$GRAFTLAB_RUNS_DAYS``), and the oldest while all together exceed 10 GiB
+    (``$GRAFTLAB_RUNS_GIB``); never an open one, nor one made with ``folder=`` elsewhere.
 
     >>> session.folder in list(gl.runs()["folder"])
     True
@@ -60,7 +60,7 @@ def runs(folder: str | Path | None = None) -> pd.DataFrame:
 
 
 def find_runs(where: Path) -> list[PastRun]:
-    """Oldest first. What is no run folder of graftlab's is left out."""
+    """The run folders in this folder, oldest first; other folders are left out."""
     found = []
     for path in where.iterdir() if where.is_dir() else ():
         rows = path / ROWS_FILE
@@ -75,10 +75,10 @@ def find_runs(where: Path) -> list[PastRun]:
 
 
 def prune(where: Path | None = None, gib: float | None = None, days: float | None = None) -> list[PastRun]:
-    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns those.
+    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns the removed.
 
-    None stands for what the environment says, or 10 GiB and 30 days. Raises :class:`SessionError` for budgets that are
-    no numbers.
+    None stands for the environment's setting, or 10 GiB and 30 days. Raises :class:`SessionError` for a budget that is
+    not a number.
     """
     limit = _budget(GIB_VARIABLE, gib, _GIB) * 2**30
     oldest = time.time() - _budget(DAYS_VARIABLE, days, _DAYS) * 86400
@@ -138,7 +138,7 @@ def _remove(run: PastRun) -> bool:
     try:
         if time.time() - rows.stat().st_mtime < _NEW:
             return False
-        # Locked until all is gone, so that no session can begin in it.
+        # Locked until the folder is removed, so that no session can begin in it.
         with lock(rows):
             shutil.rmtree(run.folder)
     except OSError as error:

@@ -311,7 +311,7 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
         reply = notebook.run(line)
         assert [set(data) for data in reply.shown] == [{"image/png", "text/html", "text/plain"}], reply
     assert "expected steps A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
-    assert "it has those of step" in notebook.run("%graft plot --step 99").error
+    assert "it has rows of step" in notebook.run("%graft plot --step 99").error
     assert (
         "--step goes with the kinds divergence, not with history" in notebook.run("%graft plot hidden --step 0").stderr
     )

@@ -153,6 +153,6 @@ def test_interrupt_reports_what_it_ended_and_what_it_could_not(notebook: Kernel)
     typed(notebook, "CODE = {rank: f'dist.recv(torch.ones(1), {1 - rank})' for rank in range(2)}\n" + WAITS)
     lines = typed(notebook, "%graft interrupt").stdout.splitlines()
     for rank, line in enumerate(lines):
-        assert line.startswith(f"target[{rank}]: goes on; it waits in a collective (")
+        assert line.startswith(f"target[{rank}]: still running; it waits in a collective (")
         assert "ends with the time limit of its group, 60 s; `%graft restart` ends it now" in line
     typed(notebook, "%graft restart")
