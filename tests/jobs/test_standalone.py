@@ -152,7 +152,7 @@ def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: 
     code, out, err = end(failing)
     assert (code, out) == (0, "done\n"), err
     assert err.count("GraftWarning") == 1
-    assert "graftlab failed on target[0] and takes no more taps; the job goes on (planted in graftlab)" in err
+    assert "graftlab failed on target[0] and stopped taking taps; the job continues (planted in graftlab)" in err
     code, out, err = end(trusted)
     assert (code, out) == (0, "done True\n"), err
     server_has_ended(tmp_path)
