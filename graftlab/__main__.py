@@ -1,4 +1,4 @@
-"""The command line: ``graftlab zoo`` and the others, also as ``python -m graftlab zoo``."""
+"""The commands of ``graftlab``, such as ``graftlab zoo``, also as ``python -m graftlab zoo``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from graftlab.errors import GraftError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="graftlab", description="Find where two implementations of one model part.")
+    parser = argparse.ArgumentParser(
+        prog="graftlab", description="Find where two implementations of one model diverge."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summary = "score session.verdict on planted faults and benign variants, as a self-test of this machine"
     zoo = commands.add_parser("zoo", help=summary, description=summary)
-    from graftlab.zoo import command
+    from graftlab.zoo import scoring
 
-    command.add_arguments(zoo)
-    zoo.set_defaults(run=command.run)
+    scoring.add_arguments(zoo)
+    zoo.set_defaults(run=scoring.run)
     summary = "list the folders of past and open sessions, and remove the oldest"
     runs = commands.add_parser("runs", help=summary, description=summary)
-    runs.add_argument("--prune", action="store_true", help="remove what is over the budgets, never an open one")
-    runs.add_argument("--gib", type=float, help="budget of all in GiB (default: $GRAFTLAB_RUNS_GIB or 10)")
-    runs.add_argument("--days", type=float, help="budget of each in days (default: $GRAFTLAB_RUNS_DAYS or 30)")
+    runs.add_argument("--prune", action="store_true", help="remove folders over the budgets, never an open session's")
+    runs.add_argument("--gib", type=float, help="budget for all folders in GiB (default: $GRAFTLAB_RUNS_GIB or 10)")
     runs.add_argument(
-        "folder", nargs="?", type=Path, help="where they lie (default: $GRAFTLAB_HOME or ~/.graftlab, runs)"
+        "--days", type=float, help="greatest age of a folder in days (default: $GRAFTLAB_RUNS_DAYS or 30)"
+    )
+    runs.add_argument(
+        "folder", nargs="?", type=Path, help="the folder that has them (default: runs in $GRAFTLAB_HOME or ~/.graftlab)"
     )
     runs.set_defaults(run=_runs)
     from graftlab.jobs import attach_command
 
-    summary = "run a script as a job that joins the graft world which the environment names; see docs/attach.md"
+    summary = "run a script as a job that joins the graft world named by the environment; see docs/attach.md"
     attach = commands.add_parser("attach", help=summary, description=summary)
     attach_command.add_arguments(attach)
     attach.set_defaults(run=attach_command.run)
@@ -38,18 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from graftlab.jobs.attach import forget_first_tap
 
     for name, summary in (
-        ("status", "show where each rank of a session of jobs is, and the taps that are furthest apart"),
-        ("watch", "the same, again and again"),
-        ("stacks", "show where the threads of each rank are in the code"),
+        ("status", "show where each rank of a session of jobs is, and the taps that differ most"),
+        ("watch", "show the same continuously"),
+        ("stacks", "show the stack of each thread of each rank"),
     ):
         status_commands.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
-    summary = "make a join token, for jobs on several machines, in a new file that nobody else can read"
+    summary = "write a join token for jobs on several machines to a new file that only you can read"
     token = commands.add_parser("token", help=summary, description=summary)
-    token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not be there yet")
+    token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not exist yet")
     token.set_defaults(run=_token)
     arguments = parser.parse_args(argv)
     if arguments.run is not attach_command.run:
-        # Where the environment asks for it, it means jobs, not this command.
+        # The environment may ask jobs to join; this command is not one.
         forget_first_tap()
     code: int = arguments.run(arguments)
     return code
@@ -61,7 +65,7 @@ def _token(arguments: argparse.Namespace) -> int:
     try:
         write_token(arguments.file, new_token())
     except FileExistsError:
-        sys.stderr.write(f"graftlab token: {arguments.file} is there already; use it as it is, or remove it first\n")
+        sys.stderr.write(f"graftlab token: {arguments.file} already exists; use that token, or remove the file first\n")
         return 2
     except OSError as error:
         sys.stderr.write(f"graftlab token: {error}\n")

@@ -1,6 +1,6 @@
-"""How a job joins a graft world: read from the environment, from ``name=value`` pairs, or written out.
+"""A job's settings for joining a graft world: from the environment, ``name=value`` pairs, or arguments.
 
-Every error names the field, its environment variable, what it got and what it takes.
+Every error names the field, its environment variable, the value, and the values that it accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftlab.transforms import TransformSpec
 
 PREFIX = "GRAFTLAB_"
 
-# How other graft kits call the same thing; ours win.
+# The names of other graft kits for the same settings; graftlab's own take precedence.
 _ALIASES = {
     "enable": "DUMPER_GRAFTER_ENABLE",
     "role": "DUMPER_GRAFTER_ROLE",
@@ -44,14 +44,14 @@ _FILTERS = ("b2t_filter", "t2b_filter", "compare_filter", "keep_filter")
 
 
 class Endpoint(NamedTuple):
-    """Where a session listens for other machines; port 0 where the system chooses."""
+    """The address at which a session listens for other machines; port 0 lets the system choose."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str, port: int | None = None) -> Endpoint | None:
-        """What ``tcp://HOST:PORT``, ``HOST:PORT`` or a ``HOST`` means; None for what is none of these."""
+        """Parse ``tcp://HOST:PORT``, ``HOST:PORT`` or ``HOST``; return None for any other text."""
         found = _HOST_AND_PORT.fullmatch(text.removeprefix(_TCP))
         if found is None or int(found["port"] or 0) > 65535:
             return None
@@ -66,20 +66,21 @@ class GraftConfig:
     """How this process joins a graft world. The environment variable of a field is ``GRAFTLAB_`` and its name.
 
     ``role`` is ``"baseline"`` or ``"target"``. The four filters and ``transform_path`` (``"pkg.module.function"``) are
-    the plan until somebody edits it; a notebook that listens has its own, and they are left aside.
+    the initial plan. A notebook that listens uses its own plan instead.
 
-    Both sides meet at ``address``: a folder, or ``"localhost"`` with a ``port``, which names a folder of this user's
-    that both can work out. Without it they meet in ``run_dir``, where the rows go. ``group_name`` tells meetings at one
-    address apart. ``timeout``, in seconds, bounds the wait for the others and each wait of a tap is at most half of it.
+    Both sides meet at ``address``: a folder, or ``"localhost"`` with a ``port``, which names a folder of this user that
+    both sides derive from the port. Without an address they meet in ``run_dir``, where rows are written.
+    ``group_name`` separates sessions at one address. ``timeout``, in seconds, bounds the wait for the other ranks; a
+    tap waits at most half as long.
 
-    ``first_step`` is for a job that resumes from a checkpoint: how many of its steps it has behind it, so that its next
-    one pairs with the same step of the other side; without it both sides pair from where they meet.
+    ``first_step`` is for a job that resumes from a checkpoint: the number of steps that it has already made, so that
+    its next step pairs with the same step of the other side. Without it both sides' next steps pair.
 
-    ``watch`` taps the modules of the first model that is called, as ``include`` of :func:`graftlab.watch` chooses them;
-    each of its calls is then a step. ``without_host`` says what becomes of a job whose notebook went away: ``"keep"``
-    the plan, or compare ``"nothing"``, until another listens at that address.
+    ``watch`` taps the modules of the first model that is called, chosen as by ``include`` of :func:`graftlab.watch`;
+    each call of that model is then a step. ``without_host`` says what a job does when its notebook closes: ``"keep"``
+    comparing by the plan, or compare ``"nothing"``, until another notebook listens at that address.
 
-    Raises :class:`ConfigError` for a value of another type or that cannot be used.
+    Raises :class:`ConfigError` for a value of the wrong type, or one that cannot be used.
 
     >>> config = gl.GraftConfig(role="target", run_dir="/tmp/runs/1", baseline_world_size=1, target_world_size=2)
     >>> config.replace(b2t_filter="layer < 4").plan().b2t
@@ -134,18 +135,20 @@ class GraftConfig:
         for name in ("baseline_world_size", "target_world_size"):
             size = getattr(self, name)
             if size is not None and not 0 < size < MAX_RANKS:
-                raise _refusal(name, size, f"how many ranks that side has, from 1 to {MAX_RANKS - 1}")
+                raise _refusal(name, size, f"the number of that side's ranks, from 1 to {MAX_RANKS - 1}")
         if not 0 < self.timeout <= 1e6:
             raise _refusal("timeout", self.timeout, "seconds, more than 0 and at most 1,000,000")
         for name in ("buffer_budget", "keep_budget"):
             if getattr(self, name) < 0:
                 raise _refusal(name, getattr(self, name), "a number of bytes")
         if self.first_step is not None and self.first_step < 0:
-            raise _refusal("first_step", self.first_step, "how many steps this job has behind it, from 0 on")
+            raise _refusal(
+                "first_step", self.first_step, "the number of steps that this job has already made, 0 or more"
+            )
         if self.port is not None and not 0 < self.port < 65536:
             raise _refusal("port", self.port, "a number from 1 to 65535")
         if not self.group_name or "/" in self.group_name or self.group_name.startswith("."):
-            raise _refusal("group_name", self.group_name, "a word that can be a file's name")
+            raise _refusal("group_name", self.group_name, "a name without a / that does not begin with a dot")
         for name in (*_FILTERS, "watch"):
             try:
                 compile_filter(getattr(self, name))
@@ -157,14 +160,14 @@ class GraftConfig:
             except TransformError as error:
                 raise _refusal("transform_path", self.transform_path, f"'pkg.module.function': {error}") from error
 
-    # ---- where it comes from ------------------------------------------------------------------------------------
+    # ---- reading ------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> GraftConfig:
-        """What the environment says: ``GRAFTLAB_<FIELD>``, or else SGLang's ``DUMPER_GRAFTER_*``.
+        """Read the environment: ``GRAFTLAB_<FIELD>``, or else SGLang's ``DUMPER_GRAFTER_*``.
 
-        Raises :class:`ConfigError` for a value that cannot be read, and for a ``GRAFTLAB_`` variable that is one letter
-        or so away from one that is known.
+        Raises :class:`ConfigError` for a value that cannot be read, and for a ``GRAFTLAB_`` variable that looks like a
+        misspelled setting.
 
         >>> gl.GraftConfig.from_env({"GRAFTLAB_ROLE": "target", "GRAFTLAB_TIMEOUT": "30"}).timeout
         30.0
@@ -173,7 +176,7 @@ class GraftConfig:
 
     @classmethod
     def from_kv_pairs(cls, pairs: Sequence[str]) -> GraftConfig:
-        """What these say: ``["role=target", "timeout=30"]``.
+        """Read a list of settings such as ``["role=target", "timeout=30"]``.
 
         >>> gl.GraftConfig.from_kv_pairs(["role=target", "b2t_filter=layer == 3"]).b2t_filter
         'layer == 3'
@@ -183,17 +186,19 @@ class GraftConfig:
             name, equals, text = pair.partition("=")
             if name == "token":
                 raise ConfigError(
-                    "token is not taken from a list of arguments, which other users can see; put it into GRAFTLAB_TOKEN"
-                    ", or into a file of mode 0600 that token_file names"
+                    "token is not accepted as an argument, which other users can see; set GRAFTLAB_TOKEN, or set "
+                    "token_file to a file of mode 0600 that has the token"
                 )
             if not equals or name not in _KINDS:
-                raise ConfigError(f"{pair!r} is no setting; write name=value with one of {', '.join(_KINDS)}")
+                raise ConfigError(
+                    f"{pair!r} is not a setting; write name=value with one of the names {', '.join(_KINDS)}"
+                )
             found[name] = _read(name, text, name)
         return cls(**found)
 
     @classmethod
     def with_defaults(cls, **defaults: Any) -> GraftConfig:
-        """These values, where the environment says nothing else.
+        """Read the environment; these values apply to the settings that it lacks.
 
         >>> gl.GraftConfig.with_defaults(role="target", timeout=30).role
         'target'
@@ -202,7 +207,7 @@ class GraftConfig:
         return cls(**{**defaults, **_from_env(os.environ)})
 
     def replace(self, **changes: Any) -> GraftConfig:
-        """The same with these changed.
+        """Return a copy with these settings changed.
 
         >>> gl.GraftConfig().replace(timeout=5).timeout
         5.0
@@ -210,10 +215,10 @@ class GraftConfig:
         _require_known(changes)
         return replace(self, **changes)
 
-    # ---- what it means ------------------------------------------------------------------------------------------
+    # ---- using --------------------------------------------------------------------------------------------------
 
     def require_complete(self) -> GraftConfig:
-        """This, once it is known to say all that joining needs. Raises :class:`ConfigError` that names what is missing.
+        """Return self if it has every setting that joining needs. Raises :class:`ConfigError` that names a missing one.
 
         >>> gl.GraftConfig(role="target", run_dir="/tmp/r").require_complete()
         Traceback (most recent call last):
@@ -221,20 +226,20 @@ class GraftConfig:
         """
         needed = {
             "role": "'baseline' or 'target'",
-            "baseline_world_size": "how many ranks the baseline has",
-            "target_world_size": "how many ranks the target has",
+            "baseline_world_size": "the number of the baseline's ranks",
+            "target_world_size": "the number of the target's ranks",
         }
         for name, takes in needed.items():
             if getattr(self, name) is None:
                 raise ConfigError(f"{name} ({PREFIX}{name.upper()}) is not given; it takes {takes}")
         if self.baseline_world_size + self.target_world_size > MAX_RANKS:  # type: ignore[operator]
             raise _refusal(
-                "target_world_size", self.target_world_size, f"at most {MAX_RANKS} ranks with the baseline's"
+                "target_world_size", self.target_world_size, f"at most {MAX_RANKS} ranks together with the baseline's"
             )
         if not any((getattr(self, name) or "").strip() for name in _FILTERS):
             named = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in _FILTERS)
             raise ConfigError(
-                f"no filter could ever match a tap: {named} are all blank; compare_filter=True compares all"
+                f"no filter can match a tap: {named} are all blank; compare_filter=True compares every tap"
             )
         _ = self.rendezvous
         if self.endpoint is not None:
@@ -245,13 +250,13 @@ class GraftConfig:
     def rendezvous(self) -> Path:
         """The folder in which the processes of both sides meet on this machine.
 
-        Raises :class:`ConfigError` where none is named.
+        Raises :class:`ConfigError` when neither address nor run_dir names one.
         """
         if self.address is None:
             if self.run_dir is None:
                 raise ConfigError(
-                    f"address ({PREFIX}ADDRESS) is not given, nor is run_dir ({PREFIX}RUN_DIR); one of them takes the "
-                    f"folder in which both sides meet"
+                    f"address ({PREFIX}ADDRESS) is not given, and neither is run_dir ({PREFIX}RUN_DIR); set one "
+                    f"to the folder in which both sides meet"
                 )
             return Path(self.run_dir).expanduser().absolute()
         port = self.port
@@ -261,14 +266,14 @@ class GraftConfig:
             return Path(self.address).expanduser().absolute()
         elif port is None:
             raise _refusal("port", None, f"a number that both sides share, because address is {self.address!r}")
-        # A system-wide name on purpose: both sides find it without knowing more than the port.
+        # A system-wide name, so that both sides can derive it from the port alone.
         return Path("/tmp") / f"graftlab-{os.getuid()}" / f"{self.group_name}-{port}"
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where jobs of several machines meet; None where both sides are on this one.
+        """The address at which jobs of several machines meet; None where both sides are on this machine.
 
-        Raises :class:`ConfigError` for an address that is no folder and names no port.
+        Raises :class:`ConfigError` for an address that is neither a folder nor has a port.
         """
         address = self.address
         if address is None or address in _LOOPBACK or (os.sep in address and "://" not in address):
@@ -283,34 +288,34 @@ class GraftConfig:
         return found
 
     def join_token(self) -> str | None:
-        """The session's token, from where it was given. Raises :class:`ConfigError` for a file that others can read."""
+        """Return the session's token. Raises :class:`ConfigError` for a token file that other users can read."""
         if self.token is None and self.token_file is not None:
             return read_token(Path(self.token_file).expanduser())
         return self.token
 
     def port_range(self) -> Sequence[int]:
-        """The ports at which this rank may listen; 0 where the system chooses."""
+        """Return the ports at which this rank may listen; 0 lets the system choose."""
         if self.ports is None:
             return (0,)
         first, _, last = self.ports.partition("-")
         if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first) < 65536):
-            raise _refusal("ports", self.ports, "the first and the last port, such as 29600-29699")
+            raise _refusal("ports", self.ports, "the first and last port, such as 29600-29699")
         return range(int(first), int(last or first) + 1)
 
     @property
     def side(self) -> Side:
-        """The role. Raises :class:`ConfigError` where there is none."""
+        """The role. Raises :class:`ConfigError` when it is not given."""
         if self.role is None:
             raise ConfigError(f"role ({PREFIX}ROLE) is not given; it takes 'baseline' or 'target'")
         return cast(Side, self.role)
 
     def world_size(self, side: Side) -> int:
-        """How many ranks this side has, once it is known."""
+        """Return the number of this side's ranks; 0 when it is not given."""
         size: int | None = getattr(self, f"{side}_world_size")
         return size or 0
 
     def plan(self) -> GraftPlan:
-        """The plan that the filters and the transform make."""
+        """Return the plan with these filters and this transform."""
         return GraftPlan(
             b2t=self.b2t_filter,
             t2b=self.t2b_filter,
@@ -332,12 +337,12 @@ _KINDS: dict[str, type] = {
 }
 _KINDS = {each.name: _KINDS.get(each.name, str) for each in fields(GraftConfig)}
 _TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}
-# Variables that are no field of it.
+# Variables of graftlab that are not settings of a job.
 OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "SKIP_JS"})
 
 
 def enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment asks a job to join by itself. Anything but a plain no is read as yes here."""
+    """Whether the environment asks the job to join automatically. Every value but a plain no counts as yes here."""
     environ = os.environ if environ is None else environ
     text = environ.get(f"{PREFIX}ENABLE", environ.get(_ALIASES["enable"], ""))
     return text.strip().lower() not in _FALSE
@@ -348,7 +353,8 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known and (meant := _closest(variable, known)):
             raise ConfigError(
-                f"{variable} is none of graftlab's variables; {meant} is. There are {', '.join(sorted(known))}"
+                f"{variable} is not one of graftlab's variables; did you mean {meant}? The variables are "
+                f"{', '.join(sorted(known))}"
             )
     found = {}
     for name in _KINDS:
@@ -368,7 +374,7 @@ def _closest(variable: str, known: set[str]) -> str | None:
 def _read(name: str, text: str, source: str) -> Any:
     kind = _KINDS[name]
     if kind is str:
-        # A blank filter matches nothing; a blank anything else was meant as absent.
+        # A blank filter matches nothing; any other blank value counts as not given.
         return text if text or name in _FILTERS else (GraftConfig.__dataclass_fields__[name].default)
     text = text.strip()
     if kind is bool:
@@ -378,7 +384,7 @@ def _read(name: str, text: str, source: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            pass  # told below, as of every kind
+            pass  # raised below, as for every kind
     raise _refusal(name, text, _TAKES[kind], source)
 
 
@@ -391,4 +397,4 @@ def _refusal(name: str, value: object, takes: str, source: str = "") -> ConfigEr
 def _require_known(given: Mapping[str, object]) -> None:
     unknown = given.keys() - _KINDS.keys()
     if unknown:
-        raise ConfigError(f"there is no setting {min(unknown)!r}; there are {', '.join(_KINDS)}")
+        raise ConfigError(f"{min(unknown)!r} is not a setting; the settings are {', '.join(_KINDS)}")

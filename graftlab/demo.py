@@ -1,4 +1,4 @@
-"""``python -m graftlab.demo``: run the quickstart notebook without a browser; say where its models part."""
+"""``python -m graftlab.demo``: run the quickstart notebook without a browser, and print where its models diverge."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "notebooks" / "quickstart.
 
 
 def split_runs(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """The rows of each run, in the order of the runs. Raises ``RunError`` when there is none."""
+    """Split a frame into the rows of each run, in order. Raises ``RunError`` when it has no run."""
     runs = [rows for _, rows in frame.dropna(subset=["run"]).groupby("run", sort=False)]
     if not runs:
-        raise RunError("no run of the notebook left a row: no tap was reached")
+        raise RunError("the notebook's runs left no rows: they reached no tap")
     return runs
 
 
 def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a tap in execution order: its name, status and alignment, and each receiving rank's ``rel_l2``.
+    """Make a table of taps in execution order: name, status, alignment, and each receiving rank's ``rel_l2``.
 
     ``frame`` holds the rows of one run. A status that differs between ranks is shown as ``a/b``.
     """
@@ -51,10 +51,10 @@ def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str:
-    """What ``python -m graftlab.demo`` prints, made from the rows of all runs of one session.
+    """Write the text that ``python -m graftlab.demo`` prints, from the rows of all runs of one session.
 
-    The table and the suspect are those of the first run; a last part has one line a run, which shows what a
-    graft or a mended model changed. Raises ``RunError`` when no row belongs to a run.
+    The table and the suspect are those of the first run; the last part has one line for each run, which shows what a
+    graft or a fixed model changed. Raises ``RunError`` when no row belongs to a run.
     """
     runs = split_runs(frame)
     first = runs[0]
@@ -72,7 +72,7 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
     elif suspect["nonfinite_differ"] > 0:
         lines.append(
             f"First tap that differs: {suspect['name']} on {suspect['side']}[{suspect['rank']}], where "
-            f"{suspect['nonfinite_differ']:g} values are NaN or infinite on one side and not the same on the other."
+            f"{suspect['nonfinite_differ']:g} values are NaN or infinite on one side and differ on the other."
         )
     else:
         lines.append(
@@ -81,7 +81,7 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         )
     for rows in runs:
         ordered = rows.sort_values(["order", "rank"], kind="stable")
-        # What is not finite is in no statistic.
+        # Statistics leave out values that are not finite.
         apart = ordered["rel_l2"].mask(ordered["nonfinite_differ"].fillna(0) > 0, math.inf)
         above = int((apart > noise_floor).sum())
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
@@ -95,13 +95,12 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
 
 
 def execute(notebook: Path, out: Path, timeout: float = 600.0) -> Path:
-    """Run ``notebook`` in a kernel of its own and return the run folder of the last session that it opened.
+    """Run ``notebook`` in a new kernel and return the run folder of the last session that it opened.
 
-    The executed notebook goes to ``out`` under its own name, as far as it got. ``timeout`` is in seconds, for
-    each cell.
+    The notebook with its outputs is written to ``out`` under the same name, also when a cell fails. ``timeout`` is in
+    seconds, for each cell.
 
-    Raises ``DependencyError`` where a package is missing, and ``RunError`` when a cell fails or no session
-    leaves rows.
+    Raises ``DependencyError`` when a package is missing, and ``RunError`` when a cell fails or no session leaves rows.
     """
     _require("nbclient", "nbformat")
     import nbformat
@@ -113,9 +112,9 @@ def execute(notebook: Path, out: Path, timeout: float = 600.0) -> Path:
     run_folders = "runs/*/rows.jsonl"
     earlier = set(out.glob(run_folders))
     document = nbformat.read(notebook, as_version=4)
-    # The kernel's ranks inherit both: nothing is fetched, and the rows are written where they are looked for.
+    # The kernel's ranks inherit both: nothing is downloaded, and the rows are written under ``out``.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRAFTLAB_HOME": str(out.resolve())}
-    # Sockets in a folder that only the user can enter; a kernel's default is ports that listen.
+    # Sockets in a folder that only the user can enter; by default a kernel listens at ports.
     with tempfile.TemporaryDirectory(prefix="graftlab-") as private:
         kernel = {"transport": "ipc", "connection_file": os.path.join(private, "kernel.json")}
         client = NotebookClient(
@@ -142,26 +141,29 @@ def _require(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise DependencyError(
-            f"The demo needs {', '.join(missing)}, not installed in {sys.prefix}. "
-            "Install what it runs on with: pip install 'graftlab[demo]' "
-            "(in a checkout: make demo, which does it for you)"
+            f"The demo needs {', '.join(missing)}, which {sys.prefix} does not have. "
+            "Run: pip install 'graftlab[demo]' "
+            "(in a checkout make demo installs it)"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 when the notebook could not be run to its end."""
+    """Run the command line. Returns the exit status: 0, or 1 when the notebook failed."""
     parser = argparse.ArgumentParser(prog="python -m graftlab.demo", description=__doc__)
     parser.add_argument("notebook", nargs="?", type=Path, default=QUICKSTART, help="default: the quickstart")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where results go (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")
     parser.add_argument(
-        "--noise-floor", type=float, default=DEFAULT_NOISE_FLOOR, help="rel_l2 up to which taps agree (%(default)g)"
+        "--noise-floor",
+        type=float,
+        default=DEFAULT_NOISE_FLOOR,
+        help="largest rel_l2 that counts as equal (%(default)g)",
     )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a cell may take (%(default)g)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a cell in seconds (%(default)g)")
     options = parser.parse_args(argv)
     if not options.notebook.is_file():
         parser.error(
-            f"there is no notebook at {options.notebook}. The quickstart lies in notebooks/ of the "
-            "repository, not in an installed package: give its path"
+            f"{options.notebook} does not exist. The quickstart is in notebooks/ of the repository, not in the "
+            "installed package: give its path"
         )
     try:
         if options.notebook == QUICKSTART:

@@ -17,7 +17,7 @@ from kit import warm
 from benchmarks import __main__ as command
 from benchmarks import edit, machine, taps
 from benchmarks.lines import Budget, Line, Spread, quantity
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat, diff_statistics
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld, diff_statistics
 from benchmarks.table import markdown, plain
 from graftlab.ranks import forkserver
 
@@ -155,9 +155,9 @@ def test_the_readme_shows_ratios_of_chosen_lines_and_where_they_were_measured() 
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def graft_on(seat: Seat, b2t: str | None, t2b: str | None, name: str) -> list[float]:
-    grafter = ReferenceGrafter(seat, b2t, t2b)
-    tensor = torch.full((3,), 10.0 * (seat.side == "target") + seat.rank)
+def graft_on(place: ReferencePlace, b2t: str | None, t2b: str | None, name: str) -> list[float]:
+    grafter = ReferenceGrafter(place, b2t, t2b)
+    tensor = torch.full((3,), 10.0 * (place.side == "target") + place.rank)
     assert grafter.tap(name, tensor, layer=3) is tensor
     return tensor.tolist()
 
@@ -182,10 +182,10 @@ def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> N
         assert world.run(graft_on, expression, None, "mlp_out") == [[0.0] * 3, [1.0] * 3, [10.0] * 3, [11.0] * 3]
 
 
-def fail_on_target(seat: Seat) -> None:
-    if seat.side == "target":
+def fail_on_target(place: ReferencePlace) -> None:
+    if place.side == "target":
         raise ValueError("a mistake of the target")
-    ReferenceGrafter(seat, "True").tap("x", torch.zeros(1))
+    ReferenceGrafter(place, "True").tap("x", torch.zeros(1))
 
 
 @pytest.mark.ranks

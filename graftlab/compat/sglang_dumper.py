@@ -183,7 +183,7 @@ class Dumper:
                 logger.info("dumper.configure(%s=...): it concerns files and servers that are not made here", name)
             else:
                 known = ", ".join(["enable", *self._shown, *_FIELDS])
-                raise ConfigError(f"dumper.configure: there is no setting {name!r}; what means something is {known}")
+                raise ConfigError(f"dumper.configure: {name!r} is not a setting; the settings are {known}")
         if settings.get("grafter_enable"):
             attach(GraftConfig.with_defaults(**self._settings))
 

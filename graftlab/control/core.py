@@ -41,7 +41,6 @@ from graftlab.ranks.messages import Question, Work
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.remote_functions import Callee
 from graftlab.ranks.trial_process import try_in_process
-from graftlab.rows.digest import Digest
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.store import RowStore
 from graftlab.transforms import TransformSpec
@@ -247,16 +246,6 @@ class SessionCore:
         True
         """
         return LiveTaps(self._rows)
-
-    @property
-    def digest(self) -> Digest:
-        """What the rows come to, run by run and tap by tap, without a frame; for whoever shows them.
-
-        >>> session.digest.catch_up()
-        >>> session.digest.run(run.number).statuses["compared"]
-        2
-        """
-        return self._runs.digest
 
     @property
     def row_count(self) -> int:

@@ -35,9 +35,9 @@ from graftlab.ranks.messages import (
     SelfGraftResult,
 )
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.given import without_data
-from graftlab.verdict.of_jobs import account, updates
-from graftlab.verdict.wording import OfJobs
+from graftlab.verdict.job_remarks import remarks_on_jobs, updates
+from graftlab.verdict.model_data import without_data
+from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,8 +154,8 @@ class StepRuns(VerdictRuns):
         ranks = self.session.select("baseline")
         return _differing(self._against_themselves("whether the baseline is as it was", ("repeat",), ranks))
 
-    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs:
-        return account(
+    def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
+        return remarks_on_jobs(
             compared,
             grafted,
             moved=moved,

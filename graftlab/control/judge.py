@@ -23,18 +23,24 @@ from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.recordings.recorded import Recorded
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import added_frame, lonely_filter, named_groups, roundoff, times, unseen_of
-from graftlab.verdict.causes import Causes, distance, find_causes
-from graftlab.verdict.consequences import consequences
-from graftlab.verdict.contradicting import contradicting_pairs
-from graftlab.verdict.crossing import Order, crossing
+from graftlab.verdict.added import (
+    added_frame,
+    lonely_filter,
+    named_groups,
+    roundoff,
+    times,
+    unread_grafts,
+    unread_grafts_text,
+    unseen_of,
+)
+from graftlab.verdict.causes import Causes, Order, consequences, deadlocking_taps, distance, find_causes
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names, without_data
+from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.hints import hint_of
-from graftlab.verdict.of_jobs import account_of_rows, data_of_jobs, more_in_other_steps
-from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
+from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names, without_data
+from graftlab.verdict.pair_contradictions import contradicting_pairs
 from graftlab.verdict.unexplained import AccumulatedFloors, UnexplainedDifferences, differing_taps
-from graftlab.verdict.unreached import told, unreached
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -95,7 +101,7 @@ def judge_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
     others: pd.DataFrame,
-    shown: ShownData,
+    shown: RunData,
     sizes: tuple[int, int] | None,
     *,
     floor: float | None,
@@ -105,12 +111,12 @@ def judge_rows(
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
     refuse_floor(floor)
     refuse_threshold(threshold)
-    said = account_of_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
+    said = remarks_on_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
-    evened = Evened() if sizes is None else evened_out(frame, computed, named, *sizes, threshold)
+    evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)
     even = evened.groups
     if even:
         data.append(evened.told)
@@ -128,7 +134,7 @@ def judge_rows(
         data=data,
         inputs=[*given, *even],
         following=following,
-        of_jobs=said,
+        job_remarks=said,
     )
     return Verdict(findings, 0)
 
@@ -163,11 +169,11 @@ class _Judgement:
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = list(dict.fromkeys(tap for each in selves for tap in each.not_repeated))
-        of_jobs = self._runs.of_jobs(compared, grafted, not_repeated)
+        job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
         data = contradicting_pairs(compared, self._before) + differing_data(compared, threshold, grafted)
-        if of_jobs is not None:
-            constant = of_jobs.constant
-            unseen += of_jobs.unseen
+        if job_remarks is not None:
+            constant = job_remarks.constant
+            unseen += job_remarks.unseen
             data = contradicting_pairs(compared, self._before) + data_of_jobs(compared, grafted, threshold)
         own = self._pool_taps(
             (row for each in selves for row in each.added), (row for each in selves for row in each.exact)
@@ -177,7 +183,7 @@ class _Judgement:
         accumulated = self._accumulated(selves, constant)
         differing = [] if not_repeated else differing_taps(compared, accumulated, threshold, leave=given)
         sizes = self.session.options.baseline, self.session.options.target
-        evened = evened_out(frame, grafted, named, *sizes, threshold)
+        evened = gradient_scaling(frame, grafted, named, *sizes, threshold)
         even = evened.groups
         if even:
             data.append(evened.told)
@@ -203,7 +209,7 @@ class _Judgement:
                 unexplained += differences.without_partner(self._last_baseline_tap(selves))
         causes: dict[str, Causes] = {}
         remarks: list[str] = []
-        can_swap = not (not_repeated or self._runs.recorded) and (of_jobs is None or not target_not_repeated)
+        can_swap = not (not_repeated or self._runs.recorded) and (job_remarks is None or not target_not_repeated)
         explained = explain and can_swap
         if explained:
             names = self._names_by_group(rows, selves)
@@ -225,13 +231,13 @@ class _Judgement:
             if changed := self._runs.baseline_changed():
                 # Whatever the swaps came to was measured against something else.
                 remarks, causes, explained = [_changed(changed)], {}, False
-        if of_jobs is not None and named:
-            remarks += of_jobs.of_named
+        if job_remarks is not None and named:
+            remarks += job_remarks.of_named
         unseen += _may_have_passed(grafted, frame, threshold)
-        unseen += told(unreached(frame, threshold))
+        unseen += unread_grafts_text(unread_grafts(frame, threshold))
         frame = labelled(frame, named, following, causes, threshold, even)
         hints: dict[str, str] = {}
-        if explained or (explain and of_jobs is not None):
+        if explained or (explain and job_remarks is not None):
             hints = self._hints(
                 frame, [g for g in named if (frame.loc[frame["group"] == g, "label"] == "culprit").any()]
             )
@@ -241,15 +247,15 @@ class _Judgement:
                 threshold,
                 self.session.options.target,
                 unseen,
-                not_repeated if of_jobs is None else (),
+                not_repeated if job_remarks is None else (),
                 causes,
                 hints,
                 remarks,
                 data,
                 inputs,
                 following,
-                target_not_repeated if of_jobs is None or self._runs.recorded else (),
-                of_jobs,
+                target_not_repeated if job_remarks is None or self._runs.recorded else (),
+                job_remarks,
                 unexplained,
             ),
             self._runs.count,
@@ -369,7 +375,7 @@ class _Judgement:
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
             t2b = f"not ({from_baseline}) or ({at_output})"
-            held = filter_of(sorted(crossing(taken, *orders) - names[where], key=str))
+            held = filter_of(sorted(deadlocking_taps(taken, *orders) - names[where], key=str))
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"

@@ -83,7 +83,7 @@ class LoadedRun(pd.DataFrame):
         Raises :class:`SessionError` where no step has every tap grafted.
         """
         from graftlab.control.judge import judge_rows
-        from graftlab.verdict.given import shown_data
+        from graftlab.verdict.model_data import data_of_run
 
         chosen: Any = self if run is None else self[self["run"] == run]
         of_step = chosen if step is None else chosen[chosen["step"] == step]
@@ -100,7 +100,7 @@ class LoadedRun(pd.DataFrame):
         before = _last_step(of_run, "compared")
         compared = self.iloc[:0] if before is None else before[2]
         where = f"step {step} of run {number}, in which every tap was grafted"
-        shown = shown_data(of_run, compared, grafted)
+        shown = data_of_run(of_run, compared, grafted)
         others = of_run[of_run["step"].isin(_whole_steps(of_run, "grafted").index.get_level_values(1))]
         others = others[others["step"] != step]
         sizes = sizes_of(self.folder, number)
@@ -122,7 +122,7 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
 def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
     """The steps in which all that was measured has this status, by run and step, and how many rows they have."""
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     computed = without_data(rows[rows["status"].isin(MEASURED)])
     wanted = (computed["status"] == status) & ((computed["direction"] == "b2t") | (status == "compared"))
@@ -133,7 +133,7 @@ def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
 
 def _what_to_do(rows: pd.DataFrame) -> str:
     from graftlab.verdict.added import unseen_of
-    from graftlab.verdict.given import without_data
+    from graftlab.verdict.model_data import without_data
 
     if not len(rows):
         return "There are no rows of it"

@@ -22,7 +22,7 @@ from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
 from graftlab.layouts.text import parse_layout
 from graftlab.ranks.remote_functions import Callee, sketch_callee
 from graftlab.verdict.added import roundoff
-from graftlab.verdict.replicas import Checked, Held, check_replicas
+from graftlab.verdict.replicas import ReplicaComparison, TapAcrossRanks, check_replicas
 from graftlab.verdict.replicas_wording import judged, text_of_check
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class ReplicaCheck:
     """What the ranks of one side should agree on, and do not. See :meth:`graftlab.Session.check`."""
 
-    checked: Checked
+    checked: ReplicaComparison
     inputs: tuple[str, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ class ReplicaCheck:
         import pandas as pd
 
         columns = ("name", "group", "kind", "dtype", "relation", "apart", "ranks", "layout", "tags")
-        lines = [_line(each) for each in self.checked.held]
+        lines = [_line(each) for each in self.checked.taps]
         return pd.DataFrame(lines, columns=list(columns))
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class ReplicaCheck:
         return bundle(repr(self), "".join(f"<p>{html.escape(line)}</p>" for line in self.text.split("\n")))
 
 
-def _line(held: Held) -> dict[str, Any]:
+def _line(held: TapAcrossRanks) -> dict[str, Any]:
     return {
         "name": held.name,
         "group": held.group,

@@ -32,12 +32,9 @@ from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
-from graftlab.rows.digest import RunDigest
-from graftlab.rows.encoding import record
-from graftlab.rows.loading import batches
-from graftlab.rows.parsing import Parsed
-from graftlab.rows.schema import COLUMNS, Row
-from graftlab.verdict.tap_lines import Following, SoFar
+from graftlab.rows import loading
+from graftlab.rows.schema import Row
+from graftlab.verdict.conclusion import Conclusion, conclude, newest_run
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
 _WORST = 30
@@ -64,8 +61,7 @@ img { max-width: 100% }
 
 def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None, tensors: bool) -> Path:
     """Write the page; see :meth:`graftlab.Session.report`."""
-    session.digest.catch_up()
-    found = Following(session.digest).look(session.taps)
+    found = conclude(newest_run(session.frame), session.taps)
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
         _conclusion(found, verdict),
@@ -83,8 +79,7 @@ def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None
 
 def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None) -> Path:
     """Write the page from rows on disk; see :meth:`graftlab.control.loaded_run.LoadedRun.report`."""
-    digest = DigestOfRows(folder)
-    found = Following(digest).look([])
+    found = conclude(newest_run(loading.load_run(folder)), [])
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}, from the rows in "
         f"{html.escape(str(folder))}</p>",
@@ -102,24 +97,7 @@ def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None
     return _written(path, parts, found)
 
 
-class DigestOfRows:
-    """What the newest run of a folder comes to, read from it once."""
-
-    def __init__(self, folder: Path) -> None:
-        rows = (row for rows in batches(folder) for row in (rows.values() if isinstance(rows, Parsed) else rows))
-        self._rows = list(rows)
-        at = COLUMNS.index("run")
-        number = max((row[at] for row in self._rows), default=None)
-        self.newest = None if number is None else RunDigest(number)
-        if self.newest is not None:
-            self.newest.take((index, row) for index, row in enumerate(self._rows) if row[at] == number)
-
-    def row(self, index: int) -> Row:
-        """One of the folder's rows."""
-        return record(self._rows[index])
-
-
-def _written(path: str | Path, parts: Sequence[str], found: SoFar) -> Path:
+def _written(path: str | Path, parts: Sequence[str], found: Conclusion) -> Path:
     made = Path(path).expanduser()
     try:
         made.write_text(_page(parts, {**explorer.taps(found), **explorer.figures(found)}), encoding="utf-8")
@@ -146,7 +124,7 @@ def _section(title: str, body: str) -> str:
     return f'<section class="static"><h2>{title}</h2>{body}</section>'
 
 
-def _conclusion(found: SoFar, verdict: Verdict | None) -> str:
+def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     lines = [explorer.headline(found), *found.sentences[1:]]
     said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
@@ -155,7 +133,7 @@ def _conclusion(found: SoFar, verdict: Verdict | None) -> str:
     return _section("Conclusion", said) + _section("Newest verdict", words)
 
 
-def _worst(found: SoFar) -> str:
+def _worst(found: Conclusion) -> str:
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_WORST]
     head = ("tap", "status", "rel_l2", "rel_diff", "max_abs", "cosine", "non-finite", "shape", "dtype", "worst on")
     rows = []
@@ -170,7 +148,7 @@ def _worst(found: SoFar) -> str:
     return _section(f"Worst taps ({len(lines)} of {len(found.lines)})", table(head, rows)) if lines else ""
 
 
-def _failed(found: SoFar) -> str:
+def _failed(found: Conclusion) -> str:
     failed = [line for line in found.lines if line.row.status == "failed"]
     shown = "".join(
         f"<p>{html.escape(line.name)} on {line.row.side}[{line.row.rank}]</p>"
@@ -181,7 +159,7 @@ def _failed(found: SoFar) -> str:
     return _section("Failed transforms", shown + more) if failed else ""
 
 
-def _notes(found: SoFar) -> str:
+def _notes(found: Conclusion) -> str:
     def notes_of(row: Row) -> list[str]:
         return [text for text in (row.note, row.cast, row.error if row.status != "failed" else None) if text]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from graftlab.control.run_state import RunState
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure
-from graftlab.rows.digest import Digest, RunDigest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,12 +43,9 @@ class Run:
         count: Callable[[], int] = lambda: 0,
         unwritten: Callable[[int], str | None] = lambda since: None,
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
-        *,
-        digest: Digest,
     ) -> None:
         self._state = state
         self._plans = plans
-        self._digest = digest
         self._first_plan = len(plans()) - 1
         self._frame = frame
         self._write = write
@@ -191,13 +188,12 @@ class Run:
         >>> run.unmatched
         {}
         """
+        return self._unmatched_in(self.frame) if self.done else {}
+
+    def _unmatched_in(self, frame: pd.DataFrame) -> dict[str, str]:
         from graftlab.verdict.summary import unmatched_filters
 
-        return unmatched_filters(self._plans()[self._first_plan :], self._run_digest()) if self.done else {}
-
-    def _run_digest(self) -> RunDigest:
-        self._digest.catch_up()
-        return self._digest.run(self.number)
+        return unmatched_filters(self._plans()[self._first_plan :], frame)
 
     @property
     def summary(self) -> list[str]:
@@ -206,38 +202,37 @@ class Run:
         >>> run.summary[0]
         'first divergent: none of 2 compared rows is above the floor 1e-05, assumed for float32; ...'
         """
-        from graftlab.verdict.renaming import suggested_rename
-        from graftlab.verdict.summary import differences_of_run, not_compared
+        return self._summary_of(self.frame)
 
-        missed = [f"{name} matched no tap in this run: {text}" for name, text in self.unmatched.items()]
-        digest = self._run_digest()
-        if unread := self._digest.unread:
-            missed.append(f"up to {unread} rows of this session cannot be read, and are in none of these sentences")
-        if lost := not_compared(digest.statuses):
+    def _summary_of(self, frame: pd.DataFrame) -> list[str]:
+        from graftlab.verdict.renaming import suggested_rename
+        from graftlab.verdict.summary import differences, not_compared
+
+        unmatched = self._unmatched_in(frame) if self.done else {}
+        missed = [f"{name} matched no tap in this run: {text}" for name, text in unmatched.items()]
+        if lost := not_compared(Counter(frame["status"])):
             missed.append(f"not compared: {lost}; the frame's column error says why")
-        rename = suggested_rename(digest)
-        differences = differences_of_run(self._digest, digest)
-        return [*self._state.remarks, *missed, *([rename] if rename else []), *differences]
+        rename = suggested_rename(frame)
+        return [*self._state.remarks, *missed, *([rename] if rename else []), *differences(frame)]
 
     def __repr__(self) -> str:
-        if not self.done:
-            return f"<Run {self.number}: in progress; {self.where()}>"
-        failed, rows = ", ".join(self.failures), counted(self._run_digest().row_count, "row")
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {rows}>"
+        return self._described(self.frame) if self.done else f"<Run {self.number}: in progress; {self.where()}>"
+
+    def _described(self, frame: pd.DataFrame) -> str:
+        failed = ", ".join(self.failures)
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        lines = self.summary if self.done else []
-        return bundle("\n".join([repr(self), *lines]), self._html(lines))
-
-    def _html(self, lines: Sequence[str]) -> str:
         """What a notebook shows: how the run's taps ended, and its summary."""
         if not self.done:
-            return f"<b>run {self.number}</b> in progress; {html.escape(self.where())}"
+            return bundle(repr(self), f"<b>run {self.number}</b> in progress; {html.escape(self.where())}")
+        frame = self.frame
+        lines = self._summary_of(frame)
         failed = ", ".join(self.failures)
         state = f"failed on {html.escape(failed)}" if failed else "done"
-        counts = self._run_digest().statuses.most_common()
-        facts = ", ".join(f"{count:,} {status}" for status, count in counts) or "no taps"
-        return "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])
+        facts = ", ".join(f"{n:,} {status}" for status, n in Counter(frame["status"]).most_common()) or "no taps"
+        shown = "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])
+        return bundle("\n".join([self._described(frame), *lines]), shown)
 
 
 def state_of(run: Run) -> RunState:

@@ -19,7 +19,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
-from graftlab.rows.digest import Digest
 from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class Runs:
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
     ) -> None:
         self.groups = ProcessGroups(ranks)
-        self.digest = Digest(rows)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
@@ -146,7 +144,6 @@ class Runs:
             count=lambda: len(self._rows),
             unwritten=self._rows.unwritten,
             plans=self._plans,
-            digest=self.digest,
         )
         self._states.append(state)
         self._runs.append(run)

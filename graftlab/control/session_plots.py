@@ -12,12 +12,11 @@ import numpy as np
 
 from graftlab import plots
 from graftlab.errors import SessionError
-from graftlab.plots.step_heatmap import run_heatmap
-from graftlab.rows.digest import FirstAbove, RunDigest
-from graftlab.rows.store import to_frame
-from graftlab.verdict.summary import floor_of_run
+from graftlab.verdict.conclusion import newest_run
+from graftlab.verdict.summary import first_divergent_at, floor_of
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from graftlab.control.core import SessionCore
@@ -63,24 +62,23 @@ class SessionPlots:
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
-        run = self._newest_run()
-        if run is None:
-            return plots.divergence(to_frame([]), **options)
-        steps = np.unique(run.values.step)
+        frame = newest_run(self._session.frame)
+        if not len(frame):
+            return plots.divergence(frame, **options)
+        run, steps = frame["run"].iloc[0], np.unique(frame["step"])
         if step is None:
             step = int(self._last_ended(steps))
         elif step not in steps:
-            raise _no_rows(run, f"step {step}", steps)
-        options.setdefault("noise_floor", floor_of_run(run)[0])
-        above = FirstAbove(run, math.inf if options["noise_floor"] is None else options["noise_floor"])
-        above.look()
+            raise _no_rows(frame, f"step {step}")
+        options.setdefault("noise_floor", floor_of(frame)[0])
+        at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
         # The step that is shown may be in order by now.
-        first = None if above.first is None else self._session.digest.row(above.first).step
+        first = None if at is None else int(frame["step"].iloc[at])
         elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
-        figure = plots.divergence(to_frame(self._session.digest.rows_of_step(run, step)), **options)
+        figure = plots.divergence(frame[frame["step"] == step].reset_index(drop=True), **options)
         if options.get("ax") is None:
             [ax] = figure.axes
-            ax.set_xlabel(f"{ax.get_xlabel()}; run {run.number}, step {step}{elsewhere}")
+            ax.set_xlabel(f"{ax.get_xlabel()}; run {run}, step {step}{elsewhere}")
         return figure
 
     @_like(plots.over_steps, leaving_out="frame")
@@ -89,22 +87,14 @@ class SessionPlots:
 
         >>> figure = session.plot.over_steps()
         """
-        run = self._newest_run()
-        if run is not None and steps is not None:
-            there = np.unique(run.values.step)
-            if not ((there >= steps.start) & (there < steps.stop)).any():
+        frame = newest_run(self._session.frame)
+        if steps is not None and len(frame):
+            chosen = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
+            if not len(chosen):
                 is_open = steps.stop == sys.maxsize
-                raise _no_rows(run, f"step {steps.start}{' or later' if is_open else f' to {steps.stop - 1}'}", there)
-        if run is None or options.get("value", "rel_l2") != "rel_l2":
-            frame = to_frame([]) if run is None else self._session.frame_of(run.number)
-            if steps is not None and len(frame):
-                frame = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
-            return plots.over_steps(frame, **options)
-        return run_heatmap(run, steps=steps, **options)
-
-    def _newest_run(self) -> RunDigest | None:
-        self._session.digest.catch_up()
-        return self._session.digest.newest
+                raise _no_rows(frame, f"step {steps.start}{' or later' if is_open else f' to {steps.stop - 1}'}")
+            frame = chosen.reset_index(drop=True)
+        return plots.over_steps(frame, **options)
 
     def _last_ended(self, steps: Any) -> Any:
         """The last of these steps; of a run that goes on the one before, as that may lack taps yet."""
@@ -151,10 +141,10 @@ class SessionPlots:
         return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
 
 
-def _no_rows(run: RunDigest, wanted: str, steps: Any) -> SessionError:
-    first, last = steps.min(), steps.max()
+def _no_rows(frame: pd.DataFrame, wanted: str) -> SessionError:
+    first, last = frame["step"].min(), frame["step"].max()
     has = f"step {first}" if first == last else f"steps {first} to {last}"
-    return SessionError(f"run {run.number} has no rows of {wanted}; it has those of {has}")
+    return SessionError(f"run {frame['run'].iloc[0]} has no rows of {wanted}; it has those of {has}")
 
 
 def _title(name: str, tags: dict[str, Any]) -> str:

@@ -23,10 +23,10 @@ from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded import Recorded
 from graftlab.verdict.added import coarser_dtype, records, roundoff
-from graftlab.verdict.given import without_data
-from graftlab.verdict.of_jobs import account_of_recording
+from graftlab.verdict.job_remarks import remarks_on_recording
+from graftlab.verdict.model_data import without_data
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned
-from graftlab.verdict.wording import OfJobs
+from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +112,7 @@ class VerdictRuns:
         """Taps at which the baseline does not show any more what it did before its code was swapped."""
         return []
 
-    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
+    def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         """What is to be said of jobs, whose baseline differed from itself at ``moved``, or of a recording; None of
         functions."""
         return None
@@ -198,8 +198,8 @@ class CalledRuns(VerdictRuns):
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
 
-    def of_jobs(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> OfJobs | None:
-        return account_of_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
+    def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
+        return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)

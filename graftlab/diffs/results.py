@@ -179,7 +179,7 @@ def _unit(tensor: torch.Tensor) -> float:
 def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
     if expected.shape != found.shape:
         return math.inf
-    one, other = expected.double(), found.double()
+    one, other = expected.detach().double(), found.detach().double()
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()) or not torch.allclose(one[~finite], other[~finite], equal_nan=True):
         return math.inf

@@ -16,10 +16,7 @@ import msgspec
 
 from graftlab.base import wire
 from graftlab.config import PREFIX, Endpoint, GraftConfig
-from graftlab.control.core import SessionCore
-from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.rendezvous import Rendezvous
-from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.wire import WirePlan, from_wire, to_wire
 from graftlab.ranks.options import LaunchOptions
 
@@ -93,6 +90,11 @@ def start_headless_server(
 
 def main() -> int:
     """Serve the session until the last job is gone."""
+    # Here, because a job imports this module to start the server, and needs nothing of the notebook's side.
+    from graftlab.control.core import SessionCore
+    from graftlab.control.run_folder import make_run_folder
+    from graftlab.jobs.session_server import open_session_server
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     order: ServerOrder = _decoder.decode(sys.stdin.buffer.read())
     listener = socket.socket(fileno=order.listener)

@@ -288,12 +288,10 @@ class GraftMagics(Magics):
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
-        session.digest.catch_up()
-        # Cells are runs too, mostly without rows.
-        newest = session.digest.newest
-        frame = session.frame if arguments.all or newest is None else session.frame_of(newest.number)
-        if newest is None and len(frame) and not arguments.all:
-            frame = frame[frame["run"] == frame["run"].max()].reset_index(drop=True)
+        frame = session.frame
+        if len(frame) and not arguments.all:
+            # Cells are runs too, and most of them have no rows.
+            frame = session.frame_of(int(frame["run"].max()))
         self._assign(arguments.out, frame)
         return frame
 

@@ -6,7 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from graftlab.layouts import Part
+import torch
+from torch import Tensor
+
+from graftlab.layouts import Layout, Part, join_parts
 from graftlab.matching.names import fused_roles, place_of, role_of
 from graftlab.matching.proposal import Pair
 
@@ -112,3 +115,15 @@ def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
                         f"{usual[0].target} is {usual[0].baseline}"
                     )
     return said
+
+
+def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
+    """A mask of the elements of a whole of this shape that none of these layouts takes; None where all are taken."""
+    ones = torch.ones(tuple(shape), dtype=torch.bool)
+    known = join_parts([(layout, [layout.local(ones)]) for layout in layouts], shape).known
+    return None if known is None else ~known
+
+
+def fills(layout: Layout, gap: Tensor) -> bool:
+    """Whether a part lies in what others leave uncovered, all of it."""
+    return bool(layout.local(gap).all())

@@ -14,13 +14,12 @@ import numpy as np
 
 from graftlab.base.world import Side
 from graftlab.layouts import Layout
-from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
-from graftlab.matching.coverage import fills, uncovered
-from graftlab.matching.items import Fetch, RecordedTap
+from graftlab.matching.contradictions import fills, odd_layouts, other_parts, other_roles, uncovered
 from graftlab.matching.names import pattern_of, place_of, similarity
 from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.rules import rules_of
-from graftlab.matching.search import Found, applied, find
+from graftlab.matching.search import ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
 # Bytes of values that are brought for a comparison and kept for the next.
@@ -117,7 +116,7 @@ class Matcher:
     def match_equals(self) -> None:
         """Taps of one size: all that could be the same, then the choice between those that are equally good."""
         mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
-        found: dict[str, list[Found]] = {}
+        found: dict[str, list[ValueMatch]] = {}
         for numel in mine.keys() & theirs.keys():
             others = mine[numel]
             quantiles = np.stack([other.sketch.quantiles for other in others])
@@ -136,7 +135,7 @@ class Matcher:
                 tap.forget()
         self._choose(found)
 
-    def _find(self, outer: RecordedTap, inner: RecordedTap) -> Found | None:
+    def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         return find(outer, inner, self._bring, self.limit)
 
     def _bring(self, tap: RecordedTap) -> None:
@@ -154,7 +153,7 @@ class Matcher:
             oldest.value = None
             oldest.forget()
 
-    def _choose(self, found: dict[str, list[Found]]) -> None:
+    def _choose(self, found: dict[str, list[ValueMatch]]) -> None:
         """One partner for each, best fits first; a partner is shared only where there are not enough of them."""
         # Where the same values come several times, what most layers chose is chosen in all.
         usual: Counter[tuple[str, str]] = Counter()
@@ -163,7 +162,9 @@ class Matcher:
         for each, note in self._chosen(found, usual):
             self._add(each, "baseline", note)
 
-    def _chosen(self, found: dict[str, list[Found]], usual: Counter[tuple[str, str]]) -> list[tuple[Found, str]]:
+    def _chosen(
+        self, found: dict[str, list[ValueMatch]], usual: Counter[tuple[str, str]]
+    ) -> list[tuple[ValueMatch, str]]:
         most: dict[str, int] = defaultdict(int)
         for (_, place), count in usual.items():
             most[place] = max(most[place], count)
@@ -174,7 +175,7 @@ class Matcher:
         ]
         scored.sort(key=lambda entry: (-entry[0], entry[1].rel, entry[1].inner.order))
         taken = {name: partner for name, partner in self.reserved.items() if partner not in found}
-        chosen: dict[str, tuple[Found, str]] = {}
+        chosen: dict[str, tuple[ValueMatch, str]] = {}
         for _, each in scored:
             if each.inner.name not in chosen and each.outer.name not in taken:
                 taken[each.outer.name] = each.inner.name
@@ -184,7 +185,7 @@ class Matcher:
                 chosen[each.inner.name] = each, f"has the same values as {taken[each.outer.name]}"
         return list(chosen.values())
 
-    def _fit_of(self, found: Found) -> float:
+    def _fit_of(self, found: ValueMatch) -> float:
         """How well two taps go together beside their values: kind, name and place in the order."""
         one, other = found.outer, found.inner
         kind = 0.5 if one.kind and one.kind == other.kind else 0.0
@@ -194,7 +195,7 @@ class Matcher:
         plain = 0.3 if not found.layout.steps else 0.0
         return similarity(one.name, other.name) + kind + plain - 2 * abs(places[0] - places[1])
 
-    def _add(self, found: Found, whole: Side, note: str = "") -> None:
+    def _add(self, found: ValueMatch, whole: Side, note: str = "") -> None:
         names = (found.outer.name, found.inner.name)
         baseline, target = names if whole == "baseline" else names[::-1]
         sureness: Sureness = "exact" if found.exact else "near"
@@ -247,7 +248,7 @@ class Matcher:
         alone = {tap.name for tap in self.left(whole)} | {
             pair.baseline if whole == "baseline" else pair.target for pair in self.pairs if pair.layout.leaves_out
         }
-        found: list[Found] = []
+        found: list[ValueMatch] = []
         for other in sorted(outer, key=lambda each: (each.name not in alone, each.sketch.numel)):
             each = self._find(other, inner)
             if each is not None:
@@ -370,12 +371,12 @@ def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
     return buckets
 
 
-def _places(found: Found) -> tuple[str, str]:
+def _places(found: ValueMatch) -> tuple[str, str]:
     """The partners' names without their layers' numbers, the target's last."""
     return place_of(found.outer.name), place_of(found.inner.name)
 
 
-def _ties(matching: Sequence[Found]) -> list[Found]:
+def _ties(matching: Sequence[ValueMatch]) -> list[ValueMatch]:
     best = min(each.rel for each in matching)
     return [each for each in matching if each.rel <= max(best * TIE_FACTOR, TIE_FLOOR)]
 

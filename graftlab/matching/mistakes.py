@@ -11,11 +11,10 @@ import torch
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
-from graftlab.matching.contradictions import odd_layouts, other_roles
-from graftlab.matching.coverage import uncovered
-from graftlab.matching.items import RecordedTap
+from graftlab.matching.contradictions import odd_layouts, other_roles, uncovered
 from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
 from graftlab.matching.proposal import Pair
+from graftlab.matching.recorded_taps import RecordedTap
 
 Items = Mapping[str, RecordedTap]
 

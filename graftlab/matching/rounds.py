@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from graftlab.matching.items import Fetch, RecordedTap
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.suspects import NOTE, copies, suspects
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]

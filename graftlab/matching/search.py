@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from graftlab.layouts import Layout, Rearrange
-from graftlab.matching.items import RecordedTap, relative_l2
+from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, limit_for
 from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
 from graftlab.matching.wording import layout_of
@@ -35,7 +35,7 @@ LEAST_OF_A_PART = 16
 
 
 @dataclass(frozen=True)
-class Found:
+class ValueMatch:
     """``layout`` takes ``inner`` out of ``outer``, ``rel`` from it in relative L2; ``exact``: equal in every bit.
 
     ``sampled``: only the extreme values were compared, because the others were not kept.
@@ -51,7 +51,7 @@ class Found:
 
 def find(
     outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None, limit: float | None = None
-) -> Found | None:
+) -> ValueMatch | None:
     """Whether ``inner`` lies in ``outer``, all of it or a part; None where it does not.
 
     ``bring`` sees to the values of whichever of the two has only a sketch, if the sketches say that it is worth it.
@@ -84,7 +84,7 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
     return outer.numel <= MOST_PARTS * inner.numel and covers(outer, inner, limit)
 
 
-def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
+def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
     """The same elements in the same order, if need be in another shape."""
     strides = Strides(0, (inner.sketch.numel,), (1,))
     if outer.flat is None or inner.flat is None:
@@ -93,10 +93,10 @@ def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
     if rel > limit:
         return None
     layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
-    return Found(outer, inner, layout, rel, bool(np.array_equal(outer.flat, inner.flat, equal_nan=True)))
+    return ValueMatch(outer, inner, layout, rel, bool(np.array_equal(outer.flat, inner.flat, equal_nan=True)))
 
 
-def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Found | None:
+def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
     """All elements, rearranged: where the extreme values went tells it, and no tensor has to be put in order."""
     if outer.flat is None or inner.flat is None:
         return None
@@ -159,7 +159,7 @@ def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[
     return found, few, np.array([each.places(few) for each in found], np.int64).reshape(len(found), TRIED)
 
 
-def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> Found | None:
+def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> ValueMatch | None:
     if outer.flat is not None and inner.flat is not None:
         taken, expected, sampled_only = strides.taken(outer.flat), inner.flat, False
     else:
@@ -184,7 +184,7 @@ def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: f
     if not rel <= limit:
         return None
     exact = not sampled_only and bool(np.array_equal(taken, expected, equal_nan=True))
-    return Found(outer, inner, layout_of(strides, outer.shape, inner.shape), rel, exact, sampled_only)
+    return ValueMatch(outer, inner, layout_of(strides, outer.shape, inner.shape), rel, exact, sampled_only)
 
 
 def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | None:
@@ -202,10 +202,10 @@ def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | N
     return relative_l2(dense.flat, inner.flat)
 
 
-def shortest(founds: Sequence[Found]) -> Found:
+def shortest(founds: Sequence[ValueMatch]) -> ValueMatch:
     """Of equally good ones the plainest."""
 
-    def plainness(found: Found) -> tuple[int, int]:
+    def plainness(found: ValueMatch) -> tuple[int, int]:
         steps = found.layout.steps
         return len(steps) - all(isinstance(step, Rearrange) for step in steps), len(found.layout.text)
 

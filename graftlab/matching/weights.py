@@ -15,11 +15,11 @@ from graftlab.base.html import bundle
 from graftlab.errors import LayoutError, MatchError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, Step
 from graftlab.matching.converting import converter
-from graftlab.matching.items import RecordedTap, relative_l2
 from graftlab.matching.matcher import Matcher
 from graftlab.matching.mistakes import mistakes_of, notices_of, rounded_to
 from graftlab.matching.names import last_role, layer_of, module_of, role_of, similarity
 from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from graftlab.base.text import counted
+from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
-from graftlab.verdict.tap_lines import SoFar
 
 SCRIPT = Path(__file__).with_suffix(".js")
 
@@ -18,7 +18,7 @@ _INFINITE = 1e308
 _NOTE_LIMIT = 300
 
 
-def taps(found: SoFar) -> dict[str, Any]:
+def taps(found: Conclusion) -> dict[str, Any]:
     """What of the state changes only when other taps come: their labels, in execution order.
 
     A tap that is received both ways has two lines, of which the later one says its way.
@@ -32,7 +32,7 @@ def taps(found: SoFar) -> dict[str, Any]:
     return {"label": labels, "order": list(range(1, len(labels) + 1))}
 
 
-def figures(found: SoFar, count: str = "") -> dict[str, Any]:
+def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
     """What of the state changes with every step; ``count`` is said beside the table."""
     rows = [line.row for line in found.lines]
     return {
@@ -55,7 +55,7 @@ def figures(found: SoFar, count: str = "") -> dict[str, Any]:
     }
 
 
-def headline(found: SoFar) -> str:
+def headline(found: Conclusion) -> str:
     """The conclusion so far: what is said first of all."""
     if not found.lines:
         return "Nothing was compared yet."

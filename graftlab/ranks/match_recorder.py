@@ -14,7 +14,7 @@ from graftlab.grafting.decisions import recompute_status
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
-from graftlab.matching.items import RecordedTap, Recorder
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import here
 from graftlab.taps.extras import ExtrasWithLayout
@@ -92,7 +92,7 @@ def forget_match() -> None:
     _grafts.clear()
 
 
-class _MatchRecorder(Recorder):
+class _MatchRecorder(SketchRecorder):
     """Records the tensors of this rank with their layouts, then overwrites those that have a graft."""
 
     def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int) -> None:

@@ -22,13 +22,14 @@ class LiveTaps:
         self._store = store
         # Which way its tensor goes is the plan's, not the tap's: a graft the other way makes what was here old.
         self._newest: dict[tuple[TapIdentity, str, int], tuple[int, Row]] = {}
-        self._upto = 0
+        self.upto = 0
+        """How many rows had arrived at the last look."""
         self._left_out: list[tuple[int, int]] = []
 
     @property
     def behind(self) -> int:
         """How many rows have not been looked at yet."""
-        return len(self._store) - self._upto + sum(stop - start for start, stop in self._left_out)
+        return len(self._store) - self.upto + sum(stop - start for start, stop in self._left_out)
 
     def look(self, limit: int = 3000) -> list[Row]:
         """Read up to ``limit`` more rows; returns the newest row of each tap and rank, in execution order.
@@ -36,10 +37,10 @@ class LiveTaps:
         Newest is what came last, whichever step and occurrence it is of.
         """
         total = len(self._store)
-        start = max(self._upto, total - limit)
-        if start > self._upto:
-            self._left_out.append((self._upto, start))
-        self._upto = total
+        start = max(self.upto, total - limit)
+        if start > self.upto:
+            self._left_out.append((self.upto, start))
+        self.upto = total
         self._read(start, total)
         limit -= total - start
         while limit > 0 and self._left_out:

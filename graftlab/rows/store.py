@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,8 +114,6 @@ class RowStore:
         self._problem: OSError | None = None
         self._first_unwritten = 0
         self._count = 0
-        # Called with the lines of each batch, in the order in which they come; they must not wait for this store.
-        self.followers: list[Callable[[Sequence[bytes]], None]] = []
         self._begin_lines()
         self._compactor = Compactor(self._compact, lambda: self._written - self._lines.shift)
         # Held while somebody waits for a frame, and while rows are read, for that or ahead of it.
@@ -167,8 +165,6 @@ class RowStore:
             else:
                 self._write(lines)
             self._count += len(lines)
-            for follow in self.followers:
-                follow(lines)
             if self._written - known.shift >= compacting.SOME:
                 self._compactor.look()
             if self._is_worth_reading():

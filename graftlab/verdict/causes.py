@@ -1,19 +1,29 @@
-"""Which of the named groups is the cause: labels from what the output is when some of them keep the target's code."""
+"""Which of the named groups are causes: labels from the output when some keep the target's code, and what follows."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import pandas as pd
 from torch import Tensor
+
+from graftlab.base.tap_groups import kind_of, kind_of_group
 
 MOST_SWAPS = 40
 """Runs that the search for cancelling sets may take."""
 
 Effect = Callable[[frozenset[str]], float]
 """How far the output is from the baseline's, over its floor, when these groups keep the target's code."""
+
+
+Tap = tuple[str, str | None]
+"""A tap's name and kind, as filters see them."""
+
+Order = dict[Tap, int]
+"""When a side first reaches each tap."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +118,66 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
     if numbers and not finite_ones:
         return math.nan
     return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+
+
+def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: Mapping[Tap, int]) -> set[Tap]:
+    """What must be left alone in a swap that takes these taps from the baseline and all others from the target.
+
+    Each side receives at the taps where the other's code counts. Where the baseline reaches one such tap before a
+    taken one, and the target the taken one first, both would wait. Neither depends on the other then, since each comes
+    first somewhere; so what is left alone is computed by both from the same state.
+    """
+    places = [(baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target]
+    return {
+        tap
+        for tap, place in baseline.items()
+        if tap in target and any(place < ours and theirs < target[tap] for ours, theirs in places)
+    } - set(taken)
+
+
+def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) -> list[str]:
+    """The named groups of gradients that named values explain.
+
+    The gradient of a tap is computed by the backward of the code that reads the tap. Where that code computes another
+    value, another gradient follows. What reads a tap shows its result before the next tap of the same group is reached:
+    a layer later at most. The gradient of a weight follows from the value of the module that the weight belongs to.
+    ``frame`` is that of a verdict, in execution order.
+    """
+    if not any(kind_of_group(group) in ("grad", "param_grad") for group in named):
+        return []
+    over = frame["ratio"] > threshold
+    is_value = frame["tags"].map(lambda tags: kind_of(tags) is None)
+    values = frame[is_value]
+    wrong = [bool(each) for each in over[is_value]]
+    names = [str(name) for name in values["name"]]
+    explained = _read_by(names, [str(group) for group in values["group"]], wrong)
+    modules = {name for name, is_wrong in zip(names, wrong, strict=True) if is_wrong}
+    found = []
+    for group in named:
+        own = [str(name) for name in frame.loc[over & (frame["group"] == group), "name"]]
+        kind = kind_of_group(group)
+        if (kind == "grad" and explained.issuperset(own)) or (
+            kind == "param_grad" and all(_shows(name.rpartition(".")[0], modules) for name in own)
+        ):
+            found.append(group)
+    return found
+
+
+def _read_by(names: Sequence[str], groups: Sequence[str], wrong: Sequence[bool]) -> set[str]:
+    """The taps after which, up to the next one of their group, some value is wrong."""
+    found = set()
+    # From the end: which taps were passed since the group's next one, and whether a wrong value was among them.
+    wrongs = 0
+    wrongs_at_next: dict[str, int] = {}
+    for name, group, is_wrong in zip(reversed(names), reversed(groups), reversed(wrong), strict=True):
+        if wrongs > wrongs_at_next.get(group, 0):
+            found.add(name)
+        # The next one of the group is itself among what the one before it may have been read for.
+        wrongs_at_next[group] = wrongs
+        wrongs += is_wrong
+    return found
+
+
+def _shows(module: str, modules: set[str]) -> bool:
+    """Whether a module's own output, or a tensor in it, is among these taps."""
+    return any(name == module or name.startswith(f"{module}[") for name in modules)

@@ -94,10 +94,9 @@ def numbers(frame: pd.DataFrame, column: str) -> Array:
 def tag_columns(frame: pd.DataFrame) -> list[str]:
     """The columns of the tags that tell taps apart; see :func:`graftlab.base.tags.identity`."""
     if "tags" in frame.columns:
-        names: dict[str, None] = {}
-        for tags in frame["tags"]:
-            if isinstance(tags, Mapping):
-                names.update(dict.fromkeys(filter(distinguishes_taps, map(str, tags))))
+        cells = frame["tags"].to_numpy()
+        distinct = dict.fromkeys(tuple(tags) for tags in cells if isinstance(tags, (dict, Mapping)))
+        names = dict.fromkeys(name for each in distinct for name in map(str, each) if distinguishes_taps(name))
         # A tag whose name is a row's own column is kept as tag_<name>.
         columns = [f"tag_{name}" if f"tag_{name}" in frame.columns else name for name in names]
     else:  # a frame made by hand
@@ -121,6 +120,17 @@ def _codes(column: pd.Series[Any]) -> Array:
         return np.asarray(pd.factorize(column)[0])
     except TypeError:  # a list or a dict as a tag
         return np.asarray(pd.factorize(column.map(_plain))[0])
+
+
+def tap_codes(frame: pd.DataFrame, *more: str) -> tuple[Array, Array]:
+    """Which tap each row is of, counted from 0 as they first come, and the first row of each.
+
+    Rows are of one tap where :func:`graftlab.base.tags.identity` and these ``more`` columns are equal.
+    """
+    by = ["name", *tag_columns(frame), *more]
+    codes = pd.DataFrame({str(place): _codes(frame[column]) for place, column in enumerate(by)})
+    taps = codes.groupby(list(codes.columns), sort=False).ngroup().to_numpy()
+    return taps, np.unique(taps, return_index=True)[1]
 
 
 def _step_indices(frame: pd.DataFrame, order: Array) -> tuple[Array, list[Any]]:

@@ -7,7 +7,8 @@ import shlex
 from collections import Counter
 from collections.abc import Collection
 
-from graftlab.rows.digest import RunDigest
+import pandas as pd
+
 from graftlab.rows.schema import MEASURED
 
 # So many names are tried against each other; a rule that holds shows in fewer.
@@ -16,17 +17,18 @@ _TRIED = 60
 _ENOUGH = 0.8
 
 
-def suggested_rename(run: RunDigest) -> str | None:
+def suggested_rename(frame: pd.DataFrame) -> str | None:
     """What to do about a run in which nothing paired, if one rule would pair most names; None where none would.
 
     Receivers whose tap nobody sent are ``missing``, senders whose tap nobody asked for ``unmatched``.
     """
-    missing, unmatched = run.statuses["missing"], run.statuses["unmatched"]
-    if any(run.statuses[status] for status in MEASURED) or not missing or not unmatched:
+    statuses = frame["status"].value_counts()
+    missing, unmatched = int(statuses.get("missing", 0)), int(statuses.get("unmatched", 0))
+    if any(status in statuses for status in MEASURED) or not missing or not unmatched:
         return None
-    names: dict[str, dict[str, None]] = {"baseline": {}, "target": {}}
-    for tap in list(run.taps):
-        names[tap.receiver[0]][str(tap.tags["name"])] = None
+    names = {
+        side: dict.fromkeys(frame.loc[frame["side"] == side, "name"].astype(str)) for side in ("baseline", "target")
+    }
     found = _rule(names["target"], names["baseline"]), _rule(names["baseline"], names["target"])
     for side, rule in zip(("target", "baseline"), found, strict=True):
         if rule is not None:

@@ -36,7 +36,7 @@ _EXPLAINED = 1e-2
 
 
 @dataclass(frozen=True)
-class Held:
+class TapAcrossRanks:
     """One call of a tap on all ranks, and how these relate. ``apart`` is the largest relative distance of replicas."""
 
     name: str
@@ -58,18 +58,18 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ReplicaComparison:
     """What the ranks of one side came to: ``held`` in execution order; ``missing`` are taps that some rank lacks."""
 
     world_size: int
-    held: Sequence[Held]
+    taps: Sequence[TapAcrossRanks]
     missing: Sequence[str] = ()
     skipped: Sequence[str] = ()
 
     @property
-    def disagreeing(self) -> list[Held]:
+    def disagreeing(self) -> list[TapAcrossRanks]:
         """What should be equal and is not, in the order of blame."""
-        found = [each for each in self.held if each.relation == "disagrees"]
+        found = [each for each in self.taps if each.relation == "disagrees"]
         return sorted(found, key=lambda each: -1 if is_data(each.tags) else place_in_blame(each.group))
 
 
@@ -77,7 +77,7 @@ def check_replicas(
     ranks: Sequence[Sequence[TapSketch]],
     declared: Callable[[str], Replicas | None],
     mesh: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
-) -> Checked:
+) -> ReplicaComparison:
     """Relate what the ranks of one side showed, one sequence a rank.
 
     ``mesh`` has the groups of ranks along each dimension, such as the data parallel groups of all tensor parallel
@@ -112,16 +112,16 @@ def check_replicas(
         else each
         for at, each in enumerate(held)
     ]
-    return Checked(size, found, missing)
+    return ReplicaComparison(size, found, missing)
 
 
 def _second_look(
-    each: Held,
-    before: Sequence[Held],
+    each: TapAcrossRanks,
+    before: Sequence[TapAcrossRanks],
     equal: Mapping[str, Replicas],
     weights: Mapping[str, Replicas],
     ways: Sequence[Replicas],
-) -> Held:
+) -> TapAcrossRanks:
     """A tap that is not near on its ranks may be a copy all the same."""
     weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
     like = weight or equal.get(each.group)
@@ -136,13 +136,13 @@ def _second_look(
     return each
 
 
-def _weight_of(held: Held, weights: Mapping[str, Replicas]) -> Replicas | None:
+def _weight_of(held: TapAcrossRanks, weights: Mapping[str, Replicas]) -> Replicas | None:
     return weights.get(held.name) or weights.get(held.name.rpartition(".")[0])
 
 
 def _relate(
     shown: Mapping[int, TapSketch], declared: Callable[[str], Replicas | None], ways: Sequence[Replicas]
-) -> Held:
+) -> TapAcrossRanks:
     first = shown[0]
     layout = declared(first.name) or _said(shown)
     if layout is not None:
@@ -167,7 +167,7 @@ def _said(shown: Mapping[int, TapSketch]) -> Replicas | None:
     return Replicas(said[0].layout, tuple(groups))
 
 
-def _compared(shown: Mapping[int, TapSketch], layout: Replicas) -> Held:
+def _compared(shown: Mapping[int, TapSketch], layout: Replicas) -> TapAcrossRanks:
     first = shown[min(shown)]
     limit = _ROUNDINGS * roundoff(first.dtype)
     apart, ranks = 0.0, []
@@ -181,7 +181,7 @@ def _compared(shown: Mapping[int, TapSketch], layout: Replicas) -> Held:
     relation: Relation = "disagrees" if ranks else "agrees" if compares else "own data"
     kind = kind_of(first.tags)
     group_name = group_of(first.name, first.tags)
-    return Held(
+    return TapAcrossRanks(
         first.name,
         first.tags,
         group_name,
@@ -209,7 +209,7 @@ def _cosine(one: TapSketch, other: TapSketch) -> float:
     return float(one.values @ other.values) / norms if norms else 0.0
 
 
-def unreduced(before: Sequence[Held], at: Held) -> Held | None:
+def unreduced(before: Sequence[TapAcrossRanks], at: TapAcrossRanks) -> TapAcrossRanks | None:
     """Of the taps before ``at`` the last one whose differences between the ranks are just those of ``at``.
 
     A partial sum is added to a copy: what differs then is what the ranks' partial sums differ by.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from graftlab.base.tap_groups import is_data, numbers_in
 from graftlab.base.text import counted
-from graftlab.verdict.replicas import FROM_GROUP, Checked, Held, unreduced
+from graftlab.verdict.replicas import FROM_GROUP, ReplicaComparison, TapAcrossRanks, unreduced
 from graftlab.verdict.wording import described, spans
 
 # What comes after has mostly inherited it.
 _MOST_TOLD = 3
 
 
-def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
+def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
     """The conclusion, what was not looked at first. ``inputs`` are the taps that show what the model was given."""
     lines = []
     if checked.skipped:
@@ -22,16 +22,16 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
     if checked.missing:
         more = f" and {len(checked.missing) - 4} more" if len(checked.missing) > 4 else ""
         lines.append(f"Not looked at, since some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
-    if not checked.held:
+    if not checked.taps:
         return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Put gl.tap or gl.watch in."])
     lost = dict.fromkeys(
-        each.name for each in checked.held if all(shown.has_no_number for shown in each.shown.values())
+        each.name for each in checked.taps if all(shown.has_no_number for shown in each.shown.values())
     )
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         have = "has" if len(lost) == 1 else "have"
         lines.append(f"Not looked at: {', '.join([*lost][:4])}{more} {have} no finite number on any rank.")
-    differing = [each for each in checked.held if each.name in inputs and each.relation != "agrees"]
+    differing = [each for each in checked.taps if each.name in inputs and each.relation != "agrees"]
     if differing:
         names = ", ".join(dict.fromkeys(each.name for each in differing))
         lines.append(
@@ -40,12 +40,12 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
         )
     found = judged(checked, inputs)
     lines += _sentences(checked, found)
-    own = sorted({each.group for each in checked.held if each.relation == "own data"})
-    agree = len({each.group for each in checked.held if each.relation == "agrees" and each.name not in lost})
+    own = sorted({each.group for each in checked.taps if each.relation == "own data"})
+    agree = len({each.group for each in checked.taps if each.relation == "agrees" and each.name not in lost})
     if not found:
         lines.append(
             f"The {checked.world_size} ranks agree where they hold copies ({counted(agree, 'group')} of taps)."
-            if agree or len(lost) < len({each.name for each in checked.held})
+            if agree or len(lost) < len({each.name for each in checked.taps})
             else "Nothing was compared: no tap has a finite number."
         )
     if own:
@@ -58,18 +58,18 @@ def text_of_check(checked: Checked, inputs: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def judged(checked: Checked, inputs: Sequence[str]) -> list[Held]:
+def judged(checked: ReplicaComparison, inputs: Sequence[str]) -> list[TapAcrossRanks]:
     """What should be equal and is not; of values nothing where the ranks were given different inputs."""
-    differ = any(each.name in inputs and each.relation != "agrees" for each in checked.held)
+    differ = any(each.name in inputs and each.relation != "agrees" for each in checked.taps)
     found = [each for each in checked.disagreeing if each.name not in inputs]
     if differ:
         found = [each for each in found if each.kind not in (None, "grad") or not each.layout.startswith("inferred")]
     return found
 
 
-def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
+def _sentences(checked: ReplicaComparison, found: Sequence[TapAcrossRanks]) -> list[str]:
     lines = []
-    groups: dict[str, list[Held]] = {}
+    groups: dict[str, list[TapAcrossRanks]] = {}
     for each in found:
         what = described(each.group)
         if is_data(each.tags):
@@ -87,7 +87,7 @@ def _sentences(checked: Checked, found: Sequence[Held]) -> list[str]:
             f"{what} should be equal on the ranks and is not{where}: {differ} from the first of the copies "
             f"({size}; {worst.layout})."
         )
-        partial = unreduced(checked.held[: list(checked.held).index(rows[0])], rows[0])
+        partial = unreduced(checked.taps[: list(checked.taps).index(rows[0])], rows[0])
         if partial is not None:
             lines.append(
                 f"All of that difference is in {partial.name}, which holds other values on each rank: a partial sum "

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from graftlab.base.tags import SIDE_NAMES
 from graftlab.base.text import counted
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
-from graftlab.rows.digest import COMPARED, FAILED, GRAFTED, Digest, RunDigest
 from graftlab.rows.schema import MEASURED, Row, are_whole
-from graftlab.verdict.facts import Facts, FrameFacts, RunFacts, tap_name
+from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
 from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
 
@@ -38,20 +38,11 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
 
     What is above ``noise_floor`` diverges. Without one, rounding of the coarsest dtype is assumed, and said.
     """
-    return sentences(FrameFacts(frame), noise_floor)
-
-
-def differences_of_run(digest: Digest, run: RunDigest, noise_floor: float | None = None) -> list[str]:
-    """The same of a run as far as it was summed up, without a frame of it."""
-    return sentences(RunFacts(digest, run), noise_floor)
-
-
-def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
-    """See :func:`differences`."""
+    facts = Facts(frame)
     said = []
     failed = facts.kind == FAILED
     if failed.any():
-        first = facts.row(facts.first(failed))
+        first = facts.row(_first(failed))
         why = str(first.get("error") or "no reason is known").strip().partition("\n")[0]
         said.append(f"the transform failed in {_rows(failed)}, first at {_place(first)}: {why}")
     measured = facts.kind <= GRAFTED
@@ -63,7 +54,7 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
         said.append(_first_sentence(facts, at, floor))
     differing = differs & ~grafted
     if differing.any() and not (at is not None and differs[at]):
-        row = facts.row(facts.first(differing))
+        row = facts.row(_first(differing))
         said.append(f"non-finite values differ in {_rows(differing)}, first at {_place(row)}: {_nonfinite(row)}")
     known = measured & ~np.isnan(facts.value)
     without = measured & np.isnan(facts.value) & ~differs
@@ -77,7 +68,7 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
     if (known & grafted).any():
         said.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
     if without.any():
-        row = facts.row(facts.first(without))
+        row = facts.row(_first(without))
         said.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")
     return said
 
@@ -85,7 +76,7 @@ def sentences(facts: Facts, noise_floor: float | None = None) -> list[str]:
 def _largest(facts: Facts, mask: Array) -> str:
     """The largest value of these rows, and where it is."""
     value = facts.value[mask].max()
-    return f"{value:.2e} at {_place(facts.row(facts.first(mask & (facts.value == value))))}"
+    return f"{value:.2e} at {_place(facts.row(_first(mask & (facts.value == value))))}"
 
 
 def not_compared(statuses: Mapping[str, int]) -> str:
@@ -95,12 +86,7 @@ def not_compared(statuses: Mapping[str, int]) -> str:
 
 def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor that these rows are judged by, and in words where it is from."""
-    return floor_in_words(FrameFacts(frame).dtypes, noise_floor)
-
-
-def floor_of_run(run: RunDigest, noise_floor: float | None = None) -> tuple[float, str]:
-    """The same of a run as far as it was summed up."""
-    return floor_in_words(run.dtypes, noise_floor)
+    return floor_in_words(Facts(frame).dtypes, noise_floor)
 
 
 def floor_in_words(dtypes: Iterable[object], noise_floor: float | None = None) -> tuple[float, str]:
@@ -113,14 +99,23 @@ def floor_in_words(dtypes: Iterable[object], noise_floor: float | None = None) -
 
 def first_divergent_at(frame: pd.DataFrame, noise_floor: float) -> int | None:
     """Where the first row stands that was measured, not grafted, and that rounding does not explain."""
-    return first_divergent_of(FrameFacts(frame), noise_floor)
+    return first_divergent_of(Facts(frame), noise_floor)
 
 
 def first_divergent_of(facts: Facts, noise_floor: float) -> int | None:
-    """The same of any rows."""
+    """The same of the facts of a frame."""
+    mask = divergent_rows(facts, noise_floor)
+    return _first(mask) if mask.any() else None
+
+
+def divergent_rows(facts: Facts, noise_floor: float) -> Array:
+    """Mask of the rows that were measured, not grafted, and that rounding does not explain."""
     none = np.zeros(len(facts.kind), dtype=bool)
-    mask = divergent(facts.kind == COMPARED, none, facts.apart, facts.differ, noise_floor)
-    return facts.first(mask) if mask.any() else None
+    return divergent(facts.kind == COMPARED, none, facts.apart, facts.differ, noise_floor)
+
+
+def _first(mask: Array) -> int:
+    return int(mask.argmax())
 
 
 def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> str:
@@ -131,7 +126,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
     if grafted.any():
         taps = len(facts.names(grafted))
         start = f"grafted {counted(taps, 'tap')}; "
-        is_after = at is None or facts.is_before(facts.first(grafted), at)
+        is_after = at is None or _first(grafted) < at
         them = "it" if taps == 1 else "them"
         which = f"first divergent after {them}" if is_after else f"first divergent, before {them}"
     if not compared.any():
@@ -141,7 +136,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
         count = int(with_value.sum())
         if not count:
             return f"{start}{which}: none has a finite value"
-        last = facts.row(facts.last(with_value))
+        last = facts.row(int(np.flatnonzero(with_value)[-1]))
         how = f"agrees to {last['rel_l2']:.1e}" if last["rel_l2"] else "is equal"
         agrees = f"{_place(last)}, {how}"
         if count == 1:
@@ -182,37 +177,41 @@ def _nonfinite(row: Mapping[str, Any]) -> str:
     return f"{count:,} of {row['numel']:,.0f} elements {are} NaN or infinite on one side and not the same on the other"
 
 
-def unmatched_filters(plans: Sequence[GraftPlan], run: RunDigest) -> dict[str, str]:
+def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[str, str]:
     """The filters of these plans that match no row of a run, by name, with their text.
 
     A tap that some filter matches leaves a row, so what matches no row has matched no tap. ``plans`` are those that may
-    have been in force, the first one as the run began; one that no row has was not used to the end of a step. Of
-    ``compare`` nothing is said where there is no row at all, for then it has nothing to tell apart.
+    have been in force, the first one as the run began; one that no row has was not used to the end of a step. Without
+    any row ``compare`` is not reported, for then it had nothing to tell apart.
     """
-    in_force = [plan for plan in plans if plan.version in run.plan_versions] or list(plans[:1])
+    used = set(frame["plan_version"].unique())
+    in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
     found = {}
     for name in FILTERS:
-        if name == "compare" and not run.row_count:
+        if name == "compare" and not len(frame):
             continue
         texts = dict.fromkeys(text for plan in in_force if (text := getattr(plan, name)) and text.strip())
-        if texts and not any(_may_match(text, run) for text in texts):
+        if texts and not any(_may_match(text, frame) for text in texts):
             found[name] = next(reversed(texts))
     return found
 
 
-def _may_match(text: str, run: RunDigest) -> bool:
+def _may_match(text: str, frame: pd.DataFrame) -> bool:
     """Whether a filter matches one of these rows, or may have matched tags of which a row has only the repr."""
     filter_ = compile_filter(text)
     names = sorted(filter_.names)
     asked = set()
-    for each in run.tags_of_rows(names):
+    for tags, *sides in zip(*(frame[column].to_numpy() for column in ("tags", *SIDE_NAMES)), strict=True):
+        # A name that a side lacks is NaN in a column that has others.
+        seen = {side: name if isinstance(name, str) else None for side, name in zip(SIDE_NAMES, sides, strict=True)}
+        seen.update(tags)
         # Rows are many, and what a filter looks at in them differs little.
-        values = [each.get(name) for name in names]
+        values = [seen.get(name) for name in names]
         known = repr(values)
         if known in asked:
             continue
         asked.add(known)
-        if filter_.matches(each) or not all(map(_is_as_given, values)):
+        if filter_.matches(seen) or not all(map(_is_as_given, values)):
             return True
     return False
 

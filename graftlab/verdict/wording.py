@@ -21,7 +21,7 @@ NOT_LOOKED_AT = "Not looked at: "
 
 
 @dataclass(frozen=True)
-class OfJobs:
+class JobRemarks:
     """What is to be said of jobs, or of a baseline that is a recording.
 
     ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
@@ -58,7 +58,7 @@ class Findings:
     """The groups of gradients that are other because the values that are named are."""
     target_not_repeated: Sequence[str] = ()
     """Taps at which the target differs from itself; looked for where something is named."""
-    of_jobs: OfJobs | None = None
+    job_remarks: JobRemarks | None = None
     """What is to be said of jobs, which nobody can call again."""
     unexplained: Sequence[str] = ()
     """Sentences for what differs and no named group explains."""
@@ -75,13 +75,13 @@ def text_of(findings: Findings) -> str:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
         lines.append(_not_repeatable("target", findings.target_not_repeated))
-    lines += findings.of_jobs.first if findings.of_jobs else ()
+    lines += findings.job_remarks.first if findings.job_remarks else ()
     lines += findings.data
     lines += [f"{NOT_LOOKED_AT}{line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += _hints(findings.hints)
     lines += findings.remarks
-    lines += findings.of_jobs.last if findings.of_jobs else ()
+    lines += findings.job_remarks.last if findings.job_remarks else ()
     return "\n".join(lines)
 
 
@@ -149,8 +149,8 @@ def _nothing_named(findings: Findings) -> str:
     )
     if coarse:
         return f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 to look closer."
-    if findings.of_jobs is not None and findings.of_jobs.constant is not None:
-        most = f"{_number(findings)} x the {_floor(findings)} of {findings.of_jobs.constant:.1g}"
+    if findings.job_remarks is not None and findings.job_remarks.constant is not None:
+        most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Of what was looked at, nothing adds more than {most} ({measured})."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
     if findings.unexplained or findings.unseen or findings.data or not repeats:
@@ -159,7 +159,7 @@ def _nothing_named(findings: Findings) -> str:
 
 
 def _floor(findings: Findings) -> str:
-    return f"{findings.of_jobs.floor}floor" if findings.of_jobs else "floor"
+    return f"{findings.job_remarks.floor}floor" if findings.job_remarks else "floor"
 
 
 def _is_coarse(dtype: str) -> bool:

@@ -23,9 +23,6 @@ from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.tap_explorer import TapExplorer
 from graftlab.widgets.transform_editor import TransformEditor
 
-ROWS_A_TICK = 3000
-"""Rows read in one tick. At 50,000 rows a second, this leaves time for the rest of the kernel."""
-
 _LOG_LINES = 200
 _TITLES = ("Taps", "Filters", "Transform", "Logs")
 
@@ -92,14 +89,13 @@ class Dashboard(Panel):
         self._parts.selected_index = _TITLES.index("Filters")
 
     def _follow(self) -> None:
-        # The refresh after the session has closed is the last one.
-        self.session.digest.catch_up(None if self.session.closed else ROWS_A_TICK)
+        self._taps.follow()
 
     def _show(self) -> None:
         self._show_message()
         session = self.session
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
-        self._taps.show(session.digest.taken, session.digest.behind)
+        self._taps.show()
         self._judged.refresh()
         said = html.escape(explorer.headline(self._taps.found))
         update(self._verdict, value=f'<b role="status">{said}</b>')

@@ -105,7 +105,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 self._follow()
                 self._show()
                 if stage is not None:
-                    self._renew_snapshot((*stage, self.session.digest.behind > 0), stage[0])
+                    self._renew_snapshot(stage, stage[0])
 
     def _stage(self) -> tuple[bool, int, bool, int] | None:
         """Whether the session is closed, and its progress; None for a panel without a snapshot."""

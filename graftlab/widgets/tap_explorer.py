@@ -23,11 +23,14 @@ from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.store import to_frame
-from graftlab.verdict.tap_lines import UNMEASURED, Following, SoFar, TapLine, so_far
+from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 
 logger = logging.getLogger(__name__)
+
+ROWS_A_TICK = 3000
+"""Rows read in one tick. At 50,000 rows a second, this leaves time for the rest of the kernel."""
 
 # In static HTML, which does not scroll.
 _STATIC_LIMIT = 100
@@ -51,9 +54,9 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._panel = panel
         self._grafts = grafts
         self._noise_floor: float | None = None
-        self._following = Following(panel.session.digest)
-        self._counts = (-1, -1)
-        self.found = so_far([])
+        session = panel.session
+        self._conclusion = LiveConclusion(session.live_taps(), session.frame_of, self._has_ended)
+        self.found = conclude_from([])
         self.view = TapView()
         self.view.figures = explorer.figures(self.found)
         self.view.add_class("graftlab-tap-view")
@@ -61,21 +64,22 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         self._pair = widgets.HTML().add_class("graftlab-pair")
         super().__init__([self.view, self._pair])
 
-    def show(self, taken: int, behind: int) -> None:
-        """Show the first ``taken`` rows, with ``behind`` more not yet read."""
-        if (taken, behind) != self._counts:
-            self._counts = taken, behind
-            self._render()
+    def follow(self) -> None:
+        """Find what is new in the session's rows."""
+        self.found = self._conclusion.look(self._panel.session.taps, self._noise_floor, ROWS_A_TICK)
 
-    def _render(self) -> None:
-        taken, behind = self._counts
-        self.found = self._following.look(self._panel.session.taps, self._noise_floor)
-        catching_up = f", {behind:,} not read yet" if behind else ""
+    def _has_ended(self, number: int) -> bool:
+        session = self._panel.session
+        return session.closed or all(run.done for run in session.runs if run.number == number)
+
+    def show(self) -> None:
+        """Show what :meth:`follow` found."""
+        behind = f", {self._conclusion.behind:,} not read yet" if self._conclusion.behind else ""
         taps = explorer.taps(self.found)
         with self.view.hold_sync():
             if taps != self.view.taps:
                 self.view.taps = taps
-            figures = explorer.figures(self.found, f"{counted(taken + behind, 'row')}{catching_up}")
+            figures = explorer.figures(self.found, f"{counted(self._conclusion.row_count, 'row')}{behind}")
             if figures != self.view.figures:
                 self.view.figures = figures
 
@@ -83,17 +87,18 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         what, value = content["what"], content["value"]
         if what == "floor":
             self._noise_floor = None if value is None else float(value)
-            self._render()
+            self.follow()
+            self.show()
         elif what == "chosen":
             update(self._pair, value="")
         else:
             self._act(what, self._line(str(value)))
 
-    def _line(self, label: str) -> TapLine:
+    def _line(self, label: str) -> TapSummary:
         labels: list[str] = self.view.taps["label"]
         return self.found.lines[labels.index(label)]
 
-    def _act(self, what: str, line: TapLine) -> None:
+    def _act(self, what: str, line: TapSummary) -> None:
         session = self._panel.session
         [option] = other_options([line.row.tags], [])
         if what == "graft":
@@ -108,7 +113,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         elif what == "open":
             self._panel.in_background(self._open, line)
 
-    def _open(self, line: TapLine) -> None:
+    def _open(self, line: TapSummary) -> None:
         """Show a kept pair, or explain how to keep one."""
         plot = SessionPlots(self._panel.session)
         [option] = kept_options([line.row.tags])
@@ -124,7 +129,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
         update(self._pair, value=STYLE + self._step_note(option, line) + "".join(shown))
 
-    def _step_note(self, option: TapOption, line: TapLine) -> str:
+    def _step_note(self, option: TapOption, line: TapSummary) -> str:
         """A warning if the newest kept pair is older than the row in the table."""
         steps = [
             int(tags["step"])
@@ -141,7 +146,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'
 
 
-def static_html(found: SoFar, with_figure: bool) -> str:
+def static_html(found: Conclusion, with_figure: bool) -> str:
     """The taps as static HTML: the conclusion, an optional figure, and the worst taps."""
     said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
@@ -158,7 +163,7 @@ def static_html(found: SoFar, with_figure: bool) -> str:
     return said + table(head, [_line_html(line) for line in lines]) + rest
 
 
-def _line_html(line: TapLine) -> str:
+def _line_html(line: TapSummary) -> str:
     row = line.row
     nonfinite = row.nonfinite_differ or 0
     cells = [

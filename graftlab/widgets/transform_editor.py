@@ -23,6 +23,7 @@ from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.rows.schema import Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import Specs
+from graftlab.verdict.conclusion import of_newest_run
 from graftlab.widgets import trial_view as view
 from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.draft_box import DraftBox
@@ -108,7 +109,7 @@ class TransformEditor(Panel):
         self._names = _notebook_names() if names is None else names
         self._tasks = TaskQueue()
         self._publishing: tuple[Specs, Draft] | None = None
-        self._summed_up = -1
+        self._live = session.live_taps()
         self._rows: list[Row] = []
         self._functions: dict[str, Any] = {}
 
@@ -313,12 +314,7 @@ class TransformEditor(Panel):
     def _follow(self) -> None:
         self._follow_plan()
         self._follow_functions()
-        digest = self.session.digest
-        digest.catch_up(ROWS_A_TICK)
-        if (run := digest.newest) is not None and self._summed_up != (
-            summed_up := self.session.row_count - digest.behind
-        ):
-            self._rows, self._summed_up = [tap.last for tap in list(run.taps)], summed_up
+        self._rows = of_newest_run(self._live.look(ROWS_A_TICK))
         self._taps.refresh()
 
     def _follow_plan(self) -> None:

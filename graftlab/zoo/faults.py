@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graftlab.zoo.model import Math, Shard, Weights
+from graftlab.zoo.model import Math, RankShard, Weights
 
 Spoil = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Regime = Literal["forward", "decode", "tp", "backward", "tp-backward"]
@@ -697,4 +697,4 @@ def math_of(specimen: Specimen) -> type[Math]:
     return only_in(specimen.math, specimen.layers)
 
 
-__all__ = ["FAULTS", "Regime", "Shard", "Specimen", "math_of", "weights_of"]
+__all__ = ["FAULTS", "RankShard", "Regime", "Specimen", "math_of", "weights_of"]

@@ -37,7 +37,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankShard:
     """Which part of the model this process holds."""
 
     rank: int = 0
@@ -105,7 +105,7 @@ SHARDED = {
 }
 
 
-def shard_weights(weights: Weights, shard: Shard) -> dict[str, Tensor]:
+def shard_weights(weights: Weights, shard: RankShard) -> dict[str, Tensor]:
     """This rank's part of each weight."""
     cut = {}
     for name, weight in weights.items():
@@ -120,9 +120,9 @@ class Math:
     ``layer`` is None outside the layers.
     """
 
-    def __init__(self, config: Config, shard: Shard | None = None) -> None:
+    def __init__(self, config: Config, shard: RankShard | None = None) -> None:
         self.config = config
-        self.shard = shard or Shard()
+        self.shard = shard or RankShard()
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
@@ -178,11 +178,11 @@ class Math:
 
     def reduce(self, partial: Tensor, layer: int, which: str) -> Tensor:
         """The sum over the ranks; ``which`` is attn or mlp. Its gradient is handed on as it is."""
-        return _Reduce.apply(partial) if self.shard.size > 1 else partial  # type: ignore[no-untyped-call]
+        return _SumOutputs.apply(partial) if self.shard.size > 1 else partial  # type: ignore[no-untyped-call]
 
     def enter(self, x: Tensor, layer: int, which: str) -> Tensor:
         """Where a replicated tensor enters what is shared out: its gradient is the sum over the ranks."""
-        return _Enter.apply(x) if self.shard.size > 1 else x  # type: ignore[no-untyped-call]
+        return _SumGradients.apply(x) if self.shard.size > 1 else x  # type: ignore[no-untyped-call]
 
     def add(self, x: Tensor, y: Tensor, layer: int, which: str) -> Tensor:
         return x + y
@@ -212,7 +212,7 @@ class Math:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-class _Reduce(torch.autograd.Function):
+class _SumOutputs(torch.autograd.Function):
     """Sum over the ranks forward, identity backward."""
 
     @staticmethod
@@ -226,7 +226,7 @@ class _Reduce(torch.autograd.Function):
         return gradients[0]
 
 
-class _Enter(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     """Identity forward, sum over the ranks backward."""
 
     @staticmethod

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graftlab.errors import GraftWarning
 from graftlab.session import launch
 from graftlab.taps.calls import here
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
-from graftlab.zoo.model import Cache, Config, Math, Model, Shard, make_weights, shard_weights
+from graftlab.zoo.model import Cache, Config, Math, Model, RankShard, make_weights, shard_weights
 
 if TYPE_CHECKING:
     from graftlab.session import Session
@@ -114,7 +118,7 @@ def run_specimen(kind: str, name: str) -> Any:
     me = here()
     assert me is not None
     specimen = next(each for each in (CONTROLS if kind == "control" else FAULTS) if each.name == name)
-    config, shard = Config(), Shard(me.rank, me.world_size)
+    config, shard = Config(), RankShard(me.rank, me.world_size)
     weights, math = make_weights(config), Math
     if me.side == "target":
         weights, math = weights_of(specimen, weights), math_of(specimen)
@@ -144,3 +148,31 @@ def make_tokens(config: Config) -> torch.Tensor:
     # One fault concerns this token alone.
     tokens[0, 3] = 0
     return tokens
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    areas = sorted({each.area for each in (*FAULTS, *CONTROLS)} | {each.regime for each in FAULTS})
+    parser.add_argument("--only", metavar="AREA", choices=areas, help=f"one of {', '.join(areas)}")
+    parser.add_argument("--no-explain", action="store_true", help="name without the swaps that tell the cause")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge specimen by specimen, a line each, and then the score; 0 when nothing benign raised an alarm."""
+    found = []
+    warnings.simplefilter("ignore", GraftWarning)
+    for each in score(arguments.only, explain=not arguments.no_explain):
+        found.append(each)
+        sys.stdout.write(_line(each) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write("\n" + summary(found) + "\n")
+    return int(any(each.alarm or each.innocents for each in found))
+
+
+def _line(each: Scored) -> str:
+    mark = "exact" if each.exact and not each.alarm else "ALARM" if each.is_control else "WRONG"
+    named = ", ".join(f"{group} ({label})" for group, label in each.labels.items()) or "nothing"
+    truth = "" if each.exact else f"; its truth: {', '.join(sorted(each.specimen.truth)) or 'nothing'}"
+    return f"{mark}  {each.specimen.area}: {each.specimen.name}: {named}{truth}"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.rows.store import RowStore
 
 pytestmark = pytest.mark.ranks
 
@@ -96,19 +95,25 @@ def test_an_overlap_on_taps_already_seen_is_refused_before_a_run(session: gl.Ses
     assert session.plan is before
 
 
-def test_nothing_that_is_shown_of_a_run_makes_a_frame_of_its_rows(
-    session: gl.Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_summary_plots_report_and_dashboard_name_the_same_first_divergent_tap(
+    session: gl.Session, tmp_path: Path
 ) -> None:
-    def no_frame(*_: object) -> None:
-        raise AssertionError("a frame was made")
-
-    monkeypatch.setattr(RowStore, "frame", no_frame)
     run = session.run(lambda: model(False), lambda: model(True))
-    assert "4 rows" in repr(run)
-    assert "first divergent: logits" in shown(run)
-    session.plot.divergence()
-    session.plot.over_steps()
-    session.report(tmp_path / "report.html")
+    said = next(line for line in run.summary if line.startswith("first divergent"))
+    assert said.startswith("first divergent: logits on target[0]: 12 of 64")
+    assert said in shown(run)
+    report = session.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    loaded = gl.load_run(session.folder).report(tmp_path / "loaded.html").read_text(encoding="utf-8")
+    assert html.escape(said) in report
+    assert html.escape(said) in loaded
+    assert "first divergent: logits" in session.plot.over_steps().axes[0].get_title(loc="left")
     board = session.dashboard()
-    assert "first divergent: logits" in board.static_html(with_figures=True)
+    assert html.escape(said) in board.static_html()
     board.close()
+
+
+def test_a_run_and_a_row_of_another_run_do_not_mix(session: gl.Session) -> None:
+    first = session.run(lambda: model(False), lambda: model(True))
+    session.run(lambda: model(False), lambda: model(False))
+    assert "4 rows" in repr(first)
+    assert any("logits" in line for line in first.summary)

@@ -209,7 +209,7 @@ def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
     jobs.come(1)
     jobs.link(2, 0, 1, 2)
     jobs.move(2, 2, 110)
-    assert jobs.membership.missing().startswith("baseline[0] had not come to the end of a step")
+    assert jobs.membership.missing().startswith("baseline[0] had not reached the end of a step")
 
 
 def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from kit.digests import row
 from kit.job_scripts import end, start, variables
+from kit.rows import row
 from kit.support import wait_until
 
 import graftlab as gl
@@ -85,7 +85,7 @@ def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: p
     token = read_token(path)
     assert capsys.readouterr().out == ""
     assert main(["token", str(path)]) == 2
-    assert "is there already; use it as it is, or remove it first" in capsys.readouterr().err
+    assert "already exists; use that token, or remove the file first" in capsys.readouterr().err
     assert read_token(path) == token
 
 
@@ -93,7 +93,7 @@ def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: p
     ("settings", "said"),
     [
         ("role=target", "baseline_world_size (GRAFTLAB_BASELINE_WORLD_SIZE) is not given"),
-        ("rule=target", "'rule=target' is no setting"),
+        ("rule=target", "'rule=target' is not a setting"),
         ("role=target baseline_world_size=1 target_world_size=1 run_dir=/tmp/x", "nowhere.py does not exist"),
     ],
 )

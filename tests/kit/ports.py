@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graftlab.matching.items import Recorder
+from graftlab.matching.recorded_taps import SketchRecorder
 
 State = dict[str, Tensor]
 
@@ -188,9 +188,11 @@ def record_taps(
     run: Callable[[nn.Module], Any],
     grafts: dict[str, Callable[[Tensor], Tensor]] | None = None,
     budget: int = 1 << 30,
-) -> Recorder:
+) -> SketchRecorder:
     """What every module's output showed in one run; ``grafts`` replace a tap's tensor after it was recorded."""
-    recorder = Recorder({name or "output": type(module).__name__ for name, module in model.named_modules()}, budget)
+    recorder = SketchRecorder(
+        {name or "output": type(module).__name__ for name, module in model.named_modules()}, budget
+    )
 
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):

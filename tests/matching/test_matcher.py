@@ -11,9 +11,9 @@ from kit.ports import Port, record_taps
 from torch import Tensor
 
 from graftlab.errors import GraftError
-from graftlab.matching.items import RecordedTap, Recorder
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, match_in_rounds
 from graftlab.matching.rules import rules_of
 
@@ -152,7 +152,7 @@ def test_values_are_fetched_of_candidates_only(gpt2: Port) -> None:
 
 
 def test_a_recorder_keeps_copies_up_to_its_budget_and_tells_calls_apart() -> None:
-    recorder = Recorder({"a": "Linear"}, budget=24)
+    recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)
     assert recorder.tap("a", value, None, {}) is value
     recorder.tap("a", value, None, {"layer": 3, "tp_rank": 1})

@@ -11,7 +11,7 @@ from kit.examples import examples
 from torch import Tensor
 
 from graftlab.layouts import parse_layout
-from graftlab.matching.items import RecordedTap
+from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
 from graftlab.matching.sketch import flat_values, sketch_of
 from graftlab.matching.strides import Lookup, fit, sampled, slices

@@ -12,7 +12,7 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 
 from graftlab.plots import explorer
 from graftlab.rows.schema import Row
-from graftlab.verdict.tap_lines import so_far
+from graftlab.verdict.conclusion import conclude_from
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -50,7 +50,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 def mount(page: Page, *rows: Row, style: str = "") -> list[tuple[str, float, float]]:
     """Show these rows; what was written on the canvas, and from where to where."""
-    found = so_far(rows)
+    found = conclude_from(rows)
     state = json.dumps(explorer.taps(found) | explorer.figures(found))
     page.set_content(f"<style>{style}</style><div id='root'></div>")
     page.evaluate(RECORD)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from random import Random
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from kit.digests import digest_of, row
 from matplotlib.figure import Figure
 
 import graftlab as gl
-from graftlab.plots.step_heatmap import run_heatmap
-from graftlab.rows.store import to_frame
 
 
 def frame(values: np.ndarray[Any, Any], **columns: Any) -> pd.DataFrame:
@@ -85,32 +80,3 @@ def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
 def test_an_empty_frame_says_so() -> None:
     [ax] = gl.plots.over_steps(pd.DataFrame()).axes
     assert "no rows to show" in ax.texts[0].get_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_what_is_kept_of_a_run_gives_the_figure_that_a_frame_of_it_does(seed: int) -> None:
-    random = Random(seed)
-    # A plan grafts a tap on all its ranks or on none.
-    statuses = {(step, name): random.choice(["compared", "grafted", "missing"]) for step in range(3) for name in "abc"}
-    rows = []
-    for side, rank in (("target", 0), ("target", 1), ("baseline", 0)):
-        for step in range(3):
-            order = 0
-            for name in "adbc":
-                order += not (name == "d" and side == "target")
-                if (side == "target") == (name == "d"):
-                    continue
-                status = "unmatched" if side == "baseline" else statuses[step, name]
-                measured = status in ("compared", "grafted")
-                value = random.choice([0.0, 1e-7, 1e-3, math.nan]) if measured else None
-                differ = random.choice([0, 0, 2]) if measured else None
-                tags = {"own": {"layer": ord(name) % 2}, "side": side, "rank": rank}
-                rows.append(row(name, order, step, status=status, rel_l2=value, nonfinite_differ=differ, **tags))
-    mine, full = run_heatmap(digest_of(*rows)), gl.plots.over_steps(to_frame(rows))
-    names = [[tick.get_text() for tick in each.axes[0].get_yticklabels()] for each in (mine, full)]
-    assert names[0] == names[1]
-    assert title(mine) == title(full)
-    assert np.array_equal(cells(mine).mask, cells(full).mask)
-    assert np.array_equal(cells(mine).filled(-1.0), cells(full).filled(-1.0), equal_nan=True)
-    assert rings(mine) == rings(full)

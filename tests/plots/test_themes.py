@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kit.digests import row
+from kit.rows import row
 from matplotlib import image
 from matplotlib.figure import Figure
 from matplotlib.text import Text

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 
+import pandas as pd
 import pytest
-from kit.digests import digest_of, row
+from kit.rows import row
 
-from graftlab.rows.digest import RunDigest
+from graftlab.rows.store import to_frame
 from graftlab.verdict.renaming import suggested_rename
 
 
-def run(target: list[str], baseline: list[str], status: str = "missing") -> RunDigest:
+def run(target: list[str], baseline: list[str], status: str = "missing") -> pd.DataFrame:
     rows = [row(name, status=status, rel_l2=None) for name in target]
-    return digest_of(*rows, *(row(name, side="baseline", status="unmatched", rel_l2=None) for name in baseline))
+    return to_frame([*rows, *(row(name, side="baseline", status="unmatched", rel_l2=None) for name in baseline)])
 
 
 LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("attn", "mlp")]
@@ -48,5 +49,5 @@ def test_one_word_for_another() -> None:
     ],
     ids=["unlike", "one side", "something paired", "other numbers"],
 )
-def test_nothing_is_suggested_where_it_would_not_help(found: RunDigest) -> None:
+def test_nothing_is_suggested_where_it_would_not_help(found: pd.DataFrame) -> None:
     assert suggested_rename(found) is None

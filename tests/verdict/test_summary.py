@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from kit.digests import digest_of, row
+from kit.rows import row
 
 import graftlab as gl
+from graftlab.rows.store import to_frame
 from graftlab.verdict.summary import differences, distances, unmatched_filters
 
 
@@ -197,10 +198,10 @@ def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:
 def test_a_filter_that_matches_nothing_is_named_however_many_rows_there_are() -> None:
     rows = (row(f"tap{number % 7}", step=number) for number in range(120_000))
     plan = gl.GraftPlan(b2t="name == 'other'", t2b="step == 119_999", compare="name == 'tap3'", keep="step == True")
-    assert unmatched_filters([plan], digest_of(*rows)) == {"b2t": "name == 'other'"}
+    assert unmatched_filters([plan], to_frame(rows)) == {"b2t": "name == 'other'"}
 
 
 def test_a_filter_may_name_what_one_side_alone_calls_a_tap() -> None:
-    run = digest_of(row("paired", baseline_name="ours", target_name="theirs"))
+    run = to_frame([row("paired", baseline_name="ours", target_name="theirs"), row("other")])
     plan = gl.GraftPlan(b2t="baseline_name == 'ours'", t2b="target_name == 'ours'")
     assert unmatched_filters([plan], run) == {"t2b": "target_name == 'ours'"}

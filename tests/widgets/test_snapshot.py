@@ -12,7 +12,7 @@ from kit.pages import Browser
 from kit.support import wait_until
 
 import graftlab as gl
-from graftlab.rows.digest import Digest
+from graftlab.rows.store import RowStore
 from graftlab.widgets import panel
 from graftlab.widgets.refresher import refresher_of
 
@@ -64,15 +64,15 @@ def test_rows_that_come_and_a_run_that_ends_while_a_panel_is_shown_are_shown_nex
     monkeypatch.setattr(panel, "publish_display_data", lambda data, **_: published.append(data.get("text/html", "")))
     monkeypatch.setattr(panel, "_SNAPSHOT_INTERVAL", 0.0)
     monkeypatch.setattr(panel, "_SNAPSHOT_SHARE", 1e9)
-    add, boards = Digest._add, []
+    append, boards = RowStore.append, []
 
-    def refresh_and_add(digest: Digest, lines: Sequence[bytes]) -> None:
-        # The rows are counted by now, and in no summary.
+    def append_and_refresh(store: RowStore, lines: Sequence[bytes]) -> None:
+        append(store, lines)
+        # The rows have arrived by now, and the run has not ended.
         while boards:
             boards.pop().refresh()
-        add(digest, lines)
 
-    monkeypatch.setattr(Digest, "_add", refresh_and_add)
+    monkeypatch.setattr(RowStore, "append", append_and_refresh)
     with gl.launch(1, 1) as session:
         board = session.dashboard()
         # What the refresher does is done here, at the moments that count.

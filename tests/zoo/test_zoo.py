@@ -13,7 +13,7 @@ from kit import warm
 from graftlab.zoo import scoring
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, math_of, weights_of
-from graftlab.zoo.model import Config, Math, Model, Shard, make_weights
+from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
 
 # One of each regime, of each kind of cause, and controls that cancel or are in another dtype.
 SAMPLE = [
@@ -43,7 +43,7 @@ def test_faults_in_the_forward_pass_move_the_logits_and_controls_do_not() -> Non
     wanted = Model(Math(config), weights)(tokens)
 
     def off(specimen: object) -> float:
-        own = Model(math_of(specimen)(config, Shard()), weights_of(specimen, weights))  # type: ignore[arg-type]
+        own = Model(math_of(specimen)(config, RankShard()), weights_of(specimen, weights))  # type: ignore[arg-type]
         return float((own(tokens) - wanted).norm() / wanted.norm())
 
     with torch.no_grad():

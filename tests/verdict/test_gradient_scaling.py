@@ -9,7 +9,7 @@ import torch
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import STATISTICS, Row, statistics_of
 from graftlab.verdict.added import added_frame, named_groups
-from graftlab.verdict.shared_batch import Evened, evened_out
+from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 
 NAMED = ["out@grad", "up.weight@param_grad"]
 BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -45,11 +45,11 @@ def rows_of(grad: list[float], weights: list[float]) -> pd.DataFrame:
 
 def evens_out(
     grad: list[float], weights: list[float], baseline: int, target: int, ungrafted: tuple[float, float] = (1.0, 1.0)
-) -> Evened:
+) -> GradientScaling:
     """``ungrafted`` is how many times the baseline's the weight's gradients are where nothing is grafted."""
     grafted = rows_of(grad, weights)
     frame = added_frame(grafted, {}, compared=rows_of(grad, list(ungrafted)), constant=1e-5)
-    return evened_out(frame, grafted, named_groups(frame, 5.0), baseline, target, 5.0)
+    return gradient_scaling(frame, grafted, named_groups(frame, 5.0), baseline, target, 5.0)
 
 
 @pytest.mark.parametrize(

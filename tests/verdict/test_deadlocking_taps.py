@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab.verdict.crossing import Order, crossing
+from graftlab.verdict.causes import Order, deadlocking_taps
 
 NAMES = "abcdefg"
 
@@ -15,17 +15,17 @@ def order(names: str) -> Order:
 
 
 def test_what_both_reach_in_one_order_is_swapped() -> None:
-    assert crossing({("b", None)}, order("abc"), order("abc")) == set()
+    assert deadlocking_taps({("b", None)}, order("abc"), order("abc")) == set()
 
 
 def test_what_comes_before_on_the_baseline_and_after_on_the_target_is_left_alone() -> None:
-    assert crossing({("b", None)}, order("abc"), order("bca")) == {("a", None)}
+    assert deadlocking_taps({("b", None)}, order("abc"), order("bca")) == {("a", None)}
     # The other way about nobody waits: the baseline has sent it before it waits itself.
-    assert crossing({("b", None)}, order("bca"), order("abc")) == set()
+    assert deadlocking_taps({("b", None)}, order("bca"), order("abc")) == set()
 
 
 def test_a_tap_of_one_side_alone_holds_up_nobody() -> None:
-    assert crossing({("b", None)}, order("ab"), order("b")) == set()
+    assert deadlocking_taps({("b", None)}, order("ab"), order("b")) == set()
 
 
 @given(st.permutations(NAMES), st.permutations(NAMES), st.sets(st.sampled_from(NAMES)))
@@ -33,7 +33,7 @@ def test_with_what_is_left_alone_both_sides_come_to_their_end(
     baseline: list[str], target: list[str], taken: set[str]
 ) -> None:
     chosen = {(name, None) for name in taken}
-    alone = crossing(chosen, order("".join(baseline)), order("".join(target)))
+    alone = deadlocking_taps(chosen, order("".join(baseline)), order("".join(target)))
     sides = [list(baseline), list(target)]
     reached: list[set[str]] = [set(), set()]
     moved = True

@@ -10,8 +10,8 @@ from graftlab.base.tap_groups import group_of, is_data, kind_of
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.floor import Floor, assumed_floor
-from graftlab.verdict.given import ShownData, data_rows, differing_data, input_names
-from graftlab.verdict.wording import OfJobs, described, spans
+from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
+from graftlab.verdict.wording import JobRemarks, described, spans
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
@@ -20,7 +20,7 @@ _NO_WEIGHTS = "whether both {} hold the same weights, which no tap shows (gl.wat
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
-def account(
+def remarks_on_jobs(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
     *,
@@ -30,7 +30,7 @@ def account(
     steps: int,
     weights_grafted: int | None,
     threshold: float,
-) -> OfJobs:
+) -> JobRemarks:
     """What to say of jobs.
 
     ``moved`` are the taps at which the baseline differed from one step to the next, ``target_moved`` those of the
@@ -53,14 +53,14 @@ def account(
             "carries on (weights, a cache, random numbers) may be all there is to what is named."
         )
     unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
-    return OfJobs(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
+    return JobRemarks(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _shows_weights(compared: pd.DataFrame) -> bool:
     return any(kind_of(row["tags"]) == "param" for row in records(data_rows(compared)))
 
 
-def account_of_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> OfJobs:
+def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> JobRemarks:
     """What to say where the baseline is a recording, which shows the same whatever is grafted into it."""
     constant, word, words = _floor(grafted, given, repeats=False)
     first = (
@@ -70,18 +70,18 @@ def account_of_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: f
     # Nobody gives these to both here, as to two functions.
     unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
     unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
-    return OfJobs(constant, word, (first,), tuple(unseen))
+    return JobRemarks(constant, word, (first,), tuple(unseen))
 
 
-def account_of_rows(
+def remarks_on_rows(
     compared: pd.DataFrame,
     grafted: pd.DataFrame,
-    shown: ShownData,
+    shown: RunData,
     *,
     given: float | None,
     threshold: float,
     where: str,
-) -> OfJobs:
+) -> JobRemarks:
     """What to say where there are but the rows of a step in which every tap was grafted, and perhaps those of one in
     which none was. ``where`` says which they are, ``shown`` what rows tell of inputs and weights.
     """
@@ -99,7 +99,7 @@ def account_of_rows(
         ]
     if not len(compared):
         unseen.append("what was inherited: in no step of this run was every tap compared and none grafted.")
-    return OfJobs(constant, word, (first,), tuple(unseen), tuple(of_named), tuple(last))
+    return JobRemarks(constant, word, (first,), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _given_to_both(
@@ -136,7 +136,7 @@ def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float
     return said
 
 
-def more_in_other_steps(others: pd.DataFrame, known: set[str], said: OfJobs, threshold: float) -> list[str]:
+def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks, threshold: float) -> list[str]:
     """A sentence on groups that add more than the threshold in other steps in which every tap was grafted, and which
     are not ``known`` from the one that is judged."""
     measured = others[others["status"].isin(MEASURED)]

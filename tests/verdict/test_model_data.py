@@ -6,7 +6,7 @@ from typing import Any
 
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.given import differing_data, input_names
+from graftlab.verdict.model_data import differing_data, input_names
 
 
 def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "compared", **tags: Any) -> Row:

@@ -11,7 +11,7 @@ from graftlab.plan.pairs import rules_from
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.contradicting import contradicting_pairs
+from graftlab.verdict.pair_contradictions import contradicting_pairs
 
 QKV = {0: "q", 1: "k", 2: "v"}
 

@@ -67,7 +67,7 @@ class RecordedTap:
         self.__dict__.pop("lookup", None)
 
 
-class Recorder:
+class SketchRecorder:
     """Takes what taps show and keeps it for matching: copies up to ``budget`` bytes, beyond it sketches alone.
 
     It has a grafter's ``tap``, so that :func:`graftlab.taps.calls.handled_by` can put it in a rank's place. ``kinds``

@@ -21,16 +21,16 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Evened:
+class GradientScaling:
     """Groups that differ by a factor which evens out, and what a verdict says of them."""
 
     groups: tuple[str, ...] = ()
     told: str = ""
 
 
-def evened_out(
+def gradient_scaling(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
-) -> Evened:
+) -> GradientScaling:
     """The named groups of gradients that differ by a factor which is taken back in the gradients of weights.
 
     With twice the ranks, each has the mean over half of the batch, so the gradients of its values are twice the
@@ -44,12 +44,12 @@ def evened_out(
     # Of gradients of values those alone that arise at the loss; the others are computed from the baseline's.
     of_values = [row for group, ratio, _, row in lines if kind_of_group(group) == "grad" and ratio > threshold]
     if not of_values:
-        return Evened()
+        return GradientScaling()
     of_ranks = target / baseline
     by_ranks = baseline != target and any(_is_scaled(row, of_ranks) for row in of_values)
     factor = of_ranks if by_ranks else _times(of_values[0])
     if not factor > 0:
-        return Evened()
+        return GradientScaling()
     explained = {"grad": factor, "param_grad": 1 / factor}
     found: dict[str, list[str]] = {kind: [] for kind in explained}
     for group in named:
@@ -62,9 +62,9 @@ def evened_out(
         if agree and len({row["rank"] for row in rows}) == target and all(_is_scaled(r, explained[kind]) for r in rows):
             found[kind].append(group)
     if not all(found.values()):
-        return Evened()
+        return GradientScaling()
     groups = (*found["grad"], *found["param_grad"])
-    return Evened(groups, _of_ranks(groups, baseline, target) if by_ranks else _of_loss(groups, factor))
+    return GradientScaling(groups, _of_ranks(groups, baseline, target) if by_ranks else _of_loss(groups, factor))
 
 
 def _times(row: Mapping[str, Any]) -> float:

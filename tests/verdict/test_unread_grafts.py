@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from graftlab.base.tap_groups import group_of
-from graftlab.verdict.unreached import told, unreached
+from graftlab.verdict.added import unread_grafts, unread_grafts_text
 
 
 def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
@@ -42,19 +42,19 @@ def test_a_graft_after_which_every_error_stays_did_not_reach_the_model(
     taps: list[tuple[str, float, float]], groups: list[str]
 ) -> None:
     made = frame(*taps) if taps else frame(("x", 0, 0)).iloc[:0]
-    assert unreached(made, 5.0) == groups
+    assert unread_grafts(made, 5.0) == groups
     if taps:
-        assert unreached(pd.concat([made, frame(*taps, rank=1)]), 5.0) == groups
+        assert unread_grafts(pd.concat([made, frame(*taps, rank=1)]), 5.0) == groups
 
 
 def test_gradients_go_the_other_way_and_are_left_out() -> None:
     made = frame(("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2))
     made["group"] += "@grad"
-    assert unreached(made, 5.0) == []
+    assert unread_grafts(made, 5.0) == []
 
 
 def test_the_sentence_names_the_first_groups_and_says_what_to_write() -> None:
-    assert told([]) == []
-    (said,) = told(["a", "b", "c", "d"])
+    assert unread_grafts_text([]) == []
+    (said,) = unread_grafts_text(["a", "b", "c", "d"])
     assert said.startswith("what a, b, c and 1 more passes on: grafting it changed no tap after it.")
     assert said.endswith("Write h = gl.tap(name, h).")

@@ -34,7 +34,7 @@ def without_data(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 @dataclass(frozen=True)
-class ShownData:
+class RunData:
     """What rows of one run tell of the inputs, weights and settings that both sides had, as rows of one step.
 
     Weights that were grafted are the same from then on, so of these the rows are those of the run's first step;
@@ -45,7 +45,7 @@ class ShownData:
     grafted_from: int | None
 
 
-def shown_data(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame) -> ShownData:
+def data_of_run(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame) -> RunData:
     """What the rows of a run tell beside those of two of its steps: one in which no tap was grafted, and one in which
     every tap was. There may be no row of the former. Rows of steps after the latter do not count.
     """
@@ -55,7 +55,7 @@ def shown_data(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame)
     written = data.loc[data["status"] == "grafted", "step"]
     weights = data[data["step"] == data["step"].min()] if len(written) else first[_is_data(first)]
     rows = pd.concat([weights, without_data(first)]).assign(step=0)
-    return ShownData(rows, int(written.min()) if len(written) else None)
+    return RunData(rows, int(written.min()) if len(written) else None)
 
 
 def _is_data(frame: pd.DataFrame) -> pd.Series[bool]:

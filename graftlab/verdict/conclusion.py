@@ -1,0 +1,282 @@
+"""The conclusion on a run: its taps, a line each, and where they diverge; what tables and figures of a run show."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.base.tags import TapIdentity, identity
+from graftlab.rows.newest import LiveTaps
+from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, Column, Row, converted
+from graftlab.verdict.facts import GRAFTED, Facts
+from graftlab.verdict.order import tap_codes
+from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_in_words, sentence_of_first
+
+UNMEASURED = frozenset({"failed", "timeout", "missing"})
+
+# The history of a run that is still going on takes at most this share of the time.
+_SHARE = 0.1
+
+_Key = tuple[str | None, TapIdentity]
+"""A tap that is received one way."""
+
+
+@dataclass(frozen=True)
+class TapSummary:
+    """A tap, with the row of that receiving rank where it is worst."""
+
+    row: Row
+    name: str
+    """The tap's name and own tags."""
+    badness: float
+    worst: float | None = None
+    """The largest ``rel_l2`` in any step of the run; infinite where non-finite values differed."""
+    since: int | None = None
+    """The first step of the run in which it was compared and above the floor."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What all rows of a run say of each tap over its steps."""
+
+    worst: Mapping[_Key, float] = field(default_factory=dict)
+    since: Mapping[_Key, int] = field(default_factory=dict)
+    first: Row | None = None
+    """The first row above the floor, in execution order."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The newest row of each tap in execution order, and the sentences on them."""
+
+    lines: Sequence[TapSummary]
+    floor: float
+    first: int | None
+    """The line of the first divergent tap."""
+    sentences: Sequence[str]
+    """What matters most first; see :func:`graftlab.verdict.summary.differences`."""
+    earlier: str = ""
+    """Where the run diverged first, or in which step, if that was in another step than those of these rows."""
+    rows: Sequence[Row] = ()
+
+
+def conclude(frame: pd.DataFrame, taps: Sequence[Mapping[str, Any]], noise_floor: float | None = None) -> Conclusion:
+    """The conclusion on the frame of a run. ``taps`` are all that were seen, in execution order."""
+    rows = in_order_of(taps, newest_rows(frame))
+    return conclude_from(rows, history_of(frame, _floor_of(rows, noise_floor)), noise_floor)
+
+
+def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor: float | None = None) -> Conclusion:
+    """The conclusion on the newest row of each tap and rank, in the order of one step, whichever step each is of."""
+    # Each is the newest of its tap, so steps do not tell them apart.
+    frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).drop(columns="step")
+    facts = Facts(frame)
+    floor, _ = floor_in_words(facts.dtypes, noise_floor)
+    lines = tap_summaries(rows, history)
+    at, first = first_divergent_of(facts, floor), None
+    if at is not None:
+        key = _key(rows[at])
+        first = next(number for number, line in enumerate(lines) if _key(line.row) == key)
+    earlier = _earlier(rows, None if first is None else lines[first].row, history.first, floor)
+    return Conclusion(lines, floor, first, differences(frame, noise_floor), earlier, rows)
+
+
+def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[TapSummary]:
+    """One line a tap, in the order of the rows."""
+    found: dict[_Key, TapSummary] = {}
+    for row in rows:
+        key = _key(row)
+        badness = _badness(row)
+        if key not in found or badness > found[key].badness:
+            tap = key[1]
+            shown = [tap.name, *(f"{name}={value}" for name, value in tap.tags)]
+            if tap.recompute_status == "recompute":
+                shown.append("recompute")
+            # The history may be older than this row.
+            worst = max(history.worst.get(key, -math.inf), _difference(row))
+            found[key] = TapSummary(
+                row, " ".join(shown), badness, worst if worst >= 0 else None, history.since.get(key)
+            )
+    return list(found.values())
+
+
+def history_of(frame: pd.DataFrame, noise_floor: float) -> History:
+    """Each tap's worst value over the steps of a run, and since when it is above the floor, from the run's frame."""
+    if not len(frame):
+        return History()
+    facts = Facts(frame)
+    codes, first_rows = tap_codes(frame, "direction")
+    keys: list[_Key] = [
+        (direction if isinstance(direction, str) else None, identity(tags))
+        for direction, tags in zip(frame["direction"].iloc[first_rows], frame["tags"].iloc[first_rows], strict=True)
+    ]
+    worst = np.full(len(keys), -math.inf)
+    measured = facts.kind <= GRAFTED
+    np.fmax.at(worst, codes[measured], np.where(facts.differ > 0, math.inf, facts.value)[measured])
+    above = np.flatnonzero(divergent_rows(facts, noise_floor))
+    taps, places = np.unique(codes[above], return_index=True)
+    steps = frame["step"].to_numpy()
+    return History(
+        {key: value for key, value in zip(keys, worst.tolist(), strict=True) if value >= 0},
+        {keys[tap]: int(steps[above[place]]) for tap, place in zip(taps.tolist(), places.tolist(), strict=True)},
+        _rows(frame.iloc[above[:1]])[0] if len(above) else None,
+    )
+
+
+def newest_rows(frame: pd.DataFrame) -> list[Row]:
+    """The newest row of each tap and rank in a frame, in the order in which taps first ran.
+
+    Which way a tensor goes is the plan's, not the tap's: a graft the other way makes the earlier row old.
+    """
+    if not len(frame):
+        return []
+    codes, first_rows = tap_codes(frame, "side", "rank")
+    last = np.zeros(len(first_rows), dtype=np.int64)
+    np.maximum.at(last, codes, np.arange(len(frame)))
+    return _rows(frame.iloc[last])
+
+
+def in_order_of(taps: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of one step: that of ``taps``, and the ranks of each in turn.
+
+    They are of one step or the next, so that their own order would begin in the middle.
+    """
+    places: dict[TapIdentity, int] = {}
+    for place, tags in enumerate(taps):
+        places.setdefault(identity(tags), place)
+    last = len(places)
+    return sorted(rows, key=lambda row: (places.get(identity(row.tags), last), row.side, row.rank))
+
+
+class LiveConclusion:
+    """The conclusion on the newest run, for a display that asks for it several times a second. One thread at a time.
+
+    While the run goes on, a look reads a bounded number of new rows for the lines. Their history needs a frame of all
+    rows, so it is renewed only as often as that takes a tenth of the time. Once the run has ended, all of the
+    conclusion is made of its frame.
+    """
+
+    def __init__(
+        self, live: LiveTaps, frame_of: Callable[[int], pd.DataFrame], has_ended: Callable[[int], bool]
+    ) -> None:
+        """``frame_of`` returns the rows of the run of a number, and ``has_ended`` whether it has ended."""
+        self._live = live
+        self._frame_of = frame_of
+        self._has_ended = has_ended
+        self._found = conclude_from([])
+        self._found_for: object = None
+        self._history = History()
+        self._history_for: tuple[int, float] | None = None
+        self._known = 0
+        self._next_history = 0.0
+
+    @property
+    def row_count(self) -> int:
+        """How many rows had arrived at the last look."""
+        return self._live.upto
+
+    @property
+    def behind(self) -> int:
+        """How many of these rows the conclusion does not include yet."""
+        return self._live.upto - self._known
+
+    def look(self, taps: Sequence[Mapping[str, Any]], noise_floor: float | None, limit: int) -> Conclusion:
+        """The conclusion on the newest run so far, after reading up to ``limit`` more rows.
+
+        ``taps`` are all that were seen, in execution order. Returns the same object where nothing is new.
+        """
+        rows = of_newest_run(self._live.look(limit))
+        if not rows:
+            return self._found
+        run = rows[0].run
+        if self._has_ended(run):
+            if self._found_for != (run, self._live.upto, noise_floor):
+                self._found = conclude(self._frame_of(run), taps, noise_floor)
+                self._found_for, self._known = (run, self._live.upto, noise_floor), self._live.upto
+            return self._found
+        is_renewed = self._renew_history(run, _floor_of(rows, noise_floor))
+        state = (run, self._live.upto, self._live.behind, noise_floor)
+        if is_renewed or self._found_for != state:
+            self._found = conclude_from(in_order_of(taps, rows), self._history, noise_floor)
+            self._found_for = state
+        return self._found
+
+    def _renew_history(self, run: int, floor: float) -> bool:
+        if self._history_for != (run, floor):
+            # Left to the next look, because a cell may wait for the first one.
+            self._history, self._history_for, self._known = History(), (run, floor), 0
+            return True
+        if not self.behind or time.monotonic() < self._next_history:
+            return False
+        began, upto = time.monotonic(), self._live.upto
+        self._history = history_of(self._frame_of(run), floor)
+        self._known = upto
+        self._next_history = time.monotonic() + (time.monotonic() - began) * (1 / _SHARE - 1)
+        return True
+
+
+def newest_run(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the newest run in a frame."""
+    is_newest = frame["run"] == frame["run"].max()
+    return frame if is_newest.all() else frame[is_newest].reset_index(drop=True)
+
+
+def of_newest_run(rows: Sequence[Row]) -> list[Row]:
+    """Those of these rows that are of the newest run among them."""
+    newest = max((row.run for row in rows), default=0)
+    return [row for row in rows if row.run == newest]
+
+
+def _floor_of(rows: Sequence[Row], noise_floor: float | None) -> float:
+    if noise_floor is not None:
+        return noise_floor
+    dtypes = {row.dtype for row in rows if row.dtype}.union(*(converted(row.cast) for row in rows if row.cast))
+    return floor_in_words(dtypes)[0]
+
+
+def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor: float) -> str:
+    """Where the run diverged first, if none of these rows is of that step; ``first`` is the first divergent of them."""
+    if earliest is None or any(row.step == earliest.step for row in rows):
+        return ""
+    if first is not None and identity(first.tags) == identity(earliest.tags):
+        return f"first above the floor in step {earliest.step}"
+    return sentence_of_first(earliest, floor)
+
+
+def _rows(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a frame as they were before it; what is missing is None."""
+    return [Row(*map(_cell, TABLE, values)) for values in frame[list(COLUMNS)].itertuples(index=False, name=None)]
+
+
+def _cell(column: Column, value: Any) -> Any:
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return None
+    return int(value) if column.storage == "integer" else value
+
+
+def _key(row: Row) -> _Key:
+    return (row.direction, identity(row.tags))
+
+
+def _difference(row: Row) -> float:
+    """How far the sides are apart in this row; -inf where that was not measured."""
+    if row.status not in MEASURED:
+        return -math.inf
+    if row.nonfinite_differ:
+        return math.inf
+    return -math.inf if row.rel_l2 is None or math.isnan(row.rel_l2) else row.rel_l2
+
+
+def _badness(row: Row) -> float:
+    if row.status in UNMEASURED:
+        return math.inf
+    if row.nonfinite_differ:
+        return 1e300
+    value = row.rel_l2
+    return -1.0 if value is None or math.isnan(value) else float(value)

@@ -1,0 +1,209 @@
+"""The conclusion on a run: what has a line, which tap comes first, and that a live display ends with all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.examples import examples
+from kit.rows import row
+
+from graftlab.rows.encoding import encode
+from graftlab.rows.newest import LiveTaps
+from graftlab.rows.schema import Row
+from graftlab.rows.store import RowStore, to_frame
+from graftlab.verdict import conclusion
+from graftlab.verdict.conclusion import (
+    LiveConclusion,
+    conclude,
+    conclude_from,
+    history_of,
+    in_order_of,
+    newest_rows,
+    tap_summaries,
+)
+
+FLOOR = 1e-5
+
+
+def tap(status: str, rank: int, rel_l2: float) -> Row:
+    return row("h", rank=rank, rel_l2=rel_l2, own={"recompute_status": status, "layer": 3, "tp_rank": rank})
+
+
+def test_a_tap_has_one_line_for_all_ranks_and_one_for_its_recomputed_forward() -> None:
+    found = tap_summaries([tap("original", 0, 1e-7), tap("original", 1, 0.5), tap("recompute", 0, 1e-6)])
+    assert [(line.name, line.row.rank, line.row.rel_l2) for line in found] == [
+        ("h layer=3", 1, 0.5),
+        ("h layer=3 recompute", 0, 1e-6),
+    ]
+
+
+def test_the_first_divergent_line_follows_the_order_of_the_rows_not_their_steps() -> None:
+    rows = [
+        row("grafted", step=9, rel_l2=0.5, status="grafted"),
+        row("missing", step=9, rel_l2=None, status="missing"),
+        row("first", step=9, rel_l2=1e-3),
+        row("worst", step=8, rel_l2=1.0),
+    ]
+    found = conclude_from(rows)
+    assert found.first == 2
+    assert found.floor == 1e-5
+    assert found.sentences[0].startswith("grafted 1 tap; first divergent after it: first on target[0]: rel_l2 1.00e-03")
+    assert conclude_from(rows, noise_floor=0.1).first == 3
+    assert conclude_from(rows, noise_floor=2.0).first is None
+    assert conclude_from([]).sentences == []
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Row]:
+    """Rows of two ranks over some steps, a rank's in order, and the ranks' in any."""
+    ranks: list[list[Row]] = []
+    for rank in range(2):
+        made = []
+        for step in range(draw(st.integers(0, 4))):
+            for order in range(1, draw(st.integers(1, 4))):
+                status = draw(st.sampled_from(["compared", "compared", "grafted", "failed", "missing"]))
+                measured = status in ("compared", "grafted")
+                value = draw(st.sampled_from([0.0, 1e-7, 1e-3, 2e-3, 0.5, math.nan])) if measured else None
+                differ = draw(st.sampled_from([0, 0, 0, 3])) if measured else None
+                fields = {"status": status, "rel_l2": value, "nonfinite_differ": differ, "error": "no such dim"}
+                fields["dtype"] = dtype = draw(st.sampled_from(["float32", "float32", "int64"]))
+                fields["cast"] = draw(st.sampled_from([None, None, f"bfloat16 -> {dtype}"]))
+                made.append(row(f"t{order}", order, step, rank=rank, own={"layer": order}, **fields))
+        ranks.append(made)
+    together = []
+    while any(ranks):
+        together.append(draw(st.sampled_from([each for each in ranks if each])).pop(0))
+    return together
+
+
+def _floor_of(row: Row) -> float:
+    """Whole numbers have none, unless the other side's were fractions."""
+    return 0.0 if row.dtype == "int64" and row.cast is None else FLOOR
+
+
+@examples(60)
+@given(rows=runs())
+def test_history_has_each_taps_worst_value_and_the_first_step_above_the_floor(rows: list[Row]) -> None:
+    frame = to_frame(rows)
+    history = history_of(frame, FLOOR)
+    in_order = sorted(rows, key=lambda each: (each.step, each.order, each.rank))
+    bad = [
+        each
+        for each in in_order
+        if each.status == "compared" and (each.nonfinite_differ or (each.rel_l2 or 0.0) > _floor_of(each))
+    ]
+    for line in tap_summaries(in_order, history):
+        own = [each for each in rows if each.name == line.row.name]
+        values = [
+            math.inf if each.nonfinite_differ else each.rel_l2
+            for each in own
+            if each.status in ("compared", "grafted") and (each.nonfinite_differ or not math.isnan(each.rel_l2 or 0.0))
+        ]
+        assert line.worst == max((value for value in values if value is not None), default=None)
+        assert line.since == next((each.step for each in bad if each.name == line.row.name), None)
+    assert (history.first is None) == (not bad)
+    if history.first is not None:
+        assert (history.first.name, history.first.step) == (bad[0].name, bad[0].step)
+    newest = {(each.name, each.rank): each.step for each in rows}
+    assert {(each.name, each.rank): each.step for each in newest_rows(frame)} == newest
+
+
+def test_rows_of_a_frame_are_the_rows_that_it_was_made_of() -> None:
+    rows = [
+        row("a", max_abs_index=(1, 2), shape=[3, 4], max_abs=0.5, note="odd"),
+        row("b", 2, status="missing", rel_l2=None, nonfinite_differ=None, numel=None, error="not there"),
+    ]
+    assert newest_rows(to_frame(rows)) == rows
+
+
+def test_taps_come_in_the_order_in_which_they_were_seen_and_others_last() -> None:
+    rows = [row("new"), row("b", rank=1), row("b"), row("a", step=1)]
+    seen = [{"name": "a"}, {"name": "b"}]
+    assert [(each.name, each.rank) for each in in_order_of(seen, rows)] == [("a", 0), ("b", 0), ("b", 1), ("new", 0)]
+
+
+def test_what_diverged_first_in_an_earlier_step_is_told() -> None:
+    def run(*values: float) -> pd.DataFrame:
+        return to_frame([row("a", step=step, rel_l2=value) for step, value in enumerate(values)])
+
+    assert conclude(run(0.0, 1.0, 0.0), []).earlier.startswith("first divergent in this run: a on target[0] in step 1:")
+    assert conclude(run(0.0, 1.0, 1.0), []).earlier == "first above the floor in step 1"
+    assert conclude(run(0.0, 0.0, 1.0), []).earlier == ""
+    assert conclude(run(0.0, 1.0, 0.0), [], noise_floor=2.0).earlier == ""
+
+
+class Live:
+    """A run whose rows come one after the other, and a display that looks at it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = RowStore(folder)
+        self.has_ended = False
+        self.now = 0.0
+        self.frames = 0
+        monkeypatch.setattr(conclusion.time, "monotonic", lambda: self.now)
+        self.display = LiveConclusion(LiveTaps(self.store), self._frame, lambda number: self.has_ended)
+
+    def _frame(self, number: int) -> pd.DataFrame:
+        self.frames += 1
+        self.now += 1.0
+        return self.store.frame(number)
+
+    def come(self, *rows: Row) -> None:
+        self.store.append([encode(each) for each in rows])
+
+    def look(self, limit: int = 100, noise_floor: float | None = None) -> conclusion.Conclusion:
+        return self.display.look([], noise_floor, limit)
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    made = Live(tmp_path, monkeypatch)
+    yield made
+    made.store.close()
+
+
+def _values(found: conclusion.Conclusion) -> list[Any]:
+    return [(line.name, line.row.step, line.worst, line.since) for line in found.lines]
+
+
+def test_a_display_shows_the_newest_rows_at_once_and_their_history_when_it_is_due(live: Live) -> None:
+    live.come(row("a", step=0, rel_l2=1.0), row("a", step=1))
+    assert _values(live.look()) == [("a", 1, 0.0, None)]
+    assert live.display.behind == 2
+    assert _values(live.look()) == [("a", 1, 1.0, 0)]
+    assert live.display.behind == 0
+    live.come(row("a", step=2, rel_l2=3.0), row("a", step=3))
+    assert _values(live.look()) == [("a", 3, 1.0, 0)]
+    assert (live.display.behind, live.frames) == (2, 1)
+    live.now += 9.5
+    assert _values(live.look()) == [("a", 3, 3.0, 0)]
+    assert (live.display.behind, live.frames) == (0, 2)
+    assert live.look() is live.look()
+
+
+def test_a_run_that_has_ended_is_concluded_from_all_its_rows_however_many_were_read(live: Live) -> None:
+    live.come(*(row("a", step=step, rel_l2=1.0 if step == 3 else 0.0) for step in range(50)), row("b", step=49))
+    live.has_ended = True
+    found = live.look(limit=1)
+    assert _values(found) == [("a", 49, 1.0, 3), ("b", 49, 0.0, None)]
+    assert found.earlier.startswith("first divergent in this run: a on target[0] in step 3")
+    assert live.display.behind == 0
+    assert live.look(limit=1) is found
+    assert live.look(limit=1, noise_floor=2.0).earlier == ""
+
+
+def test_the_display_follows_to_the_next_run_and_forgets_the_one_before(live: Live) -> None:
+    live.come(row("a", rel_l2=1.0))
+    live.has_ended = True
+    assert _values(live.look()) == [("a", 0, 1.0, 0)]
+    live.has_ended = False
+    live.come(row("c", run=1, step=1))
+    assert _values(live.look()) == [("c", 1, 0.0, None)]
+    assert _values(live.look()) == [("c", 1, 0.0, None)]
