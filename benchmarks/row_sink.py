@@ -60,19 +60,19 @@ class RowSink:
         self._handles: list[RankHandle] = []
         self._ends: list[tuple[socket.socket, socket.socket]] = []
         for number in range(ranks):
-            (here, there), (bell, far_bell) = socket.socketpair(), socket.socketpair()
+            (here, there), (wake, far_wake) = socket.socketpair(), socket.socketpair()
             place = Place("target", number, 1, ranks)
             handle = RankHandle(
-                place, DeviceAssignment("cpu", "gloo"), SocketChannel(here), bell, self._segment, folder / "no.log"
+                place, DeviceAssignment("cpu", "gloo"), SocketChannel(here), wake, self._segment, folder / "no.log"
             )
             self._handles.append(handle)
-            self._ends.append((there, far_bell))
+            self._ends.append((there, far_wake))
         self._store = RowStore(folder)
         self._listener = _RowCounter(self._store, rows)
         self._hub = Hub(self._handles, self._listener)
 
     def connection_of(self, number: int) -> tuple[socket.socket, socket.socket]:
-        """The other ends of a rank's line and bell, which the caller closes."""
+        """Return the other ends of a rank's connection and wake socket, which the caller closes."""
         return self._ends[number]
 
     def wait(self) -> None:

@@ -74,7 +74,7 @@ def _many_senders(setup: Setup, ranks: int, rows: int) -> list[Line]:
     each = rows // ranks
     for _ in range(setup.repeats(3, quick=1) + 1):
         sink = RowSink(setup, ranks, each * ranks)
-        # The bells stay here: closed ones would ring.
+        # Keep the wake sockets open: a closed one is always readable.
         ends = [sink.connection_of(number) for number in range(ranks)]
         descriptors = [line.fileno() for line, _ in ends]
         sender = subprocess.Popen(

@@ -39,7 +39,7 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ranks
-def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: Path) -> None:
+def test_a_quick_run_prints_its_lines_and_writes_them_as_json(tmp_path: Path) -> None:
     out = tmp_path / "made" / "bench.json"
     done = benchmarks("--quick", "--only", "taps", "edit", "rows", "graphs", "cuda", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: P
 
 
 @pytest.mark.ranks
-def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
+def test_an_unknown_subject_is_refused_and_the_known_ones_are_listed() -> None:
     refused = benchmarks("--only", "no_such_line")
     assert refused.returncode == 2
     assert "no_such_line" in refused.stderr
@@ -78,7 +78,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_told_and_costs_no_other_line(
+def test_a_failing_subject_is_reported_and_costs_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(setup: object) -> list[Line]:
@@ -110,7 +110,7 @@ def test_less_time_and_more_a_second_are_better() -> None:
     assert many.share == 0.5
 
 
-def test_a_budget_is_met_missed_or_cannot_be_told() -> None:
+def test_a_budget_is_met_missed_or_unknown() -> None:
     both = (Budget("figure", "at most", 1e-6), Budget("ratio", "at least", 15))
     met = line(ours=Spread.of([1e-6]), reference=Spread.of([15e-6]), budgets=both)
     assert met.all_met is True
@@ -141,7 +141,7 @@ def test_figures_have_three_digits_and_a_unit(value: float, unit: str, text: str
     assert quantity(value, unit) == text
 
 
-def test_the_readme_shows_ratios_of_chosen_lines_and_where_they_were_measured() -> None:
+def test_the_page_shows_ratios_of_chosen_lines_and_the_machine() -> None:
     shown = line(ours=Spread.of([1.0]), reference=Spread.of([30.0]), in_docs=True)
     hidden = Line("taps", "another", ours=Spread.of([1.0]))
     text = markdown(FACTS, [shown, hidden, Line("cuda", "cuda", note="skipped", in_docs=True)])
@@ -174,7 +174,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm_ranks")
-def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> None:
+def test_the_reference_grafts_matching_taps_into_the_receivers_counterpart() -> None:
     with ReferenceWorld(2, 2) as world:
         expression = "search('attn', name) and layer < 4 and side in ('baseline', 'target')"
         assert world.run(graft_on, expression, None, "attn_out") == [[0.0] * 3, [1.0] * 3, [0.0] * 3, [1.0] * 3]

@@ -34,7 +34,7 @@ from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
-from graftlab.ranks.control_thread import ControlThread, packed
+from graftlab.ranks.control_thread import ControlThread, pack_value
 from graftlab.ranks.messages import (
     Acknowledgement,
     AskSelfGraft,
@@ -325,7 +325,7 @@ class AttachedRank:
         return Acknowledgement()
 
     def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
-        return SelfGraftResult(packed(self._grafter.against_itself()))
+        return SelfGraftResult(pack_value(self._grafter.against_itself()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ class AttachedRankHandle(RankHandle):
     takes_work = False
 
     def __init__(self, place: Place, folder: Path) -> None:
-        channel, bell = self._new_connection()
+        channel, wake = self._new_connection()
         log = folder / "logs" / f"{place.side}-{place.rank}.log"
-        super().__init__(place, _NOWHERE, channel, bell, None, log)
+        super().__init__(place, _NOWHERE, channel, wake, None, log)
         self.alive = False
         # The segment of the world to which it has not moved yet.
         self._next_segment: int | None = None
@@ -41,8 +41,8 @@ class AttachedRankHandle(RankHandle):
 
     def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
         ours, self._their_end = socket.socketpair()
-        bell, self._their_wake = socket.socketpair()
-        return SocketChannel(ours), bell
+        wake, self._their_wake = socket.socketpair()
+        return SocketChannel(ours), wake
 
     def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
         """Return the descriptors of the rank's ends, for its new process; see :meth:`handed_over`."""

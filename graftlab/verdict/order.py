@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
 # What the other side has no tap for.
 _ALONE = ("missing", "unmatched", "recomputed")

@@ -150,9 +150,7 @@ def end(rank: Mailbox) -> int:
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_moment_leaves_an_exchange_that_goes_on(
-    a_world: MakeWorld, interrupter: Interrupter
-) -> None:
+def test_an_exchange_still_works_after_an_interrupt_at_any_moment(a_world: MakeWorld, interrupter: Interrupter) -> None:
     with a_world(1, 1) as world:
         step = 0
         for run in range(ROUNDS):
@@ -177,7 +175,7 @@ def test_an_interrupt_at_any_moment_leaves_an_exchange_that_goes_on(
 # ---- where an exception may be raised -------------------------------------------------------------------------------
 
 
-def test_outside_an_exchange_an_exception_may_be_raised_and_in_its_callbacks_not(world: World) -> None:
+def test_exceptions_are_allowed_outside_an_exchange_but_not_in_its_callbacks(world: World) -> None:
     seen: list[bool] = []
 
     def look(number: int, frame: FrameType | None) -> None:

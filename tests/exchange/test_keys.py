@@ -22,7 +22,7 @@ def test_tokens_have_256_bits_and_are_different() -> None:
     assert all(re.fullmatch(r"[\w-]{43}", token) for token in made)
 
 
-def test_both_ends_work_out_the_same_keys_and_each_role_has_its_own() -> None:
+def test_both_ends_derive_the_same_keys_and_roles_have_different_ones() -> None:
     token = "t" * 43
     made = derive_keys(token)
     assert made == derive_keys(token)

@@ -66,7 +66,7 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
         session.restart,
         lambda: session.verdict("1", "1"),
     ):
-        with pytest.raises(gl.SessionError, match="jobs"):
+        with pytest.raises(gl.SessionError, match="jobs that another launcher started"):
             refused()
     assert session.plan.version == plan.version
     with pytest.raises(gl.LaunchError, match="a session already listens"):

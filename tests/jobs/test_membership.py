@@ -63,9 +63,9 @@ class Jobs:
             if rank.has_joined:
                 rank.renew()
             rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
-            line, bell = rank.take_ends()
+            line, wake = rank.take_ends()
             self._ends[number] = SocketChannel(line)
-            bell.close()
+            wake.close()
             self.membership.enter(rank, None, first_step)
             self.membership.note_ready(rank)
 
@@ -217,9 +217,9 @@ def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
         rank.hand_over(number, DeviceAssignment("cpu", "none"))
-        line, bell = rank.take_ends()
+        line, wake = rank.take_ends()
         jobs._ends[number] = SocketChannel(line)
-        bell.close()
+        wake.close()
         jobs.membership.enter(rank, RunInfo(run, 120, (0, 1, 2), (1, 2), 100), None)
         jobs.membership.note_ready(rank)
     assert [kinds(jobs.heard(number)) for number in range(3)] == [[WorldRequest]] * 3
