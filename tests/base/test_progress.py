@@ -1,4 +1,4 @@
-"""The bar of a long wait: absent while the wait is short, and true afterwards."""
+"""The progress bar of a long wait: absent while the wait is short, correct afterwards."""
 
 from __future__ import annotations
 

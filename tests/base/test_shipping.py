@@ -1,4 +1,4 @@
-"""Functions and values on their way: by value with their source, small, and named when they cannot go."""
+"""Functions and values are pickled by value with their source, stay small, and are named if they cannot be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading source text where several threads do."""
+"""Parsing source text in several threads at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: the taps of one computation are one group, and its filter matches them and no others."""
+"""Groups: the taps of one computation form one group, and its filter matches exactly those."""
 
 from __future__ import annotations
 

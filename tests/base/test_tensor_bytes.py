@@ -1,4 +1,4 @@
-"""Tensors as bytes: every dtype and layout there and back, to the last bit."""
+"""Tensors to bytes and back: every dtype and layout, bit by bit."""
 
 from __future__ import annotations
 

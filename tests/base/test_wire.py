@@ -1,4 +1,4 @@
-"""Plain data arrives as it was sent; anything else is refused in words, and nothing is executed."""
+"""Plain data arrives unchanged; anything else is refused with a message, and nothing is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `measure` promises: the statistics that exact arithmetic gives, for any dtype, layout and range of values."""
+"""`measure` gives the statistics of exact arithmetic for any dtype, layout and range of values."""
 
 from __future__ import annotations
 

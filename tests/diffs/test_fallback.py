@@ -1,4 +1,4 @@
-"""What torch operations measure instead of the kernel: other devices, other tensors, and all where it is missing."""
+"""Measuring by torch operations: other devices, unsupported tensors, and everything without the kernel."""
 
 from __future__ import annotations
 

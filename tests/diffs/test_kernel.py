@@ -1,4 +1,4 @@
-"""The kernel's library: how it is found and chosen, and that it leaves the process around it as it was."""
+"""The kernel's library: how it is found and chosen, and that it does not affect the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unloaded() -> Iterator[None]:
 
 
 def run_python(code: str) -> str:
-    """What a new process prints, of which a crash or a deadlock is its own."""
+    """The output of a new process, so that a crash or a deadlock does not affect this one."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -243,7 +243,7 @@ from graftlab.diffs import kernel
 from graftlab.diffs.measure import measure
 
 torch.set_num_threads(4)
-x = torch.ones(3_000_000)  # for which torch makes threads of its own
+x = torch.ones(3_000_000)  # large enough for torch's own threads
 known = {t.name for t in Path("/proc/self/task").iterdir()}
 measure(x, x)
 for task in Path("/proc/self/task").iterdir():

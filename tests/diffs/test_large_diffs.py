@@ -1,4 +1,4 @@
-"""Tensors of several blocks, and of the sizes at which a block, or what a thread takes at once, ends."""
+"""Tensors of several blocks, and of sizes at the ends of blocks and of threads' shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps of differences beside numpy's own loops: cells, their places, and the worst of all."""
+"""Difference maps compared with loops in numpy: cells, their positions, and the worst element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graft's one pass: what is measured is what both tensors were, and the receiver's own becomes the other one."""
+"""Measuring and overwriting in one pass: statistics of the original tensors, and an exact copy."""
 
 from __future__ import annotations
 

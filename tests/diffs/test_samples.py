@@ -1,4 +1,4 @@
-"""Histograms and points of a pair beside numpy's, however its blocks fall."""
+"""Histograms and samples of a pair compared with numpy's, for all block boundaries."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_default_numbers_of_bins_points_and_cells() -> None:
     x, y = torch.linspace(-1, 1, 20_001), torch.linspace(-1, 1.5, 20_001)
     found = distributions(x, y)
     assert (len(found.baseline), len(found.target), len(found.above), len(found.below)) == (120, 120, 60, 60)
-    # Kept whole up to so many; of more some are drawn.
+    # Kept whole up to this number; larger ones are sampled.
     assert len(sample(x[1:], y[1:]).baseline) == 20_000
     assert len(sample(x, y).baseline) < 20_000
     wide = torch.zeros(2, 1024)

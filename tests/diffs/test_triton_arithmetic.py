@@ -1,4 +1,4 @@
-"""What the fused kernel for CUDA tensors computes, where there is no Triton: its own lines, run by torch operations."""
+"""The arithmetic of the fused CUDA kernel without Triton: its own lines, run by torch operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a filter that matches few of the taps seen, or none."""
+"""The remarks on a filter that matches few or none of the taps seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a filter promises: Python's own answers, refusal with the place when it is made, and no exception on a rank."""
+"""Filters give Python's results, are refused with a position when they are made, and never raise on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns of filters say what `re` says, and end: with an answer, or with an error that names them."""
+"""Patterns of filters agree with `re`, and always end: with a result, or with an error that names them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_pattern_that_blocks_re_forever_gets_a_result() -> None:
 
 
 @pytest.mark.usefixtures("short_limit")
-def test_incomplete_patterns_while_typing_are_bounded_too() -> None:
+def test_filter_check_bounds_patterns_too() -> None:
     taps = [{"name": NAME}]
     check = FilterCheck(f"search({ENDLESS[0]!r}, name)")
     check.catch_up(taps)

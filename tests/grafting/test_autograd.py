@@ -1,4 +1,4 @@
-"""Grafts under autograd: what the backward pass sees, under checkpointing and ``torch.compile`` too."""
+"""Grafts under autograd: what the backward pass sees, also with checkpointing and ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan in force says of a tap on one rank, when that is worked out anew, and how the tap is addressed."""
+"""Decisions about taps on one rank, their caching, and the addresses of calls."""
 
 from __future__ import annotations
 

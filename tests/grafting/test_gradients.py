@@ -1,4 +1,4 @@
-"""Taps of gradients: shown in the backward's order, grafted out of place, and left alone where there are none."""
+"""Taps of gradients: in the order of the backward pass, grafted out of place, absent without gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def session(one_and_one: gl.Session) -> gl.Session:
 
 
 class Recorder:
-    """A handler that notes each call, and grafts what it is told to."""
+    """A handler that records each call, and grafts configured values."""
 
     def __init__(self, grafts: Callable[[str, Any], Any] = lambda name, value: value) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

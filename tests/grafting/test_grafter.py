@@ -1,6 +1,6 @@
-"""A rank's grafter between its taps: runs, steps and plans, who sends, who declines, and which row comes of it.
+"""A rank's grafter: runs, steps and plans, sending and declining, and the resulting rows.
 
-All ranks are in this process, over an exchange in which nobody waits; ``test_pairing.py`` has real processes.
+All ranks are in this process, with an exchange that never waits; ``test_pairing.py`` has real processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graftlab.rows.schema import Row
 
 
 def told(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """Who says what of which tap."""
+    """The reports of a grafter."""
     return [(f"{row.side}[{row.rank}]", row.name, row.status) for row in rows]
 
 

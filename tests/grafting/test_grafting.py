@@ -1,4 +1,4 @@
-"""What becomes of one tap's tensor: compared, grafted, left alone or failed, and what the transform is given."""
+"""One tap's tensor is compared, grafted, ignored or failed; and the transform's input."""
 
 from __future__ import annotations
 

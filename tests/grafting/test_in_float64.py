@@ -1,4 +1,4 @@
-"""Code that runs in float64: nothing is rounded between its operators, and what it writes stays as wide as it was."""
+"""Code in float64: no rounding between operators, and writes keep the dtype of their tensor."""
 
 from __future__ import annotations
 

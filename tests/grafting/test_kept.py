@@ -1,4 +1,4 @@
-"""Kept pairs: copies of both values as they were, found by their tags, never more than the budget holds."""
+"""Kept pairs: copies of both values, found by their tags, within the budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def the_input(received: torch.Tensor, target: torch.Tensor, direction: Any = "b2
 
 
 def keep_number(kept: KeptPairs, number: float, nbytes: int = 8, **tags: Any) -> str | None:
-    """Keep a pair whose target is filled with ``number``; it has so many bytes in all."""
+    """Keep a pair of this size in bytes, whose target is filled with ``number``."""
     received, target = torch.zeros(nbytes // 8), torch.full((nbytes // 8,), float(number))
     return kept.add(the_input(received, target, **tags), received)
 

@@ -1,4 +1,4 @@
-"""Several threads of one rank reach taps at once: each waits for its own, and steps wait for all of them."""
+"""Several threads of one rank reach taps at once: waits are separate, and steps wait for all threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graftlab.exchange.contract import Receipt
 
 
 class Slow:
-    """Makes a rank's exchange wait for the taps of that name until it is told to go on."""
+    """Makes a rank's exchange wait for the taps of that name until it is released."""
 
     def __init__(self, world: GrafterWorld, name: str) -> None:
         exchange = world.target.exchange
@@ -104,7 +104,7 @@ def test_two_threads_at_one_tap_in_a_step_warn_unless_tags_differ() -> None:
     with pytest.warns(GraftWarning, match=r"'x'.* two threads .* gl.tags"):
         in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
     world.target.grafter.step()
-    # Another thread in another step is no matter, nor are other tags.
+    # A different thread in a different step, or with different tags, is fine.
     in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
     world.target.tap("x", 1.0, lane=1)
 

@@ -1,4 +1,4 @@
-"""Tensors that are split over ranks in different ways are compared and grafted as the whole tensors that they are."""
+"""Tensors that are split over ranks in different ways are compared and grafted as whole tensors."""
 
 from __future__ import annotations
 

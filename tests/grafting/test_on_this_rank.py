@@ -1,4 +1,4 @@
-"""What a rank's grafter does beside its taps: who it is, which plans it has, interrupts, names, layouts and sums."""
+"""A rank's grafter apart from taps: its role, plans, interrupts, names, layouts and partial sums."""
 
 from __future__ import annotations
 

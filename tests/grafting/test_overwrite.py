@@ -1,4 +1,4 @@
-"""A grafted value stands where the model's own was: exactly, in place where it can, and for autograd as well."""
+"""A grafted value replaces the model's own: exactly, in place where possible, and for autograd too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters and rows see the name of the pair; a pair travels, or not, as both sides decide alike."""
+"""Filters and rows use the pair's name, and both sides decide alike about a pair."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_three_taps_graft_only_their_part_of_one(session: gl.Session) -> None:
 
 
 def crossed() -> float:
-    """The baseline's ``x`` is the target's ``y``, and the target has another ``x``, which is nobody's."""
+    """The baseline's ``x`` is the target's ``y``, and the target has an ``x`` without a counterpart."""
     if gl.here().side == "baseline":
         return gl.tap("x", torch.ones(1)).item()
     gl.tap("x", torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Which tap of one side meets which of the other, and what becomes of those that meet none: nobody waits for ever."""
+"""Pairing of taps between real processes, and taps without a counterpart: no rank waits forever."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tap_once() -> list[float]:
 
 
 def holds_back_a_tap(folder: str) -> list[float]:
-    """The baseline comes to the tap only when the target has given it up."""
+    """The baseline reaches the tap only after the target has stopped waiting for it."""
     if gl.here().side == "baseline":
         gl.tap("early", torch.zeros(1))
         wait_for_file(f"{folder}/gave up")
@@ -341,7 +341,7 @@ def test_tap_of_only_the_sender_is_unmatched(session: gl.Session) -> None:
 def test_a_missing_tap_frees_its_waiter_at_once_when_the_other_sides_step_ends(
     session: gl.Session, tmp_path: Path
 ) -> None:
-    # The baseline's run goes on until the target is past the tap: only the end of its step can free the target.
+    # The baseline's run continues until the target is past the tap: only the end of its step can free the target.
     run = session.run(waits_after_its_step, taps_and_tells, args=(str(tmp_path / "past"),))
     assert run.target == [[20.0, 20.0]]
     assert run.frame["status"].tolist() == ["missing"]
@@ -364,7 +364,7 @@ def test_an_exception_on_one_side_frees_the_other(session: gl.Session) -> None:
 
 
 @pytest.mark.parametrize("longer", ["baseline", "target"])
-def test_side_with_more_steps_continues_with_unmatched_rows(longer: str, session: gl.Session) -> None:
+def test_side_with_more_steps_continues_alone(longer: str, session: gl.Session) -> None:
     session.edit(b2t="True")
     many = [("x", None, 1.0), None, ("x", None, 2.0), None, ("x", None, 3.0)]
     few = [("x", None, 4.0)]
@@ -455,7 +455,7 @@ def test_timeout_ends_the_wait_with_each_peers_position_in_the_row(tmp_path: Pat
             reached = f"baseline[{rank}] did not reach this tap within 0.5 s: computing for"
             assert reached in rows.loc["late", "error"]
         assert rows.loc["late", "error"].count("last seen at tap 'early' of step 0") == 2
-        # What came too late was sent for nobody.
+        # The late tensor has no receiver.
         sent = run.frame[run.frame["side"] == "baseline"]
         assert sent[["name", "status"]].values.tolist() == [["late", "unmatched"]] * 2
 
@@ -530,7 +530,7 @@ def test_dead_peer_gives_missing_rows_and_frees_its_waiters(how: str) -> None:
         assert list(caught.value.failures) == ["baseline[1]"]
         assert ended in caught.value.failures["baseline[1]"]
         run = session.runs[-1]
-        # What the living sender contributed is there all the same.
+        # The living sender's contribution has arrived.
         assert run.target == [[20.0, 20.0]]
         assert run.frame["status"].tolist() == ["compared"]
         assert run.frame["senders"].tolist() == [[0]]
@@ -588,7 +588,7 @@ def test_no_deadlock_between_a_target_only_tap_and_a_graft(
 
 
 @pytest.mark.timeout(240)
-def test_graft_from_a_tap_that_the_target_lacks_fails_only_the_first_step() -> None:
+def test_graft_of_a_tap_that_the_target_lacks_spoils_only_the_first_step() -> None:
     with gl.launch(1, 1, device="cpu", timeout=600.0) as session:
         session.edit(t2b="name == 'only mine' or name == 'b'")
         run = session.run(

@@ -1,4 +1,4 @@
-"""From one receipt to the row and the tensor that goes on: every way in which it can end."""
+"""The receive pipeline from one receipt to the row and the resulting tensor: every possible result."""
 
 from __future__ import annotations
 

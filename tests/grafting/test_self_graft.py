@@ -1,4 +1,4 @@
-"""The self-graft: what a run adds when its own record, moved by one unit in the last place, is grafted into it."""
+"""The self-graft: the rounding that each tap adds, measured with a run's own record moved by one unit in the last place."""
 
 from __future__ import annotations
 

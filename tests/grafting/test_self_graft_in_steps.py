@@ -1,4 +1,4 @@
-"""A job against itself: passes of whole steps, and nothing that would stay in the job."""
+"""The self-graft of a job: passes of whole steps, without lasting changes in the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches: what ranks compare in place of their tensors, and which ranks a layout says hold the same."""
+"""Sketches, which are compared instead of tensors, and the replicas in a layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transform's draft is tried on kept tensors in a process of its own: whatever it does, ranks and plan stay."""
+"""A transform's draft is tried on kept tensors in a separate process, so it cannot affect ranks or the plan."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_error_is_reported_with_its_line(
     assert trial.error is not None
     assert re.search(message, trial.error), trial.error
     assert trial.after is None
-    assert trial.target == "float32[2, 3]"  # what it was given is told all the same
+    assert trial.target == "float32[2, 3]"  # its input is reported all the same
 
 
 def test_error_while_loading_the_draft_is_reported_with_its_line(session: gl.Session) -> None:
@@ -257,7 +257,7 @@ def test_an_error_of_many_megabytes_arrives_cut(session: gl.Session) -> None:
     assert trial.error_line == 2
 
 
-def test_threads_and_processes_of_a_draft_do_not_delay_or_outlive_it(session: gl.Session) -> None:
+def test_thread_left_by_a_draft_does_not_delay_the_trial(session: gl.Session) -> None:
     trial = tried(
         session,
         "import threading",
@@ -284,15 +284,15 @@ def test_trial_changes_neither_plan_nor_kept_pairs_nor_rows(session: gl.Session)
     assert session.tensors("x", rank=1)[1].tolist() == [[21.0] * 3] * 2
 
 
-def test_a_draft_can_be_tried_while_a_run_is_going_on(session: gl.Session, tmp_path: Path) -> None:
+def test_draft_can_be_tried_during_a_run(session: gl.Session, tmp_path: Path) -> None:
     def holds(folder: str) -> float:
-        wait_for_file(f"{folder}/go on")
+        wait_for_file(f"{folder}/release")
         return own_value()
 
     run = session.start(target=holds, args=(str(tmp_path),))
     assert tried(session, "return graft_input.received_list[0]").ok
     assert not run.done
-    (tmp_path / "go on").touch()
+    (tmp_path / "release").touch()
     assert run.wait().target == [20.0, 21.0]
 
 

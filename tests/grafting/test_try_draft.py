@@ -1,4 +1,4 @@
-"""What a trial of a draft tells, in this process; that it harms nobody is in test_trial.py."""
+"""The results of trying a draft, in this process; test_trial.py checks that a trial has no side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds of every shape, in both directions: values prove which sender's tensor went where."""
+"""Sides of all sizes, in both directions: values show which sender's tensor arrived where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout goes both ways: what the ranks hold makes the whole again, bit by bit, in any other layout too."""
+"""Layouts can be applied and inverted: the ranks' tensors join to the whole bit by bit, also across layouts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_wrong_layout_is_refused_or_gives_a_different_tensor(source: Layout, wro
         return
     if not torch.equal(taken.whole, whole) or taken.disagreements:
         return
-    # They are equal, so the two say the same of this tensor on so many ranks.
+    # They are equal, so the two layouts agree for this tensor on this number of ranks.
     same = all(torch.equal(one, other) for one, other in zip(held, wrong.split(whole), strict=True))
     assert same or wrong.steps == source.steps
 
@@ -266,7 +266,7 @@ def test_packed_and_padded_are_one_batch(lengths: list[int], more: int) -> None:
     assert torch.equal(Layout((Pack(),)).join([packed], padded.shape, lengths).whole, padded)
 
 
-def test_scaling_is_inverted_and_warns_if_that_rounds() -> None:
+def test_scaling_is_inverted_with_a_caveat_if_that_rounds() -> None:
     whole = tensor((5,))
     assert Layout((Scale(0.125),)).caveats == ()
     assert torch.equal(Layout((Scale(0.125),)).join([whole * 0.125]).whole, whole)

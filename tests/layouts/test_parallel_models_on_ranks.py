@@ -64,7 +64,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(kind: str, shift: float) -> list[list[float]]:
-    """All ranks see the same batch; on the target what ``up`` makes is other by ``shift``."""
+    """All ranks see the same batch; on the target the output of ``up`` is shifted by ``shift``."""
     import torch.distributed as dist
 
     model = model_of(kind)

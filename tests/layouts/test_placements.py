@@ -1,4 +1,4 @@
-"""A DTensor's layout is read from its placements: what torch cut over real ranks, a layout joins, and the reverse."""
+"""A DTensor's layout from its placements: a layout joins what torch has split over real ranks, and the reverse."""
 
 from __future__ import annotations
 

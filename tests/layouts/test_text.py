@@ -1,4 +1,4 @@
-"""Layouts are written as text: what is written is read again, and a fault is shown where it is."""
+"""Layouts as text: the text of a layout parses to the same layout, and errors have positions."""
 
 from __future__ import annotations
 

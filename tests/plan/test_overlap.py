@@ -1,4 +1,4 @@
-"""A plan that would graft a tap both ways is refused as soon as that can be known."""
+"""A plan that would graft a seen tap in both directions is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides derive the same pair from the plan, whichever of the two taps they have."""
+"""Both sides derive the same pair from the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan is one immutable value: what cannot work is refused when it is made, and both sides read it alike."""
+"""A plan is one immutable value: invalid parts are refused when it is made, and both sides read it alike."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_transform_that_applies_nowhere_warns() -> None:
         GraftPlan(transform="torch.clone")
     with pytest.warns(GraftWarning, match="applied nowhere") as warned:
         GraftPlan(b2t="True", transform="torch.clone").edit(b2t=None)
-    assert [each.filename for each in warned] == [__file__], "the line of whoever edits, and none of a library's"
+    assert [each.filename for each in warned] == [__file__], "the line of the edit, not of a library"
     GraftPlan(t2b="layer == 3", transform="torch.clone")
     GraftPlan(transform=("layer == 3", "torch.clone"))
 

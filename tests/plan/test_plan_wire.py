@@ -1,4 +1,4 @@
-"""A plan crosses to the ranks as plain data: equal on arrival, checked there, and nothing of it is executed."""
+"""A plan travels to the ranks as plain data: it arrives equal, is checked, and nothing is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taps inside code that torch.compile and torch.export trace: the same taps as without, and no break in the graph."""
+"""Taps inside code that torch.compile and torch.export trace: the same taps as in eager code, without graph breaks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Graphs:
         return sum("graftlab" in target for targets in self.graphs for target in targets)
 
 
-# inductor compiles in processes of its own
+# inductor compiles in separate processes
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.ranks)]
 
 
@@ -693,7 +693,7 @@ def test_rows_of_a_compiled_target_are_those_of_an_eager_one_and_a_graft_repairs
     assert run.frame["compiled"].tolist() == [True] * len(run.frame)
     assert "compiled" not in eager.frame
 
-    # Decided anew by a plan of which the graph knows nothing.
+    # A new decision, by a plan that the graph does not know.
     session.edit(b2t="name == 'blocks.0.linear'")
     repaired = session.run(lambda: forward(None), lambda: forward(backend))
     torch.testing.assert_close(torch.tensor(repaired.target), torch.tensor(run.baseline))

@@ -1,4 +1,4 @@
-"""Torch functions inside a model are tapped, so that implementations of other modules share taps."""
+"""Taps on torch functions inside a model, which implementations with different modules share."""
 
 from __future__ import annotations
 

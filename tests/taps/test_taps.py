@@ -1,4 +1,4 @@
-"""What model code sees of graftlab: nothing outside a session, and tags that go where they were put."""
+"""The calls in model code: no effect outside a session, and tags that apply where they were set."""
 
 from __future__ import annotations
 

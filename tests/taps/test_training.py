@@ -1,4 +1,4 @@
-"""Weights, their gradients and the optimizer's state as taps: the same names and numbers however a step is made."""
+"""Weights, gradients and optimizer state as taps: the same names and numbers for every kind of step."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_compiled_model_has_the_same_names(session: gl.Session) -> None:
 
 
 def trained(ours: dict[str, Any], theirs: dict[str, Any], kind: str = "AdamW", parts: int = 1) -> None:
-    """A step; on the target with other options, the batch in so many parts."""
+    """One training step; on the target with different options, the batch split into parts."""
     options, parts = (theirs, parts) if is_target() else (ours, 1)
     model = made()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)

@@ -1,4 +1,4 @@
-"""What stays out of graphs that ``torch.compile`` traces, and what that costs where nothing is compiled."""
+"""Functions that ``torch.compile`` must not trace, and their cost when nothing is compiled."""
 
 from __future__ import annotations
 

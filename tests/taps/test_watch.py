@@ -1,4 +1,4 @@
-"""``gl.watch``: every module's output is tapped, whatever it is made of, and the model is left as it was."""
+"""``gl.watch``: every module's output is tapped, whatever its structure, and the model can be restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``align_by_request``: rows find their counterpart by the request they belong to."""
+"""``align_by_request``: rows are paired by request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts in the default transform: what both sides say of their parts, and what is said where that fails."""
+"""Layouts in the default transform: declared and inferred ones, and the errors for those that do not fit."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ TWO_GROUPS = [Mesh((("tp", 2),), (0, 1)), Mesh((("tp", 2),), (2, 3))]
 
 
 def grouped(wholes: list[Tensor], **more: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """What two groups of two ranks send, each a whole of its own, whose columns its ranks share."""
+    """Two groups of two ranks; each group has its own whole tensor, split by columns over its ranks."""
     layouts = [RankLayout(parse_layout("shard(dim=1, mesh='tp')").on(mesh)) for mesh in TWO_GROUPS]
     sent = [part for whole in wholes for part in whole.chunk(2, 1)]
     return sent, {"received_layouts": [layouts[0]] * 2 + [layouts[1]] * 2, **more}
@@ -170,7 +170,7 @@ def test_receiver_takes_the_whole_from_the_mesh_with_its_rank() -> None:
     for rank, whole in enumerate([WHOLE, WHOLE, WHOLE + 100, WHOLE + 100]):
         mine = RankLayout(Layout((), TWO_GROUPS[rank // 2]))
         assert torch.equal(made(sent, torch.zeros(4, 6), layout=mine, recv_rank=rank, **rest), whole)
-    # On another number of ranks nobody's group is told.
+    # With a different number of ranks the receiver's group is unknown.
     for world_size, rank in ((3, 1), (4, 9)):
         with pytest.raises(LayoutError, match=f"on several meshes, and none of them contains rank {rank}"):
             made(sent, torch.zeros(4, 6), recv_rank=rank, **{**rest, "recv_world_size": world_size})
@@ -241,7 +241,7 @@ def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> No
     sent = list(WHOLE.chunk(2))
     ours = made(sent, torch.zeros(3, 4), received_layouts=[rows] * 2, pair=pair, **rest)
     assert torch.equal(ours, WHOLE.T[3:])
-    # The same where the target is the larger, of which the received is made.
+    # The same if the target is the larger tensor, from which the received one is made.
     transposed = list(WHOLE.T.chunk(2))
     ours = made(transposed, torch.zeros(4, 6), received_layouts=[rows] * 2, pair=pair, whole="target", **rest)
     assert torch.equal(ours, WHOLE)

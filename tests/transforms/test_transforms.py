@@ -1,4 +1,4 @@
-"""Transforms: what the default makes of shards, how the user's are loaded, and what happens to those that go wrong."""
+"""Transforms: the default's handling of shards, loading of the user's, and the handling of failures."""
 
 from __future__ import annotations
 
