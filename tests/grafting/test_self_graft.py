@@ -1,4 +1,4 @@
-"""The self-graft: the rounding that each tap adds, measured with a run's own record moved by one unit in the last place."""
+"""The self-graft: the rounding that each tap adds, measured by grafting a run's own record, slightly moved, into it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ refused = (PlanError, FilterError, TransformError, MessageError, TagError)
 
 
 def asked_of(plan: GraftPlan) -> None:
-    """What ranks ask of a plan, which may say that it cannot tell, and no more."""
+    """Query a plan as ranks do; it may raise only its own errors."""
     for side in ("baseline", "target"):
         for tags in ({"name": "q", "layer": 1, "step": 0}, {"name": "h.0.x", "layer": None}, {"name": ""}):
             try:
