@@ -62,9 +62,9 @@ class JobGrafter(Grafter):
         self._ordering = threading.Lock()
 
     @outside_compiled_code
-    def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
+    def _handle(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         try:
-            return super()._wanted(decision, name, value, extras, replace)
+            return super()._handle(decision, name, value, extras, replace)
         except GraftError:
             raise
         except Exception as error:

@@ -58,7 +58,7 @@ def test_bytes_of_another_type_are_refused_by_what_is_wrong_with_them() -> None:
         ({"type": "Sample", "text": 3}, r"Expected `str`, got `int` - at `\$.text`"),
         ({"type": "Sample", "more": 3}, "unknown field `more`"),
         ({"type": "Other"}, "Invalid value 'Other'"),
-        ({"type": "Sample", "tags": {"a": msgspec.msgpack.Ext(7, b"")}}, "extension 7 is none that graftlab sends"),
+        ({"type": "Sample", "tags": {"a": msgspec.msgpack.Ext(7, b"")}}, "graftlab does not send extension 7"),
         ({"type": "Sample", "tags": {"a": msgspec.msgpack.Ext(2, b"\xff")}}, "decode"),
     ):
         with pytest.raises(MessageError, match=says):

@@ -78,7 +78,7 @@ def test_where_the_fused_kernel_fails_torch_operations_measure_and_the_log_says_
     for seed in (1, 2):
         assert_right(random((9,), torch.float32, 0), random((9,), torch.float32, seed))
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert "the kernel in Triton failed: RuntimeError: no driver" in warning
+    assert "the Triton kernel failed: RuntimeError: no driver" in warning
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -237,7 +237,7 @@ def _attached(world: World, nbytes: int, attached: bytes) -> str:
 def test_a_tensor_with_missing_bytes_is_missing(nbytes: int, attached: bytes) -> None:
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
-        assert f"cannot be read here: {len(attached)} bytes came of {nbytes}" in why
+        assert f"cannot be read here: received {len(attached)} of {nbytes} bytes" in why
 
 
 def test_a_gpu_tensor_goes_to_another_machine_through_the_hosts_memory() -> None:

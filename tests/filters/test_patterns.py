@@ -110,7 +110,9 @@ def test_the_more_may_be_repeated_the_shorter_is_what_re_may_search() -> None:
 
 def test_a_pattern_that_only_re_can_read_and_that_may_take_for_ever_is_refused() -> None:
     for make in (lambda pattern: bounded(pattern, "search"), lambda pattern: bounded_rewrite(pattern, "")):
-        with pytest.raises(FilterError, match=r"may take for ever, and cannot be bounded \(unknown property .*\): \(a"):
+        with pytest.raises(
+            FilterError, match=r"may take forever, and its time cannot be limited \(unknown property .*\): \(a"
+        ):
             make("(a+)+[[:foo:]]")
         assert make("[[:foo:]]")("a]") is None
 

@@ -115,7 +115,7 @@ def test_what_a_dead_rank_may_have_asked_for_is_not_said_to_be_asked_for_by_nobo
     (row,) = world.rows
     assert (row.status, row.error) == (
         "unmatched",
-        "target[0] died, and can no longer say whether it had asked for this tap",
+        "target[0] died, and can no longer report whether it requested this tap",
     )
 
 
@@ -352,7 +352,7 @@ def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_
     assert told(world.rows) == [("target[0]", "gl.step", "timeout")]
     (row,) = world.rows
     assert (row.step, row.direction, row.shape, row.senders) == (1, None, None, [])
-    assert "baseline[0], which says the plan of each step, did not begin step 1 within 5 s" in str(row.error)
+    assert "baseline[0], which announces the plan of each step, did not begin step 1 within 5 s" in str(row.error)
     assert "baseline[0]: idle" in str(row.error)
 
 

@@ -168,7 +168,7 @@ def test_an_older_pair_is_not_taken_for_one_that_was_not_kept() -> None:
         kept.find("x", {"layer": 1})
     assert str(caught.value) == (
         "the pair of x layer=1 at step 7 was not kept: its tensors have 4 MiB and the budget of a rank is 2 MiB; "
-        "gl.launch(..., keep_budget=4 << 20) or more keeps it. An older one is kept: step=0"
+        "keep it with gl.launch(..., keep_budget=4 << 20) or more. An older pair is kept: step=0"
     )
     with pytest.raises(SessionError, match="at step 7 was not kept"):
         kept.find("x", {"layer": 1, "step": 7})
@@ -196,7 +196,7 @@ def test_where_the_newest_transform_failed_an_older_pair_is_not_taken_for_it() -
     keep_number(kept, 1.0, layer=1, step=0)
     kept.add(the_input(torch.zeros(1), torch.ones(1), layer=1, step=4), None)
     with pytest.raises(
-        SessionError, match=r"x layer=1 at step 4 was not kept: its transform failed. An older one is kept"
+        SessionError, match=r"x layer=1 at step 4 was not kept: its transform failed. An older pair is kept"
     ):
         kept.find("x", {"layer": 1})
     failed = kept.find("x", {"layer": 1}, failed=True)
@@ -210,7 +210,7 @@ def test_what_had_to_go_for_newer_pairs_is_told() -> None:
         keep_number(kept, layer, MIB, layer=layer, step=5)
     assert kept.find("x", {"layer": 1}) is not None
     with pytest.raises(
-        SessionError, match="x layer=0 at step 5 is not kept any more: it had to go for newer ones, as the"
+        SessionError, match="x layer=0 at step 5 is no longer kept: newer pairs replaced it, because the"
     ):
         kept.find("x", {"layer": 0})
 
@@ -244,7 +244,7 @@ def test_a_pair_exactly_as_large_as_the_budget_is_kept_and_the_sizes_are_told_in
     kept = KeptPairs(2 * MIB)
     assert keep_number(kept, 1, 2 * MIB, index=0) is None
     assert keep_number(kept, 1, 2 * MIB + 8, index=1) == "not kept: the tensors have 2 MiB and the budget is 2 MiB"
-    with pytest.raises(SessionError, match=r"keep_budget=3 << 20\) or more keeps it"):
+    with pytest.raises(SessionError, match=r"keep_budget=3 << 20\) or more"):
         kept.find("x", {"index": 1})
     assert [tags["index"] for tags in kept.tags()] == [0]
 
@@ -262,7 +262,7 @@ def test_extras_that_cannot_be_copied_are_left_out_with_a_note() -> None:
 
     given = the_input(torch.zeros(1), torch.zeros(1))
     note = KeptPairs().add(replace(given, target_extras={"k": Uncopyable()}), None)
-    assert note == "kept without the extras of its own tap, which cannot be copied: no copies"
+    assert note == "kept without the receiver's extras, which cannot be copied: no copies"
     extras = {"k": [1]}
     kept = KeptPairs()
     assert kept.add(replace(given, target_extras=extras), torch.zeros(1)) is None
@@ -292,7 +292,7 @@ def test_taps_whose_pairs_had_to_go_do_not_fill_the_memory(monkeypatch: pytest.M
         keep_number(kept, layer, MIB, layer=layer, step=5)
         assert len(kept._missing) <= 5
     # Those that went last are still told of.
-    with pytest.raises(SessionError, match="x layer=20 at step 5 is not kept any more"):
+    with pytest.raises(SessionError, match="x layer=20 at step 5 is no longer kept"):
         kept.find("x", {"layer": 20})
 
 

@@ -151,9 +151,9 @@ def test_what_is_reached_inside_of_a_tap_is_skipped_with_a_warning(monkeypatch: 
 
     def comes_upon(*given: Any) -> None:
         # As a signal handler does, in the middle of the exchange.
-        with pytest.warns(gl.GraftWarning, match="it was reached inside of another tap"):
+        with pytest.warns(gl.GraftWarning, match="it was reached inside another tap"):
             assert world.baseline.tap("inner", value) is value
-        with pytest.warns(gl.GraftWarning, match="it was called inside of a tap"):
+        with pytest.warns(gl.GraftWarning, match="it was called inside a tap"):
             grafter.step()
         publish(*given)
 
@@ -216,7 +216,7 @@ def test_what_is_no_plain_tensor_is_said_in_words() -> None:
         assert str(plain_tensor(value)).startswith(said)
     seen: list[Any] = []
     torch.vmap(lambda row: seen.append(plain_tensor(row)) or row)(torch.ones(2, 2))
-    assert str(seen[0]).startswith("inside torch.func or torch.vmap a tensor has no values of its own")
+    assert str(seen[0]).startswith("inside torch.func or torch.vmap a tensor has no plain values")
 
 
 def test_the_shard_of_a_tensor_on_a_mesh_is_what_the_rank_holds() -> None:
@@ -249,7 +249,7 @@ def test_partial_sums_are_taken_where_it_is_clear_in_which_group(monkeypatch: py
     alone = RankLayout(parse_layout("partial(mesh='tp')").on(Mesh((("dp", 1), ("tp", 2)))))
     assert summed_partial(own, own, alone, 2).tolist() == [3.0, 3.0]
     for layout, ranks in ((wide, 4), (most, 2), (on_two, 4)):
-        with pytest.raises(LayoutError, match="the sums cannot be taken on the receiving side"):
+        with pytest.raises(LayoutError, match="the partial sums cannot be added up on the receiving side"):
             summed_partial(own, own, layout, ranks)
 
 

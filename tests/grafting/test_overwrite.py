@@ -92,7 +92,7 @@ def test_what_differs_among_the_places_of_an_expanded_tensor_is_carried_by_the_r
     result, note = overwrite(base.expand(2, 3), torch.tensor(received))
     assert torch.equal(bits(result), bits(torch.tensor(received)))
     assert note is not None
-    assert "only what gl.tap returned carries the graft" in note
+    assert "only gl.tap's result carries the graft" in note
     assert base.tolist() == [[0.0], [0.0]]
 
 

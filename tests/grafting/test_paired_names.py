@@ -128,7 +128,7 @@ def test_calls_of_one_module_are_taps_of_several(session: gl.Session) -> None:
     run = session.run(several_calls, several_calls)
     assert run.target == [[2.0, 0.0]]
     lost = run.frame[run.frame["status"] == "unmatched"]
-    assert "no pair of the plan is about this call of 'act'" in lost["error"].item()
+    assert "the plan has no pair for this call of 'act'" in lost["error"].item()
 
 
 def layer_in_the_middle(x: torch.Tensor) -> torch.Tensor:

@@ -515,7 +515,7 @@ def test_a_rank_that_comes_late_to_a_step_still_uses_the_plan_of_both_sides(tmp_
         assert run.target == [[10.0]]
         frame = run.frame
         assert frame["status"].tolist() == ["timeout", "grafted"]
-        assert "baseline[0], which says the plan of each step, did not begin step 1" in frame["error"].iloc[0]
+        assert "baseline[0], which announces the plan of each step, did not begin step 1" in frame["error"].iloc[0]
         assert frame["plan_version"].tolist() == [0, 1]
 
 

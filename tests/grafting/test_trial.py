@@ -168,7 +168,7 @@ def test_of_several_drafts_the_one_for_the_tap_is_tried(session: gl.Session) -> 
     assert trial.after is not None
     assert (trial.after.mean_baseline, trial.note) == (20.0, None)
     trial = session.try_transform(several[:1] * 2, "x", limit=PLENTY)
-    assert "none of these transforms is for this tap" in str(trial.error)
+    assert "none of these transforms matches this tap" in str(trial.error)
     assert not trial.ok
     # Without a tap each of them is loaded.
     assert session.try_transform(several, limit=PLENTY).ok

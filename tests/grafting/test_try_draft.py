@@ -109,7 +109,7 @@ def test_of_several_drafts_the_first_for_the_tap_is_tried() -> None:
     others = (spec(fails, "layer == 5"), spec(fails, "layer == 6"))
     trial = try_draft(others, kept_pair(), "cpu")
     described = "; ".join(each.described for each in others)
-    assert trial.error == f"none of these transforms is for this tap: {described}"
+    assert trial.error == f"none of these transforms matches this tap: {described}"
     assert (trial.target, trial.after, trial.ok) == ("float32[2, 3]", None, False)
 
 

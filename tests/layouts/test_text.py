@@ -52,7 +52,7 @@ def test_what_a_layout_writes_is_read_as_the_same_layout(texts: list[str]) -> No
     text = " | ".join(texts)
     axes = re.findall(r"mesh='(\w+)'", text)
     if len(set(axes)) < len(axes):
-        with pytest.raises(LayoutError, match="is used up"):
+        with pytest.raises(LayoutError, match="two steps use"):
             parse_layout(text)
         return
     layout = parse_layout(text)
@@ -75,14 +75,14 @@ FAULTS = [
     ("b s -> s b c", "'c' is only on the right, so it needs a size", "           ^"),
     ("b b -> b", "'b' is twice on the left", "^"),
     ("a b -> b a a", "'a' is twice on the right", "         ^"),
-    ("b (s (h d)) -> b s h d", "a ( inside of a (", "     ^"),
+    ("b (s (h d)) -> b s h d", "a ( inside a (", "     ^"),
     ("b s) -> b s", "a ) without its (", "   ^"),
     ("b (s -> b s", "a ( without its )", "    ^"),
     ("b +s -> b s", "'+' is not an axis", "  ^"),
     ("b -> b -> b", "has one '->'", "       ^"),
     ("b -> b ...", "'...' is only on the right", "       ^"),
-    ("(b ...) -> b ...", "'...' inside of ( )", "   ^"),
-    ("a b -> b a, h", "after the comma comes a size", "           ^"),
+    ("(b ...) -> b ...", "'...' inside ( )", "   ^"),
+    ("a b -> b a, h", "write a size after the comma", "           ^"),
     ("a b -> b a, c=2", "has no axis 'c'", ""),
     ("shard(dim=0) | ", "a step is missing", "               ^"),
     ("shard(dim=0) | shart(dim=1)", "there is no step 'shart'", "               ^"),
@@ -134,7 +134,7 @@ def test_the_data_parallel_group_may_have_another_name() -> None:
 
 DIM_FAULTS = [
     ("b s[pp] h", "'pp' is not an axis", "    ^"),
-    ("b s[cp:zag] h", "'zag' is not known here", "       ^"),
+    ("b s[cp:zag] h", "'zag' is unknown", "       ^"),
     ("b s[cp:zigzag+natural] h", "says twice", "              ^"),
     ("b s[cp:zigzag+partial] h", "has no order", "    ^"),
     ("b s h[cp:zigzag]", "zigzag is an order of sequences", "      ^"),
@@ -146,13 +146,13 @@ DIM_FAULTS = [
     ("b s (h*2)", "'2' is not a name", "       ^"),
     ("b s[] h", "'' is not an axis", "    ^"),
     ("b 2 h", "'2' is not a dimension", "  ^"),
-    ("t b s", "stands beside them", "^"),
+    ("t b s", "cannot be used with them", "^"),
     (" # ep:replicated", "the dimensions are missing", "^"),
     ("t h[tp] # tp:replicated", "is not replicated", "          ^"),
     ("t h # ep:replicated ep:replicated", "is replicated already", "                    ^"),
     ("t h # dp:=a dp:=b", "dp is 'a' already", "            ^"),
     ("t h # xx:replicated", "'xx' is not an axis", "      ^"),
-    ("t h # ep:sharded", "is not known here", "      ^"),
+    ("t h # ep:sharded", "is unknown", "      ^"),
 ]
 
 

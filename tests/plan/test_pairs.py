@@ -85,7 +85,7 @@ def test_pairs_go_before_rename_and_the_rest_is_renamed() -> None:
 def test_a_filter_that_one_side_cannot_answer_is_refused_with_what_to_write() -> None:
     rename = {"target": {r"^new\.": "old."}}
     assert GraftPlan(b2t="baseline_name == 'old.x'", rename=rename).b2t
-    with pytest.raises(PlanError, match="compare asks for target_name, which the baseline's ranks cannot know"):
+    with pytest.raises(PlanError, match="compare uses target_name, which the baseline's ranks cannot know"):
         GraftPlan(compare="target_name == 'new.x'", rename=rename)
     assert GraftPlan(b2t="target_name == 'new.x'", pairs=[("old.x", "new.x")]).b2t
 

@@ -137,7 +137,7 @@ def test_a_plan_that_is_only_received_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rename_that_cannot_be_sent_is_refused_when_the_plan_is_made() -> None:
-    with pytest.raises(PlanError, match=r"rename .* is not usable"):
+    with pytest.raises(PlanError, match=r"rename .* is invalid"):
         GraftPlan().edit(rename={"target": {"a": "\ud800"}})
 
 

@@ -252,7 +252,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_tensors_of_another_model_are_told() -> None:
     model = made()
     optimizer = torch.optim.SGD([*model.parameters(), torch.ones(2, requires_grad=True)])
-    with pytest.warns(gl.GraftWarning, match="1 of the optimizer's 7 tensors are no weights of this model"):
+    with pytest.warns(gl.GraftWarning, match="1 of the optimizer's 7 tensors are not weights of this model"):
         gl.watch_training(model, optimizer)
 
 

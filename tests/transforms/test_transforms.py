@@ -667,7 +667,7 @@ def test_the_old_signature_is_adapted_with_a_note(how: str, module: str) -> None
     source = "def transform(received_list, target):\n    return received_list[0] + target"
     transform: Any = {"source": source, "function": run_cell(source)["transform"], "path": f"{module}.old"}[how]
     with pytest.warns(
-        gl.GraftWarning, match=r"old signature \(received_list, target\), which will go; write `def tran"
+        gl.GraftWarning, match=r"old signature \(received_list, target\), which will be removed; write `def tran"
     ):
         spec = TransformSpec.of(transform)
     with warnings.catch_warnings():
