@@ -55,14 +55,14 @@ def test_a_sum_that_one_layer_forgets_is_found(session: gl.Session) -> None:
 
 
 def forgets_every_sum() -> None:
-    from graftlab.zoo.model import Config, Math, Model, Shard, make_weights, shard_weights
+    from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights, shard_weights
     from graftlab.zoo.scoring import make_tokens
 
     class Unreduced(Math):
         def reduce(self, partial: torch.Tensor, layer: int, which: str) -> torch.Tensor:
             return partial if which == "attn" else super().reduce(partial, layer, which)
 
-    config, shard = Config(), Shard(rank(), 2)
+    config, shard = Config(), RankShard(rank(), 2)
     with torch.no_grad():
         Model(Unreduced(config, shard), shard_weights(make_weights(config), shard))(make_tokens(config))
 
