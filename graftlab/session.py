@@ -20,7 +20,7 @@ from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.store import RowStore
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def launch(
-    baseline: int | Recorded = 1,
-    target: int | Recorded = 1,
+    baseline: int | RecordedSide = 1,
+    target: int | RecordedSide = 1,
     *,
     device: str | None = None,
     backend: str | None = None,
@@ -89,7 +89,9 @@ def launch(
         prune()
     session = _start(options, plan or GraftPlan(), made, append=append)
     sides = {"baseline": baseline, "target": target}
-    internals_of(session).default_callees = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
+    internals_of(session).default_callees = {
+        name: side for name, side in sides.items() if isinstance(side, RecordedSide)
+    }
     return session
 
 
@@ -107,8 +109,8 @@ def _start(options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: boo
         raise
 
 
-def _ranks_of(side: int | Recorded) -> int:
-    return side.world_size if isinstance(side, Recorded) else side
+def _ranks_of(side: int | RecordedSide) -> int:
+    return side.world_size if isinstance(side, RecordedSide) else side
 
 
 def listen(

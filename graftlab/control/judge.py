@@ -16,7 +16,7 @@ from graftlab.control.verdict_runs import CalledRuns, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import refuse_invalid_expressions
 from graftlab.errors import SessionError
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
 from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
@@ -53,13 +53,13 @@ def _of_functions(session: SessionCore, request: VerdictRequest) -> VerdictReque
             "verdict: steps= and graft_weights= are for a session that listens for jobs. A function that is called "
             "for each run makes all of its steps, and begins from the same weights"
         )
-    if isinstance(target, Recorded):
+    if isinstance(target, RecordedSide):
         raise SessionError(
             "verdict: the target is a recording, which computes nothing from what is grafted into it, so what each tap "
             "adds cannot be measured. Make it the baseline, or give the code that was recorded; "
             "session.plot.divergence() shows the differences as they are"
         )
-    if isinstance(baseline, Recorded) and request.exact is not None:
+    if isinstance(baseline, RecordedSide) and request.exact is not None:
         raise SessionError(
             "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it out, and give "
             "floor= where the assumed floor does not suit"

@@ -22,7 +22,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.model_data import without_data
@@ -135,7 +135,7 @@ class CalledRuns(VerdictRuns):
         assert request.target is not None
         self._baseline: Callee = request.baseline
         self._target: Callee = request.target
-        self.recorded = isinstance(request.baseline, Recorded)
+        self.recorded = isinstance(request.baseline, RecordedSide)
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from graftlab.errors import SessionError, warn
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Call, Evaluate, Execute
 from graftlab.ranks.remote_functions import Callee
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 
 
 def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +102,7 @@ def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: 
     said = []
     sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))
     for side, direction, filter_ in sides:
-        if isinstance(callees.get(side), Recorded) and (filter_ or "").strip():
+        if isinstance(callees.get(side), RecordedSide) and (filter_ or "").strip():
             said.append(
                 f"{direction} grafts into the {side}, which is a recording: it computes nothing from a graft, "
                 f"so no later tap shows the graft's effect"

@@ -102,7 +102,7 @@ def test_an_invalid_floor_is_refused_with_a_message_until_corrected(page: Page) 
     for wrong in ("one", "-1", "1e400"):
         floor.fill(wrong)
         floor.press("Enter")
-        assert refused.inner_text().startswith("a number from 0 on"), wrong
+        assert refused.inner_text().startswith("enter a number of at least 0"), wrong
         assert floor.get_attribute("aria-invalid") == "true"
     floor.fill("0.5")
     floor.press("Enter")

@@ -179,13 +179,14 @@ def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: Bo
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
     assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
-    assert "This pair is of step" not in board.shown("pair")
+    assert "This pair is from step" not in board.shown("pair")
     session.edit(keep=None)
     later = session.run(own, own)
     board.settle()
     board.act("open", f"{name} layer=1")
     board.settle()
-    assert f"This pair is of step {later.first_step - 1}; of step {later.first_step}" in board.shown("pair")
+    older = f"This pair is from step {later.first_step - 1}. The table shows step {later.first_step}"
+    assert older in board.shown("pair")
     board.act("chosen", "first")
     board.settle()
     assert board.markup("pair") == "", "the pictures were of another tap"
