@@ -234,7 +234,7 @@ class SessionServer:
             rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._joined(rank, [])))
             if join.rejoins is not None:
-                self._jobs.tell_plan(rank)
+                self._jobs.send_plan(rank)
             return rank.take_ends()
 
     def _refusal(self, join: JoinRequest) -> JoinRefused | None:
@@ -290,7 +290,7 @@ class SessionServer:
         send_descriptors(connection, line)
         rank.handed_over()
         if join.rejoins is not None:
-            self._jobs.tell_plan(rank)
+            self._jobs.send_plan(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """The place of a process that may join, and what is to be noted of it."""
@@ -301,7 +301,7 @@ class SessionServer:
         if rank.has_joined:
             # Another process had it, whose line has ended.
             rank.renew()
-            self._jobs.hear(rank)
+            self._jobs.start_reading(rank)
         run = None if join.rejoins is None else join.rejoins.run
         self._membership.enter(rank, run, join.first_step)
         if join.rejoins is not None:
@@ -313,14 +313,14 @@ class SessionServer:
             if join.rejoins.session == self._name:
                 # Its line was cut, and it is in this session's run all the time.
                 self._jobs.note_return(rank, join.rejoins.run.run)
-                self._jobs.outrank(from_wire(join.rejoins.plan))
+                self._jobs.supersede(from_wire(join.rejoins.plan))
             elif not self._resumed:
                 self._resumed = True
                 # What was published before anybody was here was for a job that begins anew.
                 published = self._session.plan is not self._first_plan
                 self._jobs.resume(join.rejoins.run, from_wire(join.rejoins.plan), published=published)
             else:
-                self._jobs.outrank(from_wire(join.rejoins.plan))
+                self._jobs.supersede(from_wire(join.rejoins.plan))
             if join.rejoins.lost_rows:
                 note = f"at least {join.rejoins.lost_rows:,} rows were made while nobody listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
@@ -381,7 +381,7 @@ class SessionServer:
             if not had_begun and not self._closed:
                 # It never began, so nobody is to be told how it ended; another process may have the place.
                 attached.renew()
-                self._jobs.hear(attached)
+                self._jobs.start_reading(attached)
             if not self._membership.occupied:
                 self.over.set()
 
