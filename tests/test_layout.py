@@ -1,4 +1,4 @@
-"""The layout: rooms import in one direction, without cycles, lazy and type-only imports included; unique class names."""
+"""The layout: rooms import in one direction, without cycles, and class names are unique."""
 
 from __future__ import annotations
 
