@@ -85,7 +85,7 @@ def test_a_session_server_that_does_not_answer_is_named_with_its_log(tmp_path: P
         session_client(tmp_path, timeout=0.05).join()
 
 
-def test_a_waiting_rank_is_told_which_process_was_refused(tmp_path: Path) -> None:
+def test_a_waiting_rank_learns_which_process_was_refused(tmp_path: Path) -> None:
     with gl.listen(baseline=1, target=1, folder=tmp_path) as session:
         entry = session_client(tmp_path).join()
         with pytest.raises(gl.SessionError, match="has joined already"):
