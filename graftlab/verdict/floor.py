@@ -1,4 +1,4 @@
-"""The noise floor: up to which difference rounding alone may be at work."""
+"""The noise floor: the largest difference that rounding alone explains."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 import torch
 
 DEFAULT_NOISE_FLOOR = 1e-5
-"""``rel_l2`` up to which float32 agrees with float32, unless told otherwise.
+"""The default ``rel_l2`` up to which float32 agrees with float32.
 
-A correct target in the quickstart stays below 2e-6 at every tap; with its mistake it comes to 6e-2. About 2e-2 suits
-bfloat16 against float32.
+A correct target in the quickstart stays below 2e-6 at every tap; its mistake causes 6e-2. About 2e-2 suits bfloat16
+against float32.
 """
 
-# Of a dtype's unit in the last place; so many of them come together on the way through a model.
+# The number of units in the last place that accumulate on the way through a model.
 _ROUNDINGS = 2.5
 _FLOAT32 = float(torch.finfo(torch.float32).eps)
 
 
 def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
-    """The ``rel_l2`` up to which tensors of these dtypes agree where nobody has measured, and the dtype it is for.
+    """The ``rel_l2`` up to which tensors of these dtypes are assumed to agree, and the dtype that sets it.
 
-    The coarsest dtype counts for all: what is computed from its values inherits their rounding.
+    The coarsest dtype counts for all, because values computed from it inherit its rounding.
     """
     epses: dict[str, float] = {}
     for name in dtypes:
@@ -42,21 +42,21 @@ def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding adds at the taps of one group: ``rel_l2``, and the largest difference over the root mean square."""
+    """The difference that rounding adds at a group's taps: ``rel_l2``, and the largest over the root mean square."""
 
     rel_l2: float
     rel_max: float
 
     def at_least(self, roundoff: float) -> Floor:
-        """This floor, but not below what one rounding of the value itself comes to.
+        """This floor, but at least one rounding of the value itself.
 
-        A difference's largest number lies a few times above its root mean square, however small the sample of it was.
+        The largest element of a difference is a few times its root mean square, however small the sample.
         """
         rel_l2 = max(self.rel_l2, roundoff)
         return Floor(rel_l2, max(self.rel_max, 3 * rel_l2))
 
     def with_distance(self, other: Floor) -> Floor:
-        """Both at work: their squares add up."""
+        """Both floors combined: their squares add up."""
         return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max))
 
 
@@ -64,10 +64,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def pool(rows: Iterable[tuple[Key, float, float, float]]) -> dict[Key, Floor]:
-    """The floor of each group, or of what else is the key, from (key, rel_l2, rel_max, sum of squares) of its taps.
+    """The floor of each key, such as a group, from (key, rel_l2, rel_max, sum of squares) of its taps.
 
-    Squares of differences and of values are added up over the group's taps, so that a tap at which rounding happened
-    to do much, as where a router chose another expert, does not stand for itself alone.
+    Squares of differences and of values are summed over the taps, so that a single tap at which rounding had a large
+    effect, for example where a router chose a different expert, does not set a floor by itself.
     """
     sums: dict[Key, tuple[float, float, float]] = {}
     for group, rel_l2, rel_max, squares in rows:

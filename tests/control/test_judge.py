@@ -82,7 +82,7 @@ def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str,
 
 def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("out",)).text
-    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
+    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (explains 100 % of the difference)." in text
 
 
 def gated() -> None:
@@ -129,7 +129,7 @@ def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None
     # Code of its own, whose floor no other test can have measured before.
     verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
-    assert verdict.text == "No tap adds more than rounding does (4 groups of taps, at most 0 x the floor, threshold 5)."
+    assert verdict.text == "No tap adds more than rounding (4 groups of taps, at most 0 x the floor, threshold 5)."
     assert verdict.runs == 4
 
 
@@ -144,8 +144,8 @@ def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) ->
 
 def test_a_tap_that_one_side_lacks_is_said_before_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not looked at: 1 tap (only here) is on the target only")
-    assert "Of what was looked at, nothing adds more than rounding" in verdict.text
+    assert verdict.text.startswith("Not checked: 1 tap (only here) is on the target only")
+    assert "Nothing that was checked adds more than rounding" in verdict.text
 
 
 def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
@@ -170,10 +170,10 @@ def decoding(scale: float) -> None:
 def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
     assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
-    assert ", which the output does not show.\nThe output chosen agrees all the same (0 x its floor)." in verdict.text
+    assert ", without changing the output.\nThe output chosen still agrees (0 x its floor)." in verdict.text
     verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
     assert verdict.labels["hidden"] == "culprit"
-    assert "the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
+    assert "the output chosen agrees (0 x its floor; above any floor without)" in verdict.text
 
 
 def test_the_output_is_what_rounds_and_not_what_is_chosen_by_it(session: gl.Session) -> None:
@@ -205,7 +205,7 @@ def test_a_tap_of_a_copy_whose_result_is_not_used_is_said_to_pass_nothing_on(ses
     assert verdict.named == ["layers.*.h"]
     assert "passes on" not in verdict.text
     verdict = session.verdict(showing_copies, showing_copies, args=(False,))
-    assert verdict.text.startswith("Not looked at: what layers.*.h passes on: grafting it changed no tap after it. If")
+    assert verdict.text.startswith("Not checked: what layers.*.h passes on: grafting it changed no tap after it. If")
 
 
 def normalizing(named_by_layer: bool) -> None:
@@ -219,7 +219,7 @@ def normalizing(named_by_layer: bool) -> None:
 @pytest.mark.parametrize("named_by_layer", [True, False])
 def test_other_layers_of_the_outputs_group_are_not_the_output(session: gl.Session, named_by_layer: bool) -> None:
     verdict = session.verdict(normalizing, normalizing, args=(named_by_layer,))
-    assert ", which the output does not show." in verdict.text
+    assert ", without changing the output." in verdict.text
     assert "the last time" not in verdict.text
 
 
@@ -230,7 +230,7 @@ def choosing(place: int) -> torch.Tensor:
 
 def test_whole_numbers_that_are_chosen_otherwise_are_named(session: gl.Session) -> None:
     verdict = session.verdict(choosing, choosing, args=(1,))
-    assert "chosen is computed differently (added inf, beyond any floor, int64)." in verdict.text
+    assert "chosen is computed differently (added inf, above any floor, int64)." in verdict.text
 
 
 def overflowing_chain(side: str) -> torch.Tensor:
@@ -241,8 +241,8 @@ def overflowing_chain(side: str) -> torch.Tensor:
 
 def test_what_is_finite_on_neither_side_is_unmeasured_and_not_clean(session: gl.Session) -> None:
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
-    assert verdict.text.startswith("Not looked at: 2 taps (act, after) have no pair of finite numbers.")
-    assert "Of what was looked at, nothing adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.text.startswith("Not checked: 2 taps (act, after) have no pair of finite numbers.")
+    assert "Nothing that was checked adds more than rounding (1 group of taps" in verdict.text
     assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
     assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
@@ -332,7 +332,7 @@ def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
     plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
     assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
-    assert text.startswith("Not looked at: 10 taps (input,")
+    assert text.startswith("Not checked: 10 taps (input,")
     assert "ValueError: no way" in text
     assert "Nothing was compared" in text
 
@@ -347,7 +347,7 @@ def evicts() -> None:
 def test_what_may_have_come_through_a_tap_of_another_shape_is_said(session: gl.Session) -> None:
     verdict = session.verdict(evicts, evicts)
     assert verdict.named == ["read"]
-    assert "Not looked at: what came through cache, where nothing could be grafted. Taps after it may" in verdict.text
+    assert "Not checked: what came through cache, where nothing could be grafted. Taps after it may" in verdict.text
 
 
 def narrow() -> None:
@@ -359,7 +359,7 @@ def narrow() -> None:
 def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Session) -> None:
     text = session.verdict(narrow, narrow).text
     assert text.startswith("Nothing above bfloat16 rounding (")
-    assert text.endswith("run the target in float32 to look closer.")
+    assert text.endswith("run the target in float32 for a closer look.")
 
 
 # ---- the floor, measured once ---------------------------------------------------------------------------------------
@@ -455,9 +455,9 @@ def test_a_twin_that_shows_other_taps_is_said_to_tell_nothing(session: gl.Sessio
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not looked at: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not looked at: what exact= gives: it shows none of the baseline's taps")
+    assert other.startswith("Not checked: what exact= gives: it shows none of the baseline's taps")
 
 
 def untapped_with(fault: str) -> None:
@@ -579,7 +579,7 @@ def test_a_verdict_shows_itself(session: gl.Session) -> None:
     assert ">culprit</td>" in shown["text/html"]
     # What was not looked at stands first; what was found is what the eye finds.
     partly = Verdict(replace(verdict.findings, unseen=["one tap."]), verdict.runs)._repr_mimebundle_()["text/html"]
-    assert partly.startswith("<p>Not looked at: one tap.</p><p><b>layers.*.act is computed differently")
+    assert partly.startswith("<p>Not checked: one tap.</p><p><b>layers.*.act is computed differently")
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes
@@ -605,7 +605,7 @@ def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_name
     one_and_two: gl.Session, fault: str
 ) -> None:
     verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
-    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; made from the baseline's, "
+    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; computed from the baseline's, "
     if fault:
         assert said not in verdict.text
         assert "output@grad" in verdict.named

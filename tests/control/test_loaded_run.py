@@ -90,13 +90,15 @@ def test_what_arose_where_is_told_by_a_step_in_which_every_tap_was_grafted(tmp_p
     assert verdict.frame["label"].tolist() == ["clean", "culprit", "inherited"]
     assert verdict.frame["error"].tolist() == [0.0, 0.1, 0.3]
     first = verdict.text.splitlines()[0]
-    assert first.startswith("This is told by the rows of step 1 of run 0, in which every tap was grafted. So the floor")
-    assert "assumed for float32 (rel_l2 1e-05), code was not swapped" in first
+    assert first.startswith(
+        "This verdict is from the rows of step 1 of run 0, in which every tap was grafted. So the floor"
+    )
+    assert "assumed for float32 (rel_l2 1e-05), no code was swapped" in first
     assert "\nlayers.*.act is computed differently in layer 1 of 0-1 (added 0.1, " in verdict.text
     assert isinstance(verdict.plot(), Figure)
     assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
-    assert "Of what was looked at, nothing adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+    assert "Nothing that was checked adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
 
 
 def test_a_step_that_was_cut_short_or_grafted_in_part_is_not_taken_for_one(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp
 
 def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:
     verdict = loaded(tmp_path, GRAFTED).verdict()
-    assert "Not looked at: what was inherited: in no step of this run was every tap compared and none grafted." in (
+    assert "Not checked: what was inherited: in no step of this run was every tap compared and none grafted." in (
         verdict.text.splitlines()
     )
     assert verdict.frame["error"].isna().all()
@@ -152,7 +154,7 @@ def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_
     weight = row(0, 0, "w", 0.2, "compared", tags={"kind": "param"})
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
-    assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
+    assert "\nThe weights already differ: w (rel_l2 0.2)." in verdict.text
     assert "may be the doing of those that differ" in verdict.text
 
 
@@ -163,7 +165,7 @@ def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_befor
     of_grafted = "The target has had the baseline's weights from step 0 on"
     for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
         text = loaded(tmp_path / str(len(rows)), rows).verdict().text
-        assert "\nThe weights differ already: w (rel_l2 0.2)." in text
+        assert "\nThe weights already differ: w (rel_l2 0.2)." in text
         assert of_grafted in text
         assert "which no tap shows (gl.watch(params=True))" not in text
         assert "may be the doing" not in text
@@ -171,13 +173,13 @@ def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_befor
 
 
 def test_inputs_that_only_a_grafted_step_shows_are_known(tmp_path: Path) -> None:
-    unknown = "whether both jobs are given the same inputs, which no tap shows"
+    unknown = "whether both jobs have the same inputs, which no tap shows"
     assert unknown in loaded(tmp_path / "none", GRAFTED).verdict().text
     for error in (0.0, 0.5):
         given = row(1, 0, "input.x", error, tags={"kind": "input"})
         text = loaded(tmp_path / str(error), [given, *GRAFTED]).verdict().text
         assert unknown not in text
-        assert ("The inputs differ already: input.x" in text) == (error > 0)
+        assert ("The inputs already differ: input.x" in text) == (error > 0)
 
 
 def shared_batch(weights: float) -> list[Row]:

@@ -50,7 +50,7 @@ def test_a_sum_that_one_layer_forgets_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "one_sum_forgotten"))
     assert check.found[0] == "layers.*.attn"
     first = check.text.split("\n")[0]
-    assert first.startswith("layers.*.attn should be equal on the ranks and is not in layer 1: rank 1 differs from the")
+    assert first.startswith("layers.*.attn should be equal on the ranks but is not in layer 1: rank 1 differs from the")
     assert "It looks like a partial sum that was not reduced here." in check.text
 
 
@@ -70,7 +70,7 @@ def forgets_every_sum() -> None:
 def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
-    assert "All of that difference is in layers.0.attn, which holds other values on each rank: a partial" in check.text
+    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
 
 
 def test_one_ranks_other_arithmetic_is_found(session: gl.Session) -> None:
@@ -257,9 +257,7 @@ def uneven() -> None:
 
 def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
-    assert text.startswith(
-        "Not looked at: text show no tensor that could be compared.\nNot looked at, since some ranks"
-    )
+    assert text.startswith("Not checked: text show no tensor that could be compared.\nNot checked, since some ranks")
     assert "only there (on rank 1 alone)" in text
 
 
@@ -275,7 +273,7 @@ def test_taps_without_a_finite_number_agree_with_nothing(session: gl.Session, lo
         for name in ("a", "b"):
             gl.tap(name, torch.full((4,), math.nan if name in lost else 1.0))
 
-    assert session.check(target=side).text == f"Not looked at: {said}"
+    assert session.check(target=side).text == f"Not checked: {said}"
 
 
 def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:

@@ -39,7 +39,7 @@ def test_nans_on_one_side_are_what_the_summary_says_first(session: gl.Session) -
     text = shown(run)
     assert "4 compared" in text
     told = text.index("first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite")
-    assert told < text.index("what is finite is equal")
+    assert told < text.index("all finite values are equal")
 
 
 def test_without_nans_that_all_is_equal_is_said(session: gl.Session) -> None:

@@ -78,7 +78,7 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_m
     before = session.plan
     verdict, over = one_and_two.over()
     assert (verdict.named, over) == ([], set())
-    assert "Of what was looked at, nothing adds more than rounding (4 groups of taps" in verdict.text
+    assert "Nothing that was checked adds more than rounding (4 groups of taps" in verdict.text
 
     one_and_two.plant("act@1")
     verdict, over = one_and_two.over(steps=2)
