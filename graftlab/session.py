@@ -413,7 +413,7 @@ class Session(SessionCore):
 
         ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. It finds copies
         that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients and
-        optimizer state), partial sums that nobody reduced, and inputs that differ. Which taps are copies is read from
+        optimizer state), partial sums that were not reduced, and inputs that differ. Which taps are copies is read from
         the placements of DTensors. For others ``layouts`` says it, with a layout for a filter over ``name``, such as
         ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
         dimension); ``gl.tap(layout=)`` says it at the tap. On a mesh of several dimensions, such as

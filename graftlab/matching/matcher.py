@@ -50,9 +50,9 @@ def match_taps(
     """Which target tap is which baseline tap, in which layout, from the values that one run of both sides showed.
 
     ``fetch_baseline`` and ``fetch_target`` fetch values that were recorded only as sketches; without them the sketches
-    are compared. ``before`` is the proposal of an earlier run: its pairs by rule whose values now match, after grafts of
-    earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have shown to be right, whatever their
-    values. With ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
+    are compared. ``before`` is the proposal of an earlier run: pairs by rule whose values now match, after grafts of
+    earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have shown to be right, whatever their values.
+    With ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
     """
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 

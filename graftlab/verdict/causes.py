@@ -123,7 +123,7 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
 def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: Mapping[Tap, int]) -> set[Tap]:
     """Taps to leave out of a swap that takes these taps from the baseline and all others from the target.
 
-    Each side receives at the taps where the other's code is used. If the baseline reaches one of its own before a taken
+    Each side receives at the taps where the other's code is used. If the baseline reaches such a tap before a taken
     one, and the target reaches the taken one first, both sides wait for each other. Neither tap depends on the other,
     since each is first on one side; so both sides compute the tap that is left out from the same state.
     """

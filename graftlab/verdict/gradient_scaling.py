@@ -101,9 +101,9 @@ def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:
 def _of_loss(groups: Sequence[str], factor: float) -> str:
     return (
         f"The target's gradients of values are {_as_factor(factor)} times the baseline's; computed from the "
-        f"baseline's, the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss that is scaled before the "
-        "backward pass, with gradients that are unscaled after it, shows exactly this. The factors cancel out, so "
-        f"these are not named ({_listed(groups)})."
+        f"baseline's, the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss "
+        "that is scaled before the backward pass, with gradients that are unscaled after it, shows exactly this. The "
+        f"factors cancel out, so these are not named ({_listed(groups)})."
     )
 
 

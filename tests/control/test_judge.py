@@ -82,7 +82,10 @@ def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str,
 
 def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("out",)).text
-    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (explains 100 % of the difference)." in text
+    assert (
+        "\nHint (out): at out, the target's values are 1/2 times the baseline's (explains 100 % of the difference)."
+        in text
+    )
 
 
 def gated() -> None:
@@ -113,7 +116,7 @@ def test_taps_in_another_order_on_either_side_do_not_hold_up_a_swap(session: gl.
     verdict = session.verdict(crossed, crossed)
     assert verdict.named == ["places"]
     assert "With the baseline's places the output out agrees (" in verdict.text
-    assert "acts outside of the taps" not in verdict.text
+    assert "outside the taps" not in verdict.text
 
 
 def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
@@ -136,7 +139,7 @@ def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None
 def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("dead end",))
     assert verdict.labels["aside"] == "minor"
-    assert "which the output does not show" in verdict.text
+    assert "without changing the output" in verdict.text
 
 
 # ---- what is said first ---------------------------------------------------------------------------------------------
@@ -184,8 +187,8 @@ def test_the_output_is_what_rounds_and_not_what_is_chosen_by_it(session: gl.Sess
 def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
-    assert "which the output does not show" not in verdict.text
-    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2." in verdict.text
+    assert "without changing the output" not in verdict.text
+    assert "The output logits agrees in its last step (0 x its floor) and differs earlier, in step 2." in verdict.text
 
 
 def showing_copies(used: bool) -> torch.Tensor:
@@ -203,9 +206,9 @@ def test_a_tap_of_a_copy_whose_result_is_not_used_is_said_to_pass_nothing_on(ses
     """No graft reaches the model then, and what is inherited looks as if it arose where it is seen."""
     verdict = session.verdict(showing_copies, showing_copies, args=(True,))
     assert verdict.named == ["layers.*.h"]
-    assert "passes on" not in verdict.text
+    assert "grafting it changed" not in verdict.text
     verdict = session.verdict(showing_copies, showing_copies, args=(False,))
-    assert verdict.text.startswith("Not checked: what layers.*.h passes on: grafting it changed no tap after it. If")
+    assert verdict.text.startswith("Not checked: the effect of layers.*.h: grafting it changed no later tap. If")
 
 
 def normalizing(named_by_layer: bool) -> None:
@@ -246,7 +249,7 @@ def test_what_is_finite_on_neither_side_is_unmeasured_and_not_clean(session: gl.
     assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
     assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
-    assert "What before does to the output after could not be measured" in verdict.text
+    assert "The effect of before on the output after could not be measured" in verdict.text
 
 
 def random_chain() -> None:
@@ -256,7 +259,7 @@ def random_chain() -> None:
 
 def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
     verdict = session.verdict(random_chain, random_chain)
-    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Nothing below")
+    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Do not rely")
     assert verdict.runs == 3  # nothing is swapped
 
 
@@ -467,7 +470,7 @@ def untapped_with(fault: str) -> None:
 def test_what_is_computed_after_the_output_is_not_said_to_leave_it_alone(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
     assert verdict.labels["layers.*.act"] == "culprit"
-    assert "does not show" not in verdict.text
+    assert "without changing" not in verdict.text
     assert "What layers.*.act does to the output was not measured" in verdict.text
 
 
@@ -605,7 +608,7 @@ def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_name
     one_and_two: gl.Session, fault: str
 ) -> None:
     verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
-    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; computed from the baseline's, "
+    said = "On each of the target's 2 ranks, gradients are 2 times the baseline's; computed from the baseline's, "
     if fault:
         assert said not in verdict.text
         assert "output@grad" in verdict.named

@@ -144,7 +144,7 @@ def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp
 
 def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:
     verdict = loaded(tmp_path, GRAFTED).verdict()
-    assert "Not checked: what was inherited: in no step of this run was every tap compared and none grafted." in (
+    assert "Not checked: what was inherited: no step of this run compared every tap and grafted none." in (
         verdict.text.splitlines()
     )
     assert verdict.frame["error"].isna().all()
@@ -155,14 +155,14 @@ def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
     assert "\nThe weights already differ: w (rel_l2 0.2)." in verdict.text
-    assert "may be the doing of those that differ" in verdict.text
+    assert "those that differ may explain what is named" in verdict.text
 
 
 def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_before(tmp_path: Path) -> None:
     kind = {"kind": "param"}
     before = [row(0, 0, "w", 0.2, tags=kind), *step_of(0, [0.0, 0.0, 0.0])]
     after = [row(1, 0, "w", 0.0, tags=kind), *GRAFTED]
-    of_grafted = "The target has had the baseline's weights from step 0 on"
+    of_grafted = "The target has had the baseline's weights since step 0"
     for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
         text = loaded(tmp_path / str(len(rows)), rows).verdict().text
         assert "\nThe weights already differ: w (rel_l2 0.2)." in text
@@ -197,7 +197,7 @@ def test_gradients_that_even_out_over_the_ranks_of_the_run_are_not_named(tmp_pat
     assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
     describe_session(tmp_path, (1, 2), 0)
     assert run.verdict().named == []
-    assert "On each of the target's 2 ranks gradients are 2 times the baseline's" in run.verdict().text
+    assert "On each of the target's 2 ranks, gradients are 2 times the baseline's" in run.verdict().text
     # As many ranks on both sides; or of another run of the folder.
     for sizes, first_run in (((2, 2), 0), ((1, 2), 1)):
         describe_session(tmp_path, sizes, first_run)

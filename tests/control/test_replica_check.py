@@ -55,14 +55,14 @@ def test_a_sum_that_one_layer_forgets_is_found(session: gl.Session) -> None:
 
 
 def forgets_every_sum() -> None:
-    from graftlab.zoo.model import Config, Math, Model, Shard, make_weights, shard_weights
+    from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights, shard_weights
     from graftlab.zoo.scoring import make_tokens
 
     class Unreduced(Math):
         def reduce(self, partial: torch.Tensor, layer: int, which: str) -> torch.Tensor:
             return partial if which == "attn" else super().reduce(partial, layer, which)
 
-    config, shard = Config(), Shard(rank(), 2)
+    config, shard = Config(), RankShard(rank(), 2)
     with torch.no_grad():
         Model(Unreduced(config, shard), shard_weights(make_weights(config), shard))(make_tokens(config))
 
@@ -98,7 +98,7 @@ def data_parallel(shifted: float = 0.0) -> None:
 
 def test_inputs_that_differ_are_said_first_and_what_follows_is_not_judged(session: gl.Session) -> None:
     check = session.check(target=data_parallel)
-    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they have to;")
+    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they must;")
     assert check.found == []
 
 
@@ -117,7 +117,7 @@ def shifted_hidden() -> None:
 def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
     inferred = session.check(target=shifted_hidden)
     assert inferred.found == ["near"]
-    assert "a difference may be intended: say with layouts= what each rank holds." in inferred.text
+    assert "a difference may be intended. State with layouts= what each rank holds." in inferred.text
     layouts = {"name == 'hidden'": "replicate('tp')", "name == 'near'": "shard(dim=0, mesh='tp')"}
     check = session.check(target=shifted_hidden, layouts=layouts)
     assert check.found == ["hidden"]
@@ -128,12 +128,12 @@ def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
 
 def dtensors(spoiled: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, RankShard, Replicate
 
     mesh = init_device_mesh("cpu", (2,))
     own = torch.linspace(1, 2, 8) + (0.5 * rank() if spoiled else 0)
     gl.tap("replica", DTensor.from_local(own, mesh, [Replicate()]))
-    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [Shard(0)]))
+    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [RankShard(0)]))
 
 
 def test_a_dtensors_placements_say_what_is_a_copy(session: gl.Session) -> None:
@@ -257,7 +257,7 @@ def uneven() -> None:
 
 def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
-    assert text.startswith("Not checked: text show no tensor that could be compared.\nNot checked, since some ranks")
+    assert text.startswith("Not checked: text show no tensor to compare.\nNot checked, because some ranks")
     assert "only there (on rank 1 alone)" in text
 
 
