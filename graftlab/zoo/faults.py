@@ -1,9 +1,9 @@
 """The faults of the zoo, each with the groups that a verdict should name, written down before any scoring.
 
 Each is a mistake that people have made in engines, conversions and trainers: a subclass of
-:class:`~graftlab.zoo.model.Math` for the target, or different weights. ``truth`` are the groups of taps that are computed
-differently, as ``graftlab.verdict`` groups them: the path without the layer's number. A gradient's group ends with
-``@grad``: the gradient *of* that tap is the first that differs.
+:class:`~graftlab.zoo.model.Math` for the target, or different weights. ``truth`` are the groups of taps that are
+computed differently, as ``graftlab.verdict`` groups them: the path without the layer's number. A gradient's group ends
+with ``@grad``: the gradient *of* that tap is the first that differs.
 """
 
 from __future__ import annotations

@@ -616,4 +616,4 @@ def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_name
     assert verdict.named == [], verdict.text
     assert verdict.text.startswith(said)
     assert set(verdict.frame["label"]) == {"clean"}
-    assert "nothing adds more than rounding" in verdict.text or "No tap adds more than rounding" in verdict.text
+    assert "Nothing that was checked adds more than rounding" in verdict.text or "No tap adds more than rounding" in verdict.text

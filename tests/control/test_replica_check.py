@@ -258,7 +258,7 @@ def uneven() -> None:
 def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
     assert text.startswith("Not checked: text show no tensor to compare.\nNot checked, because some ranks")
-    assert "only there (on rank 1 alone)" in text
+    assert "only there (on rank 1 only)" in text
 
 
 @pytest.mark.parametrize(
